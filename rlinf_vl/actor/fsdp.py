@@ -1,0 +1,88 @@
+"""FSDP2: shard a policy block by block, step its optimizer with the true global gradient norm, gather whole weights."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlinf_vl.models.loading import DTYPES
+from rlinf_vl.models.policy import PolicyModel
+
+
+def shard(
+    policy: PolicyModel,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: str,
+    reduce_dtype: str,
+    cpu_offload: bool = False,
+    gradient_checkpointing: bool = False,
+    use_reentrant: bool = False,
+) -> PolicyModel:
+    """Shard parameters over `mesh`, one FSDP unit per vision and text block, one for the rest of the tower, one for the rest.
+
+    Master weights stay in their dtype (float32); blocks compute in `param_dtype` and gradients are reduced in
+    `reduce_dtype`. Checkpointing recomputes each text block (and each block of a trained tower) in backward.
+    """
+    family, model = policy.family, policy.model
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype]),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    }
+    for path in (family.vision_blocks, family.text_blocks):
+        for block in model.get_submodule(path):
+            fully_shard(block, **options)
+    fully_shard(model.get_submodule(family.vision_tower), **options)
+    fully_shard(policy, **options)
+    return policy
+
+
+def make_optimizer(policy: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float):
+    """AdamW over the trainable parameters; weight decay spares vectors (norms and biases)."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
+
+
+def make_scheduler(optimizer, kind: str, *, warmup: int, total: int, min_ratio: float):
+    """Learning-rate factor per optimizer step: linear warm-up, then `kind` (constant, linear, cosine) down to `min_ratio`."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        done = min(1.0, (step - warmup) / max(1, total - warmup))
+        if kind == "linear":
+            return 1 - (1 - min_ratio) * done
+        if kind == "cosine":
+            return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def clip_gradients(policy: nn.Module, max_norm: float) -> float:
+    """Clip to `max_norm` by the norm over all shards of all ranks; returns that norm, before clipping (float32)."""
+    norm = nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.requires_grad], max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def whole_weights(policy: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole value of every trainable weight, in the transformers model's own names, cast once to `dtype`, on the CPU.
+
+    Collective: every rank must exhaust it. A tied weight appears once.
+    """
+    for name, param in policy.model.named_parameters():
+        if param.requires_grad:
+            value = param.detach()
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            yield name, value.to(device="cpu", dtype=dtype)

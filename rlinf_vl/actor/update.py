@@ -1,0 +1,162 @@
+"""One training step of a rank: micro-batches in, a gradient and an optimizer step per mini-batch out.
+
+The loss is a sum over micro-batches and ranks of terms whose denominators are global counts, agreed before the first
+micro-batch. So neither loss nor gradient depends on how trajectories are packed or who holds them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rlinf_vl.actor.fsdp import clip_gradients
+from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
+from rlinf_vl.observe.metrics import MetricSums
+from rlinf_vl.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """The `algorithm.*` keys that shape the loss; their meaning is documented in `config.schema.AlgorithmConfig`."""
+
+    aggregation: str
+    clip_low: float
+    clip_high: float
+    clip_c: float | None
+    kl_beta: float
+    kl_estimator: str
+    entropy_bonus: float
+    tis_clip: float | None
+    tis_level: str
+    old_logprobs: str  # "current" (detached), "recomputed" (a pass of its own), "rollout" (the engine's)
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One optimizer step of a rank: its micro-batches (made anew on each call), and the global loss denominator."""
+
+    batches: Callable[[], Iterable[MicroBatch]]
+    denominator: int
+
+
+def micro_batch_loss(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: MicroBatch,
+    settings: LossSettings,
+    denominator: int,
+    *,
+    old_logprobs: torch.Tensor | None = None,
+    ref_logprobs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, MetricSums]:
+    """This micro-batch's share of the mini-batch loss (a scalar), and its part of the metrics.
+
+    Args:
+        logprobs, entropy: float32 [R], differentiable, of the current weights.
+        old_logprobs: float32 [R], of the weights before the first optimizer step; None: the current ones.
+        ref_logprobs: float32 [R], of the reference policy, when kl_beta > 0.
+    """
+    device = logprobs.device
+    mask = torch.ones(len(logprobs), dtype=torch.bool, device=device)
+    segments = torch.from_numpy(batch.segments).to(device)
+    advantages = torch.from_numpy(batch.advantages).to(device)
+    rollout = None if batch.rollout_logprobs is None else torch.from_numpy(batch.rollout_logprobs).to(device)
+    train = logprobs.detach() if old_logprobs is None else old_logprobs
+    old = rollout if settings.old_logprobs == "rollout" else train
+    weights = None
+    if settings.tis_clip is not None:
+        weights = importance_weights(
+            train, rollout, mask, clip=settings.tis_clip, level=settings.tis_level, segment_ids=segments
+        )
+    per_token, stats = policy_loss(
+        logprobs,
+        old,
+        advantages,
+        mask,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        clip_c=settings.clip_c,
+        weights=weights,
+    )
+    sums, n = MetricSums(), len(logprobs)
+    if settings.kl_beta > 0:
+        kl = divergence(ref_logprobs, logprobs, mask, settings.kl_estimator)
+        per_token = per_token + settings.kl_beta * kl
+        sums.add("actor/ref_kl", kl.detach().sum(), n)
+    if settings.entropy_bonus:
+        per_token = per_token - settings.entropy_bonus * entropy
+    loss = aggregate(per_token, mask, segments, settings.aggregation, denominator=denominator)
+
+    sums.add("actor/entropy", entropy.detach().sum(), n)
+    for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):
+        if n and (name != "dual_clip_fraction" or settings.clip_c is not None):
+            sums.add(f"actor/{name}", stats[name] * n, n)
+    if n and rollout is not None:
+        difference = rollout - train
+        sums.add("actor/rollout_train_kl", difference.sum(), n)
+        sums.add("actor/rollout_train_k3", divergence(train, rollout, mask, "k3").sum(), n)
+        sums.add("actor/rollout_train_abs_diff_mean", difference.abs().sum(), n)
+        sums.maximum("actor/rollout_train_abs_diff_max", difference.abs().max())
+    if n and weights is not None:
+        sums.add("actor/tis_mean", weights.sum(), n)
+        sums.add("actor/tis_square", weights.square().sum(), n)
+        sums.add("actor/tis_clip_fraction", (weights >= settings.tis_clip).sum(), n)
+    return loss, sums
+
+
+@torch.no_grad()
+def _recompute(policy: nn.Module, minibatches: Sequence[MiniBatch]) -> list[list[torch.Tensor]]:
+    """Logprobs of the current weights for every micro-batch of every mini-batch."""
+    return [[policy(batch)[0] for batch in mini.batches()] for mini in minibatches]
+
+
+def update(
+    policy: nn.Module,
+    reference: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
+    scheduler,
+    minibatches: Sequence[MiniBatch],
+    settings: LossSettings,
+    *,
+    world_size: int,
+    max_grad_norm: float,
+) -> MetricSums:
+    """Train on this rank's mini-batches, one optimizer step each. Collective: all ranks call it with equal counts.
+
+    FSDP averages gradients over ranks while the loss is a sum over them, hence the factor `world_size`. A step whose
+    gradient norm is not finite is skipped and counted (`actor/skipped_steps`).
+    """
+    sums = MetricSums()
+    old = _recompute(policy, minibatches) if settings.old_logprobs == "recomputed" else None
+    for m, mini in enumerate(minibatches):
+        for i, batch in enumerate(mini.batches()):
+            ref_logprobs = None
+            if reference is not None:
+                with torch.no_grad():
+                    ref_logprobs, _ = reference(batch)
+            logprobs, entropy = policy(batch)
+            loss, part = micro_batch_loss(
+                logprobs,
+                entropy,
+                batch,
+                settings,
+                mini.denominator,
+                old_logprobs=old[m][i] if old else None,
+                ref_logprobs=ref_logprobs,
+            )
+            (loss * world_size).backward()
+            part.add("actor/loss", loss.detach(), 0)  # a sum over micro-batches and ranks; counted once per mini-batch
+            sums.merge(part)
+        norm = clip_gradients(policy, max_grad_norm)
+        finite = torch.isfinite(torch.tensor(norm))
+        if finite:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        scheduler.step()
+        # Every rank reports these; only ratios matter, so the equal weights cancel. The loss is summed over ranks.
+        sums.add("actor/grad_norm", norm, 1)
+        sums.add("actor/skipped_steps", 0.0 if finite else 1.0, 1)
+        sums.add("actor/loss", 0.0, 1.0 / world_size)
+    sums.add("actor/lr", scheduler.get_last_lr()[0], 1)
+    return sums

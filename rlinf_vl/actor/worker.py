@@ -1,0 +1,204 @@
+"""One rank of the actor group: a Ray actor that holds its shard of the policy and trains what it is told to."""
+
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import ray
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from rlinf_vl.actor import checkpoint
+from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, shard, whole_weights
+from rlinf_vl.actor.update import LossSettings, MiniBatch, update
+from rlinf_vl.config.schema import AlgorithmConfig, Config
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import DTYPES, freeze_vision, load_model, vocab_size
+from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.packing.collator import Collator, Member
+from rlinf_vl.packing.planner import Item
+from rlinf_vl.types import Group, MicroBatch
+from rlinf_vl.weights import pack
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMiniBatch:
+    """What one rank trains in one optimizer step. `micro_batches[i]` names trajectories by group and place."""
+
+    micro_batches: tuple[tuple[Item, ...], ...]
+    run_vision: tuple[bool, ...]
+    denominator: int
+
+
+def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
+    """The loss that `algorithm.*` asks for. `recompute_logprobs: auto` needs no pass when the only step uses current weights."""
+    old = {"false": "rollout", "true": "recomputed", "auto": "recomputed" if algorithm.n_minibatches > 1 else "current"}
+    return LossSettings(
+        aggregation=algorithm.loss_agg_func,
+        clip_low=algorithm.clip_ratio_low,
+        clip_high=algorithm.clip_ratio_high,
+        clip_c=algorithm.clip_ratio_c,
+        kl_beta=algorithm.kl_beta,
+        kl_estimator=algorithm.kl_penalty_type,
+        entropy_bonus=algorithm.entropy_bonus,
+        tis_clip=algorithm.importance_sampling_clip if algorithm.importance_sampling_fix else None,
+        tis_level=algorithm.importance_sampling_level,
+        old_logprobs=old[algorithm.recompute_logprobs],
+    )
+
+
+class ActorRank:
+    """The rank itself; `ActorWorker` is the same as a Ray actor."""
+
+    def __init__(self, config: Config, model_path: str, device: str, rank: int, world_size: int) -> None:
+        torch.set_num_threads(config.cluster.cpu_threads)
+        torch.manual_seed(config.runner.seed)
+        self.config, self.model_path, self.device = config, model_path, device
+        self.rank, self.world_size = rank, world_size
+
+    def address(self) -> tuple[str, int]:
+        """This node's address and a port that was free a moment ago, for the process group's rendezvous."""
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return ray.util.get_node_ip_address(), s.getsockname()[1]
+
+    def start(self, host: str, port: int, total_steps: int) -> None:
+        """Join the process group, load the checkpoint and shard it, for a run of `total_steps`. Collective."""
+        if self.device == "cuda":
+            torch.cuda.set_device(0)  # Ray shows each actor its own GPU only
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo",
+            init_method=f"tcp://{host}:{port}",
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(minutes=30),
+        )
+        config, fsdp = self.config, self.config.actor.fsdp_config
+        self.family = family_of(config.rollout.model.model_type)
+        self.processor = Processor(
+            self.model_path,
+            self.family,
+            min_pixels=config.data.image_min_pixels,
+            max_pixels=config.data.image_max_pixels,
+            trust_remote_code=config.rollout.model.trust_remote_code,
+        )
+        self.mesh = init_device_mesh(self.device, (self.world_size,))
+        self.policy = self._load_sharded(frozen=False).train()
+        self.reference = self._load_sharded(frozen=True).eval() if config.algorithm.kl_beta > 0 else None
+        optim = config.actor.optim
+        self.optimizer = make_optimizer(
+            self.policy,
+            lr=optim.lr,
+            betas=(optim.adam_beta1, optim.adam_beta2),
+            eps=optim.adam_eps,
+            weight_decay=optim.weight_decay,
+        )
+        self.scheduler = make_scheduler(
+            self.optimizer,
+            optim.lr_scheduler,
+            warmup=optim.lr_warmup_steps,
+            total=total_steps * config.algorithm.n_minibatches,
+            min_ratio=optim.min_lr_ratio,
+        )
+        self.collate = Collator(
+            family=self.family,
+            image_token_id=self.processor.image_token_id,
+            merge_size=self.processor.merge_size,
+            pixels=PixelCache(self.processor.pixels),
+            pad_id=self.processor.pad_id,
+            pad_to=None if config.actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
+        )
+        log.info("rank %d of %d ready on %s, %s", self.rank, self.world_size, self.device, fsdp.mixed_precision)
+
+    def _load_sharded(self, frozen: bool) -> PolicyModel:
+        config, fsdp = self.config, self.config.actor.fsdp_config
+        model = load_model(
+            self.model_path, self.family, torch.float32, trust_remote_code=config.rollout.model.trust_remote_code
+        )
+        if frozen:
+            model.requires_grad_(False)
+        elif config.actor.model.freeze_vision_tower:
+            freeze_vision(model, self.family)
+        policy = PolicyModel(
+            model,
+            self.family,
+            self.processor.banned_ids(vocab_size(model)),
+            temperature=config.algorithm.sampling_params.temperature,
+            chunk=config.actor.logprob_chunk_tokens,
+        )
+        if not fsdp.cpu_offload:
+            policy.to(self.device)
+        return shard(
+            policy,
+            self.mesh,
+            param_dtype=fsdp.mixed_precision.param_dtype,
+            reduce_dtype=fsdp.mixed_precision.reduce_dtype,
+            cpu_offload=fsdp.cpu_offload,
+            gradient_checkpointing=fsdp.gradient_checkpointing and not frozen,
+            use_reentrant=fsdp.gradient_checkpointing_use_reentrant,
+        )
+
+    def update(
+        self,
+        minibatches: Sequence[RankMiniBatch],
+        groups: dict[int, ray.ObjectRef],
+        advantages: dict[int, tuple[float, ...]],
+    ) -> dict:
+        """Train on this rank's mini-batches. Collective.
+
+        Args:
+            groups: reference to each group that this rank's items name.
+            advantages: advantage of each trajectory of those groups.
+
+        Returns:
+            The state of a `MetricSums`, this rank's part.
+        """
+        keys = list(groups)
+        held: dict[int, Group] = dict(zip(keys, ray.get([groups[k] for k in keys]), strict=True))
+        sums = update(
+            self.policy,
+            self.reference,
+            self.optimizer,
+            self.scheduler,
+            [MiniBatch(lambda m=m: self._batches(m, held, advantages), m.denominator) for m in minibatches],
+            loss_settings(self.config.algorithm),
+            world_size=self.world_size,
+            max_grad_norm=self.config.actor.optim.clip_grad,
+        )
+        return sums.state()
+
+    def _batches(self, mini: RankMiniBatch, held: dict[int, Group], advantages) -> Iterator[MicroBatch]:
+        for items, run_vision in zip(mini.micro_batches, mini.run_vision, strict=True):
+            members = [Member(held[i.group], i.index, advantages[i.group][i.index]) for i in items]
+            yield self.collate(members, run_vision=run_vision)
+
+    def publish_weights(self) -> list[ray.ObjectRef]:
+        """Gather trainable weights, cast once to the engine's dtype, into the object store. Collective; refs come from rank 0."""
+        weights = whole_weights(self.policy, DTYPES[self.config.rollout.model.precision])
+        if self.rank == 0:
+            return [ray.put(bucket) for bucket in pack(weights)]
+        for _ in weights:
+            pass
+        return []
+
+    def save(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint. Collective."""
+        checkpoint.save(Path(folder), self.policy, self.optimizer, self.scheduler)
+
+    def load(self, folder: str) -> None:
+        """Read a checkpoint, written on any number of ranks. Collective."""
+        checkpoint.load(Path(folder), self.policy, self.optimizer, self.scheduler)
+
+    def stop(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+ActorWorker = ray.remote(ActorRank)

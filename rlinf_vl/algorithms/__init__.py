@@ -1,0 +1,24 @@
+"""The mathematics of the update: pure functions on torch tensors, to be read beside the papers.
+
+Conventions of all of them: per-token tensors are float, 1-D `[T]` (packed) or 2-D `[B, T]` (padded), with a boolean
+mask of the same shape; what stands outside the mask, NaN included, changes neither a value nor a gradient. Sequences
+are the segments of `segment_ids` (integers of the mask's shape; one id is one sequence wherever it stands in the call),
+or, without it, the rows of a 2-D tensor and the whole of a 1-D one. float16 and bfloat16 are computed in float32.
+"""
+
+from rlinf_vl.algorithms.advantages import group_advantages
+from rlinf_vl.algorithms.aggregation import AGGREGATION_MODES, aggregate
+from rlinf_vl.algorithms.corrections import IMPORTANCE_LEVELS, importance_weights
+from rlinf_vl.algorithms.divergence import DIVERGENCE_ESTIMATORS, divergence
+from rlinf_vl.algorithms.losses import policy_loss
+
+__all__ = [
+    "AGGREGATION_MODES",
+    "DIVERGENCE_ESTIMATORS",
+    "IMPORTANCE_LEVELS",
+    "aggregate",
+    "divergence",
+    "group_advantages",
+    "importance_weights",
+    "policy_loss",
+]

@@ -1,0 +1,66 @@
+"""Advantages from rewards."""
+
+from collections.abc import Hashable, Iterable
+
+import torch
+
+
+def group_advantages(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | Iterable[Hashable],
+    *,
+    normalize: bool = True,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Reward against the mean of its group, in units of the group's standard deviation (GRPO).
+
+        A_i = (r_i - mean) / (std + eps),  std with n - 1;  normalize=False: A_i = r_i - mean
+
+    A group whose rewards all tie, a group of one included, gets exactly 0: ties are found by max == min, since the mean
+    of n equal float32 numbers need not be that number.
+
+    Args:
+        rewards: float `[N]`, finite.
+        group_ids: `[N]`, which group each reward belongs to: an integer tensor or any hashable values, in any order.
+
+    Returns:
+        `[N]`, dtype and device of `rewards`.
+
+    Raises:
+        ValueError: shapes differ, dtypes are wrong, or a reward is not finite.
+
+    Source: Shao et al., "DeepSeekMath" (2024), section 4.1; without the division, Liu et al., "Understanding
+    R1-Zero-Like Training" (2025).
+    """
+    if rewards.ndim != 1 or not rewards.is_floating_point():
+        raise ValueError(f"rewards must be a 1-D float tensor, got {rewards.dtype} of shape {tuple(rewards.shape)}")
+    index, n_groups = _dense_index(group_ids, rewards.device)
+    if index.shape != rewards.shape:
+        raise ValueError(f"rewards have shape {tuple(rewards.shape)}, group_ids {tuple(index.shape)}")
+    if not torch.isfinite(rewards).all():
+        raise ValueError(f"rewards must be finite, got {rewards[~torch.isfinite(rewards)].tolist()}")
+
+    r = rewards.detach().double()
+    zeros = r.new_zeros(n_groups)
+    count = zeros.index_add(0, index, torch.ones_like(r))
+    centered = r - (zeros.index_add(0, index, r) / count)[index]
+    advantages = centered
+    if normalize:
+        variance = zeros.index_add(0, index, centered.square()) / (count - 1).clamp(min=1)
+        advantages = centered / (variance.sqrt()[index] + eps)
+    highest = zeros.scatter_reduce(0, index, r, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, index, r, "amin", include_self=False)
+    tied = (highest == lowest)[index]
+    return advantages.masked_fill(tied, 0.0).to(rewards.dtype)
+
+
+def _dense_index(group_ids: torch.Tensor | Iterable[Hashable], device: torch.device) -> tuple[torch.Tensor, int]:
+    """Group ids as int64 positions 0…n-1 on `device`, and n."""
+    if isinstance(group_ids, torch.Tensor):
+        if group_ids.is_floating_point() or group_ids.is_complex():
+            raise ValueError(f"group_ids must be integers, got {group_ids.dtype}")
+        unique, index = torch.unique(group_ids.to(device), return_inverse=True)
+        return index, unique.numel()
+    position: dict[Hashable, int] = {}
+    index = [position.setdefault(group_id, len(position)) for group_id in group_ids]
+    return torch.tensor(index, dtype=torch.int64, device=device), len(position)

@@ -1,0 +1,110 @@
+"""From per-token losses to one scalar, and the sequence bookkeeping that needs.
+
+A loss is a sum over micro-batches and ranks divided by a count that is global and known beforehand; a mean of
+micro-batch means would weigh a sequence by how it was packed.
+"""
+
+import torch
+
+AGGREGATION_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+
+
+def aggregate(
+    per_token: torch.Tensor,
+    mask: torch.Tensor,
+    segment_ids: torch.Tensor | None,
+    mode: str,
+    *,
+    denominator: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reduces a per-token loss over the mask.
+
+    - `token-mean`: sum over tokens / number of masked tokens. Every token weighs the same (DAPO).
+    - `seq-mean-token-mean`: sum over sequences of their token mean / number of sequences. Every sequence weighs the
+      same (GRPO). A sequence's own token count is taken inside this call: a sequence must not be split over calls.
+    - `seq-mean-token-sum`: sum over sequences of their token sum / number of sequences (Dr. GRPO up to a constant).
+
+    Only sequences with at least one masked token count as sequences.
+
+    Args:
+        per_token: float `[T]` or `[B, T]`.
+        mask: bool, same shape.
+        segment_ids: integers, same shape, or None (see `rlinf_vl.algorithms`).
+        denominator: what divides instead of the count found in this call: the number of tokens (`token-mean`) or
+            sequences (the others) of the whole mini-batch over all ranks. Summed over the micro-batches and ranks, the
+            results then are the whole's. A number or a scalar tensor, >= 0.
+
+    Returns:
+        Scalar on the graph of `per_token`, float32 or wider. Nothing in the mask gives 0 with zero gradients.
+
+    Raises:
+        ValueError: unknown mode, shapes that differ, a mask that isn't boolean, a negative denominator.
+
+    Sources: Yu et al., "DAPO" (2025); Shao et al., "DeepSeekMath" (2024); Liu et al., "Understanding R1-Zero-Like
+    Training" (2025).
+    """
+    check_allowed("mode", mode, AGGREGATION_MODES)
+    check_shapes(mask, per_token=per_token)
+    if not isinstance(denominator, torch.Tensor) and denominator is not None and not denominator >= 0:
+        raise ValueError(f"denominator must be a count >= 0, got {denominator}")
+    values = keep(per_token, mask)
+    if mode == "token-mean":
+        total = values.double().sum()
+        count = mask.sum()
+    else:
+        index, n_segments = segment_index(mask, segment_ids)
+        sums = segment_sum(values, index, n_segments)
+        tokens = segment_sum(mask, index, n_segments)
+        total = (sums / tokens.clamp(min=1) if mode == "seq-mean-token-mean" else sums).sum()
+        count = (tokens > 0).sum()
+    divisor = torch.as_tensor(count if denominator is None else denominator, dtype=torch.float64, device=mask.device)
+    # A count of 0 goes with a total of 0.
+    return (total / torch.where(divisor > 0, divisor, 1.0)).to(values.dtype)
+
+
+def segment_index(mask: torch.Tensor, segment_ids: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """Which sequence each token belongs to, as int64 0…n-1 of the mask's shape, and n.
+
+    Raises:
+        ValueError: segment_ids have another shape than the mask or aren't integers.
+    """
+    if segment_ids is None:
+        if mask.ndim == 1:
+            return torch.zeros_like(mask, dtype=torch.int64), 1
+        rows = torch.arange(mask.shape[0], device=mask.device)
+        return rows.unsqueeze(1).expand(mask.shape), mask.shape[0]
+    if segment_ids.shape != mask.shape:
+        raise ValueError(f"segment_ids have shape {tuple(segment_ids.shape)}, mask {tuple(mask.shape)}")
+    if segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
+        raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
+    unique, index = torch.unique(segment_ids, return_inverse=True)
+    return index, unique.numel()
+
+
+def segment_sum(values: torch.Tensor, index: torch.Tensor, n_segments: int) -> torch.Tensor:
+    """Sums `values` over each segment: float64 `[n_segments]`, so that the order of tokens doesn't show."""
+    return torch.zeros(n_segments, dtype=torch.float64, device=values.device).index_add(
+        0, index.reshape(-1), values.reshape(-1).double()
+    )
+
+
+def keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`values` inside the mask and 0 outside, at least float32. Whatever stands outside also gets a gradient of 0."""
+    return values.to(torch.promote_types(values.dtype, torch.float32)).where(mask, 0.0)
+
+
+def check_shapes(mask: torch.Tensor, **tensors: torch.Tensor) -> None:
+    """ValueError unless the mask is boolean, 1-D or 2-D, and every named tensor has its shape."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be boolean, got {mask.dtype}")
+    if mask.ndim not in (1, 2):
+        raise ValueError(f"mask must be [T] or [B, T], got shape {tuple(mask.shape)}")
+    for name, tensor in tensors.items():
+        if tensor.shape != mask.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, mask {tuple(mask.shape)}")
+
+
+def check_allowed(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """ValueError naming the allowed values unless `value` is one of them."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")

@@ -1,0 +1,48 @@
+"""Estimators of the KL divergence from the logprobs of sampled tokens."""
+
+import torch
+
+from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, keep
+
+DIVERGENCE_ESTIMATORS = ("k1", "k2", "k3", "abs")
+
+#: Log-ratios above this are lowered to it before exp (and carry no gradient): e^20 is 5e8, and a few of those would
+#: drown a batch or overflow.
+MAX_LOG_RATIO = 20.0
+
+
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimates KL(q‖p) = E_q[log q - log p] per token, for tokens **sampled from q**.
+
+    - `k1` = log q - log p: unbiased; a single estimate may be negative.
+    - `k2` = (log q - log p)² / 2: never negative, biased, of low variance.
+    - `k3` = p/q - 1 - log(p/q): unbiased and never negative.
+    - `abs` = |log q - log p|: not an estimate of the KL; how far the two are apart.
+
+    Sign: positive where q gives the sampled token more probability than p does (k1). The KL penalty of a policy against
+    its reference samples from the policy: log_q = policy, log_p = reference, and the loss adds +beta times this. The
+    rollout-train gap samples from the engine: log_q = rollout, log_p = train.
+
+    Args:
+        log_p, log_q: float `[T]` or `[B, T]`, logprobs of the sampled tokens; the result is differentiable in both.
+        mask: bool, same shape.
+
+    Returns:
+        Same shape, float32 or wider, 0 outside the mask. `k3` holds log(p/q) at 20 (see `MAX_LOG_RATIO`).
+
+    Raises:
+        ValueError: unknown estimator, shapes that differ.
+
+    Source: Schulman, "Approximating KL Divergence" (2020).
+    """
+    check_allowed("estimator", estimator, DIVERGENCE_ESTIMATORS)
+    check_shapes(mask, log_p=log_p, log_q=log_q)
+    log_ratio = keep(log_p, mask) - keep(log_q, mask)
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "abs":
+        return log_ratio.abs()
+    log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
+    return log_ratio.expm1() - log_ratio

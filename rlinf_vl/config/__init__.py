@@ -1,0 +1,18 @@
+"""A run's configuration: one typed schema, how it is loaded, and what it refuses."""
+
+from rlinf_vl.config.keys import ConfigError, Key, config_keys
+from rlinf_vl.config.load import load_config, save_config
+from rlinf_vl.config.placement import placement_slots
+from rlinf_vl.config.schema import Config
+from rlinf_vl.config.validate import validate_config
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Key",
+    "config_keys",
+    "load_config",
+    "placement_slots",
+    "save_config",
+    "validate_config",
+]

@@ -1,0 +1,224 @@
+"""From a YAML file and overrides to a typed, validated `Config`; every mistake in them is reported at once.
+
+Hydra composes what was written (defaults lists, override grammar); types and known keys come from the dataclasses. So
+`rlinf_vl_schema` in a YAML's defaults list is an empty node: were it typed, Hydra would stop at the first mistake and
+advise to add it with '+'.
+"""
+
+import difflib
+import json
+import re
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlinf_vl.config.keys import ConfigError, config_keys, config_sections, did_you_mean, suggestion
+from rlinf_vl.config.schema import Config
+from rlinf_vl.config.validate import validate_config
+
+SCHEMA_NAME = "rlinf_vl_schema"
+EXAMPLES_DIR = Path(__file__).resolve().parents[2] / "examples" / "reasoning" / "config" / "vqa"
+KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
+
+ConfigStore.instance().store(name=SCHEMA_NAME, node={})
+
+
+def load_config(config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
+    """Compose, type-check, normalise and validate one run's configuration.
+
+    Args:
+        config_name: a name looked up in the repository's examples and the working directory (with or without `.yaml`),
+            or a path to a YAML file.
+        overrides: Hydra overrides, such as `runner.max_steps=3` or `data.train_data_paths=[/a/b.parquet]`.
+        config_dir: the only folder to look a name up in.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    written = _compose(_find(config_name, config_dir))
+    problems = _apply_overrides(written, overrides)
+    config, more = _typed(written)
+    if problems or more:
+        raise ConfigError(*problems, *more)
+    _normalise(config)
+    validate_config(config)
+    return config
+
+
+def save_config(config: Config, path: Path | str) -> None:
+    """Write every key as YAML, nothing left to resolve; `load_config(path)` reads it back."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+
+
+def _find(config_name: str, config_dir: Path | None) -> Path:
+    named = Path(config_name).expanduser()
+    if named.name != config_name:  # a path, not a bare name
+        if not named.is_file() or named.suffix != ".yaml":
+            raise ConfigError(f"config {config_name!r}: no such .yaml file")
+        return named.resolve()
+    folders = [Path(config_dir)] if config_dir else [EXAMPLES_DIR, Path.cwd()]
+    name = config_name.removesuffix(".yaml")
+    for folder in folders:
+        if (folder / f"{name}.yaml").is_file():
+            return (folder / f"{name}.yaml").resolve()
+    there = sorted(
+        path.stem
+        for folder in folders
+        for path in folder.glob("*.yaml")
+        if SCHEMA_NAME in path.read_text(encoding="utf-8", errors="ignore")  # the working directory holds others too
+    )
+    hint = did_you_mean(difflib.get_close_matches(name, there, n=1))
+    where = " or ".join(str(folder) for folder in folders)
+    raise ConfigError(f"config {config_name!r}: not in {where};{hint} there are: {', '.join(there) or 'none'}")
+
+
+def _compose(path: Path) -> dict[str, Any]:
+    """What the YAML and those of its defaults list say, unresolved. The examples can be named in any defaults list."""
+    try:
+        with initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
+            config = compose(path.stem, overrides=[f"hydra.searchpath=['file://{EXAMPLES_DIR}']"])
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    written = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(written, dict)
+    return written
+
+
+def _apply_overrides(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Set overrides in place; returns the problems."""
+    problems = []
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            problems.append(
+                f"override {text!r}: can't be read ({reason}); write key=value, and quote '{{…}}' and '[…]'"
+            )
+            continue
+        key, refusal = override.key_or_group, _refusal(override)
+        if refusal:
+            problems.append(f"override {text!r}: {refusal}")
+            continue
+        *parents, leaf = key.split(".")
+        section = written
+        for name in parents:
+            if not isinstance(section.get(name), dict):
+                section[name] = {}
+            section = section[name]
+        _set(section, leaf, override.value(), key)
+    return problems
+
+
+def _refusal(override: Override) -> str:
+    """Why an override can't be applied; "" if it can."""
+    key = override.key_or_group
+    if not (key in config_keys() or key in config_sections() or _dict_key(key)):
+        return f"unknown key '{key}';{suggestion(key)}"
+    if override.is_delete():
+        return f"'{key}' can't be removed; give it a value"
+    if override.is_sweep_override():
+        return "is a sweep; a run takes one value: quote a value with a comma in it, or write a list as [a,b]"
+    if key in config_sections() and not isinstance(override.value(), dict):
+        return _not_a_section(key, override.value())
+    return ""
+
+
+def _dict_key(key: str) -> bool:
+    """Whether a dotted name is an entry of a key that is itself a mapping."""
+    parent = config_keys().get(key.rpartition(".")[0])
+    return parent is not None and get_origin(parent.type) is dict
+
+
+def _set(section: dict[str, Any], name: str, value: Any, key: str) -> None:
+    """A section given as a mapping is merged; everything else is replaced."""
+    if key in config_sections() and isinstance(value, dict) and isinstance(section.get(name), dict):
+        for child, child_value in value.items():
+            _set(section[name], child, child_value, f"{key}.{child}")
+    else:
+        section[name] = value
+
+
+def _leaves(written: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything written, known or not."""
+    for name, value in written.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and key not in config_keys():
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _typed(written: dict[str, Any]) -> tuple[Config, list[str]]:
+    """The dataclasses filled with what was written, and the problems met; with any, the config is only defaults."""
+    typed, problems = OmegaConf.structured(Config), {}
+    for key, value in _leaves(written):
+        if key in config_sections():
+            if value:  # an empty section is none
+                problems[key] = _not_a_section(key, value)
+        elif key not in config_keys():
+            problems[key] = f"{key}: unknown key (value {_shown(value)});{suggestion(key)}"
+        else:
+            try:
+                OmegaConf.update(typed, key, value, merge=False)
+            except OmegaConfBaseException:
+                problems[key] = f"{key}: {_shown(value)} is not {_type_name(config_keys()[key].type)}"
+    for key in config_keys():
+        if key in problems:
+            continue
+        try:
+            missing = OmegaConf.select(typed, key, default=MISSING) == MISSING
+        except OmegaConfBaseException as error:  # an interpolation
+            reason = str(error).splitlines()[0]
+            target = re.search("key '(.+)' not found", reason)
+            problems[key] = f"{key}: {reason};{suggestion(target[1])}" if target else f"{key}: {reason}"
+        else:
+            if missing:
+                problems[key] = f"{key}: must be given ({config_keys()[key].doc})"
+    return (Config() if problems else OmegaConf.to_object(typed)), list(problems.values())
+
+
+def _not_a_section(key: str, value: Any) -> str:
+    keys = ", ".join(name.removeprefix(f"{key}.") for name in config_sections()[key])
+    return f"{key}: {_shown(value)} is not a section; its keys are {keys}"
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML writes it, strings in quotes."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+
+
+def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) in (Union, types.UnionType):
+        (inner,) = (arg for arg in get_args(annotation) if arg is not type(None))
+        return f"{_type_name(inner)} or null"
+    if get_origin(annotation) is list:
+        return "a list of strings, such as [a, b]"
+    return _TYPE_NAMES[get_origin(annotation) or annotation]
+
+
+def _normalise(config: Config) -> None:
+    """One spelling for every meaning, in place."""
+    algorithm = config.algorithm
+    algorithm.recompute_logprobs = algorithm.recompute_logprobs.lower()  # YAML's true arrives as "True"
+    algorithm.kl_penalty_type = KL_ALIASES.get(algorithm.kl_penalty_type, algorithm.kl_penalty_type)
+    for sampling in (algorithm.sampling_params, algorithm.val_sampling_params):
+        if sampling.max_new_tokens is None:
+            sampling.max_new_tokens = config.runner.seq_length - config.data.max_prompt_length
+    for paths in (config.data.train_data_paths, config.data.val_data_paths):  # workers may have another working folder
+        paths[:] = [path if path == "toy" or path.startswith("hf://") else str(Path(path).absolute()) for path in paths]
+    placement = config.cluster.component_placement
+    config.cluster.component_placement = {names: slots for names, slots in placement.items() if slots is not None}

@@ -1,0 +1,267 @@
+"""Every configuration key of a run: one typed dataclass per section.
+
+What Hydra composes from the YAML files under `examples/` is filled into these; a key that is not here is refused
+(`rlinf_vl.config.load`), and a key that is here is read somewhere. The string under a field is its documentation.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ClusterConfig:
+    num_nodes: int = 1
+    """Machines in the Ray cluster that the run waits for."""
+    component_placement: dict[str, Any] = field(default_factory=lambda: {"actor,rollout": "all"})
+    """Slots (accelerators; on CPU, processes) of each component: `actor,rollout: 0-7` shares them (collocated),
+    `actor: 0-3` with `rollout: 4-7` splits them (disaggregated); `all` is every slot of the cluster."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    cpu_threads: int = 1
+    """OMP_NUM_THREADS of every actor process."""
+    ray_address: str | None = None
+    """Address of a running Ray cluster (`auto` joins the local one); null starts a private one for this run."""
+    object_store_memory: int | None = None
+    """Bytes of shared memory for a private cluster's object store; null lets Ray decide."""
+
+
+@dataclass
+class LoggerConfig:
+    logger_backends: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Trackers beside metrics.jsonl, which is always written: tensorboard, wandb."""
+    project_name: str = "rlinf_vl"
+    """Project name given to wandb."""
+
+
+@dataclass
+class RunnerConfig:
+    output_dir: str = "results"
+    """Runs are written to ${runner.output_dir}/${runner.experiment_name}/."""
+    experiment_name: str = MISSING
+    """Name of the run's folder."""
+    seed: int = 1234
+    """Seeds weights' initialisation, sampling and everything else but the data order (data.seed)."""
+    seq_length: int = 2048
+    """Longest trajectory in tokens: prompt with expanded image placeholders, and response."""
+    enable_dynamic_batch_size: bool = True
+    """Pack trajectories into micro-batches under max_tokens_per_mbs; false puts actor.micro_batch_size in each."""
+    max_tokens_per_mbs: int = 8192
+    """Hard upper bound of tokens in one micro-batch of one rank."""
+    max_epochs: int = 1
+    """Passes over the training rows; the run ends at max_steps or max_epochs, whichever comes first."""
+    max_steps: int = -1
+    """Training steps; -1 leaves it to max_epochs."""
+    val_check_interval: int = 10
+    """Validate every so many steps, and before the first and after the last; -1 never validates."""
+    save_interval: int = -1
+    """Checkpoint every so many steps, and after the last; -1 never saves."""
+    keep_last: int = 2
+    """Complete checkpoints kept; older ones are deleted. -1 keeps all."""
+    resume_dir: str | None = None
+    """null starts afresh, `auto` takes the newest complete checkpoint of this run's folder, a path that checkpoint."""
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = 1.0
+    """Softmax temperature; training wants > 0. The trainer divides its logits by the same number."""
+    top_p: float = 1.0
+    """Nucleus mass; below 1 the sampling distribution is truncated, which TIS can't correct for."""
+    top_k: int = 0
+    """Most likely tokens kept; 0 keeps all."""
+    max_new_tokens: int | None = None
+    """Longest response; null is runner.seq_length - data.max_prompt_length."""
+
+
+@dataclass
+class AlgorithmConfig:
+    adv_type: str = "grpo"
+    """grpo: reward minus the group's mean, divided by its standard deviation if normalize_advantages."""
+    loss_type: str = "actor"
+    """actor: the clipped policy-gradient loss of PPO, dual-clipped when clip_ratio_c is set."""
+    loss_agg_func: str = "token-mean"
+    """token-mean, seq-mean-token-mean or seq-mean-token-sum, over the whole mini-batch."""
+    group_size: int = 8
+    """Responses sampled per problem (G)."""
+    n_minibatches: int = 1
+    """Optimizer steps per rollout batch."""
+    normalize_advantages: bool = True
+    """Divide by the group's sample standard deviation (n - 1)."""
+    clip_ratio_low: float = 0.2
+    """The probability ratio is clipped below at 1 - this."""
+    clip_ratio_high: float = 0.2
+    """The probability ratio is clipped above at 1 + this."""
+    clip_ratio_c: float | None = None
+    """Dual clip (> 1): bounds the loss of negative advantages at -c·A; null is off."""
+    kl_beta: float = 0.0
+    """Weight of KL(policy‖reference) in the loss; 0 loads no reference model."""
+    kl_penalty_type: str = "k3"
+    """Estimator of that KL: k1, k2, k3 or abs (also by the names kl, mse, low_var_kl)."""
+    entropy_bonus: float = 0.0
+    """Weight of the policy's entropy, subtracted from the loss."""
+    recompute_logprobs: str = "auto"
+    """Where the old logprobs of the ratio come from. true: a pass of the trainer before the first optimizer step.
+    auto: the same numbers without that pass where it is not needed (n_minibatches 1). false: the engine's logprobs."""
+    importance_sampling_fix: bool = True
+    """Truncated importance sampling: weigh tokens by min(exp(train - rollout logprob), importance_sampling_clip)."""
+    importance_sampling_clip: float = 2.0
+    """Upper bound of those weights."""
+    importance_sampling_level: str = "token"
+    """token, sequence (product over the response) or geometric (its per-token mean)."""
+    sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
+    val_sampling_params: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=1.0))
+    """Sampling during validation; one response per problem."""
+
+
+@dataclass
+class RolloutModelConfig:
+    model_path: str = MISSING
+    """Checkpoint folder in HF format, or hub name: the policy, the engine's first weights and the reference.
+    `toy` is the tiny warm-started model, built on first use."""
+    model_type: str = "qwen3_vl"
+    """Model family: a row of rlinf_vl.models.families."""
+    precision: str = "bf16"
+    """The engine's dtype: fp32, bf16 or fp16. Weights are cast to it once, before they travel."""
+    trust_remote_code: bool = False
+    """Allow the checkpoint's own Python code to run."""
+
+
+@dataclass
+class RolloutConfig:
+    rollout_backend: str = "torch"
+    """Engine: torch."""
+    return_logprobs: bool = True
+    """Keep the engine's logprobs on every trajectory (needed by TIS and by the rollout/train metrics)."""
+    gpu_memory_utilization: float = 0.6
+    """Share of a GPU's memory that the engine's KV cache may take, prompts included; on CPU unused memory is not
+    reserved."""
+    max_running_requests: int = 256
+    """Responses decoded at once by one worker; further ones wait."""
+    model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
+    env_class: str = "single_turn"
+    """Environment, by its registered name."""
+
+
+@dataclass
+class DataConfig:
+    train_data_paths: list[str] = MISSING
+    """Files (parquet, json, jsonl), HF dataset folders or hub names (hf://owner/name[:split]); `toy` is the embedded
+    task."""
+    val_data_paths: list[str] = field(default_factory=list)
+    """The same, for validation."""
+    prompt_key: str = "problem"
+    """Column of the question; `<image>` in it marks where an image stands."""
+    answer_key: str = "answer"
+    """Column of the reference answer, with or without \\boxed{}."""
+    image_keys: list[str] = field(default_factory=lambda: ["images"])
+    """Columns that hold images, in order; [] for text only."""
+    system_prompt: str | None = None
+    """System message put before every problem."""
+    prompt_suffix: str = ""
+    """Text appended to every question, such as the answer format asked for."""
+    max_prompt_length: int = 1024
+    """Longest prompt in tokens, image placeholders expanded."""
+    filter_prompt_by_length: bool = True
+    """Leave longer prompts out before training; false makes one an error of its row."""
+    rollout_batch_size: int = 32
+    """Problems per training step."""
+    val_samples: int = -1
+    """Validation rows used (the first so many); -1 uses all."""
+    shuffle: bool = True
+    """Shuffle the training rows anew every epoch."""
+    seed: int = 1234
+    """Seeds the order."""
+    image_min_pixels: int | None = None
+    """Smallest image area after resizing; null is the checkpoint's own. One setting for engine and trainer."""
+    image_max_pixels: int | None = None
+    """Largest image area after resizing; null is the checkpoint's own."""
+    blank_images: bool = False
+    """Diagnostic: replace every image by a blank one of its size. What is still learned is not seen."""
+
+
+@dataclass
+class ActorModelConfig:
+    variable_seq_lengths: bool = True
+    """true: micro-batches have the length of what is in them; false: padded to max_tokens_per_mbs (static shapes)."""
+    is_lora: bool = False
+    """LoRA adapters; not available yet, true is refused."""
+    freeze_vision_tower: bool = True
+    """Train the language model only."""
+
+
+@dataclass
+class MixedPrecisionConfig:
+    param_dtype: str = "bf16"
+    """Dtype of compute; master weights are float32."""
+    reduce_dtype: str = "fp32"
+    """Dtype of gradient reduction."""
+
+
+@dataclass
+class FsdpConfig:
+    strategy: str = "fsdp2"
+    """fsdp2: fully_shard per block."""
+    gradient_checkpointing: bool = True
+    """Recompute activations per block in backward."""
+    gradient_checkpointing_use_reentrant: bool = False
+    """torch.utils.checkpoint's variant."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""
+    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    lr_scheduler: str = "constant"
+    """constant, linear or cosine (to min_lr_ratio, over the run's optimizer steps)."""
+    min_lr_ratio: float = 0.0
+    """Learning rate at the end of linear and cosine, as a share of lr."""
+    adam_beta1: float = 0.9
+    """AdamW's first-moment decay."""
+    adam_beta2: float = 0.999
+    """AdamW's second-moment decay."""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    clip_grad: float = 1.0
+    """Global gradient norm is clipped to this."""
+
+
+@dataclass
+class ActorConfig:
+    micro_batch_size: int = 1
+    """Trajectories per micro-batch when runner.enable_dynamic_batch_size is false."""
+    logprob_chunk_tokens: int = 1024
+    """Response positions whose logits exist at once."""
+    model: ActorModelConfig = field(default_factory=ActorModelConfig)
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass
+class RewardConfig:
+    reward_type: str = "math"
+    """Grader: math (rlinf_vl.rewards.grade_math on the last \\boxed{})."""
+    reward_max_val: float = 1.0
+    """Reward of a right answer."""
+    reward_min_val: float = 0.0
+    """Reward of a wrong one."""
+
+
+@dataclass
+class Config:
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)

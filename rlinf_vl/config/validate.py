@@ -1,0 +1,264 @@
+"""Combinations of settings that can't work, refused before a GPU is asked for; every problem is reported at once.
+
+Single values are tables (`CHOICES`, `LIMITS`); what depends on several keys is a rule, one function per room.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from rlinf_vl.config.keys import ConfigError, nearest
+from rlinf_vl.config.placement import parse_placement
+from rlinf_vl.config.schema import Config, SamplingConfig
+
+#: Allowed values of every string key that isn't free text.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "cluster.device": ("auto", "cpu", "cuda"),
+    "runner.logger.logger_backends": ("tensorboard", "wandb"),
+    "algorithm.adv_type": ("grpo",),
+    "algorithm.loss_type": ("actor",),
+    "algorithm.loss_agg_func": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+    "algorithm.kl_penalty_type": ("k1", "k2", "k3", "abs"),
+    "algorithm.recompute_logprobs": ("auto", "true", "false"),
+    "algorithm.importance_sampling_level": ("token", "sequence", "geometric"),
+    "rollout.rollout_backend": ("torch",),
+    "rollout.model.precision": ("fp32", "bf16", "fp16"),
+    "rollout.env_class": ("single_turn",),
+    "actor.fsdp_config.strategy": ("fsdp2",),
+    "actor.fsdp_config.mixed_precision.param_dtype": ("fp32", "bf16", "fp16"),
+    "actor.fsdp_config.mixed_precision.reduce_dtype": ("fp32", "bf16", "fp16"),
+    "actor.optim.lr_scheduler": ("constant", "linear", "cosine"),
+    "reward.reward_type": ("math",),
+}
+
+_Limit = tuple[str, Callable[[Any], bool]]
+_POSITIVE: _Limit = ("be > 0", lambda x: x > 0)
+_NOT_NEGATIVE: _Limit = ("be >= 0", lambda x: x >= 0)
+_AT_LEAST_1: _Limit = ("be at least 1", lambda x: x >= 1)
+_OFF_OR_POSITIVE: _Limit = ("be -1 or at least 1", lambda x: x == -1 or x >= 1)
+_SHARE: _Limit = ("lie in [0, 1]", lambda x: 0 <= x <= 1)
+_SHARE_NOT_0: _Limit = ("lie in (0, 1]", lambda x: 0 < x <= 1)
+_DECAY: _Limit = ("lie in [0, 1)", lambda x: 0 <= x < 1)
+
+#: What every number must satisfy on its own; null passes where the schema allows it.
+LIMITS: dict[str, _Limit] = {
+    "cluster.num_nodes": _AT_LEAST_1,
+    "cluster.cpu_threads": _AT_LEAST_1,
+    "cluster.object_store_memory": _POSITIVE,
+    "runner.seed": _NOT_NEGATIVE,
+    "runner.seq_length": _AT_LEAST_1,
+    "runner.max_tokens_per_mbs": _AT_LEAST_1,
+    "runner.max_epochs": _AT_LEAST_1,
+    "runner.max_steps": _OFF_OR_POSITIVE,
+    "runner.val_check_interval": _OFF_OR_POSITIVE,
+    "runner.save_interval": _OFF_OR_POSITIVE,
+    "runner.keep_last": _OFF_OR_POSITIVE,
+    "algorithm.group_size": _AT_LEAST_1,
+    "algorithm.n_minibatches": _AT_LEAST_1,
+    "algorithm.clip_ratio_low": _NOT_NEGATIVE,
+    "algorithm.clip_ratio_high": _NOT_NEGATIVE,
+    "algorithm.clip_ratio_c": ("be > 1, or null for no dual clip", lambda x: x > 1),
+    "algorithm.kl_beta": _NOT_NEGATIVE,
+    "algorithm.importance_sampling_clip": _POSITIVE,
+    "algorithm.sampling_params.temperature": (
+        "be > 0: the policy is trained at the temperature it was sampled with, and greedy groups have no spread",
+        lambda x: x > 0,
+    ),
+    "algorithm.sampling_params.top_p": _SHARE_NOT_0,
+    "algorithm.sampling_params.top_k": _NOT_NEGATIVE,
+    "algorithm.val_sampling_params.temperature": _NOT_NEGATIVE,
+    "algorithm.val_sampling_params.top_p": _SHARE_NOT_0,
+    "algorithm.val_sampling_params.top_k": _NOT_NEGATIVE,
+    "rollout.gpu_memory_utilization": _SHARE_NOT_0,
+    "rollout.max_running_requests": _AT_LEAST_1,
+    "data.max_prompt_length": _AT_LEAST_1,
+    "data.rollout_batch_size": _AT_LEAST_1,
+    "data.val_samples": _OFF_OR_POSITIVE,
+    "data.seed": _NOT_NEGATIVE,
+    "data.image_min_pixels": _AT_LEAST_1,
+    "data.image_max_pixels": _AT_LEAST_1,
+    "actor.micro_batch_size": _AT_LEAST_1,
+    "actor.logprob_chunk_tokens": _AT_LEAST_1,
+    "actor.optim.lr": _POSITIVE,
+    "actor.optim.lr_warmup_steps": _NOT_NEGATIVE,
+    "actor.optim.min_lr_ratio": _SHARE,
+    "actor.optim.adam_beta1": _DECAY,
+    "actor.optim.adam_beta2": _DECAY,
+    "actor.optim.adam_eps": _POSITIVE,
+    "actor.optim.weight_decay": _NOT_NEGATIVE,
+    "actor.optim.clip_grad": _POSITIVE,
+}
+
+
+def validate_config(config: Config) -> None:
+    """Raise `ConfigError` with every problem of a typed, normalised config (`load_config` makes one)."""
+    rules = (_values, _cluster, _runner, _lengths, _algorithm, _correction, _data, _actor_and_reward)
+    problems = [problem for rule in rules for problem in rule(config)]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _values(config: Config) -> Iterator[str]:
+    for key, allowed in CHOICES.items():
+        value = _get(config, key)
+        for one in value if isinstance(value, list) else [value]:
+            if one not in allowed:
+                yield f"{key}: {one!r} is unknown; allowed: {', '.join(allowed)};{nearest(one, allowed)}".rstrip(";")
+    for key, (must, holds) in LIMITS.items():
+        value = _get(config, key)
+        if value is not None and not holds(value):
+            yield f"{key}: {value} must {must}"
+
+
+def _cluster(config: Config) -> Iterator[str]:
+    cluster = config.cluster
+    try:
+        parse_placement(cluster.component_placement)
+    except ConfigError as error:
+        yield from error.problems
+    if cluster.num_nodes > 1 and cluster.ray_address is None:
+        yield (
+            f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, but cluster.ray_address is "
+            f"null (a private one, on this machine); start it with ray_utils/start_ray.sh, set cluster.ray_address=auto"
+        )
+
+
+def _runner(config: Config) -> Iterator[str]:
+    runner = config.runner
+    name = runner.experiment_name
+    if name in ("", ".", "..") or "/" in name or "\\" in name:
+        yield f"runner.experiment_name: {name!r} is not a plain folder name; put folders into runner.output_dir"
+    if runner.resume_dir not in (None, "auto") and not Path(runner.resume_dir).is_dir():
+        yield f"runner.resume_dir: no folder {runner.resume_dir!r}; give a checkpoint's path, auto or null"
+    if "wandb" in runner.logger.logger_backends and importlib.util.find_spec("wandb") is None:
+        yield "runner.logger.logger_backends: wandb is not installed; pip install 'rlinf_vl[wandb]', or leave it out"
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    runner, data = config.runner, config.data
+    budget = f"runner.max_tokens_per_mbs={runner.max_tokens_per_mbs}"
+    if runner.enable_dynamic_batch_size:
+        if runner.seq_length > runner.max_tokens_per_mbs:
+            yield (
+                f"runner.seq_length={runner.seq_length} exceeds {budget}: the longest trajectory fits in no"
+                f" micro-batch; raise max_tokens_per_mbs or lower seq_length"
+            )
+    elif config.actor.micro_batch_size * runner.seq_length > runner.max_tokens_per_mbs:
+        yield (
+            f"actor.micro_batch_size={config.actor.micro_batch_size} times runner.seq_length={runner.seq_length}"
+            f" exceeds {budget}; lower micro_batch_size or seq_length, raise max_tokens_per_mbs,"
+            f" or set runner.enable_dynamic_batch_size=true"
+        )
+    if data.max_prompt_length >= runner.seq_length:
+        yield (
+            f"data.max_prompt_length={data.max_prompt_length} leaves no room for a response in"
+            f" runner.seq_length={runner.seq_length}; lower it or raise seq_length"
+        )
+        return
+    for name in ("sampling_params", "val_sampling_params"):
+        key, sampling = f"algorithm.{name}.max_new_tokens", _get(config, f"algorithm.{name}")
+        if sampling.max_new_tokens is None:
+            continue
+        if sampling.max_new_tokens < 1:
+            yield f"{key}: {sampling.max_new_tokens} must be at least 1"
+        elif data.max_prompt_length + sampling.max_new_tokens > runner.seq_length:
+            yield (
+                f"data.max_prompt_length={data.max_prompt_length} plus {key}={sampling.max_new_tokens} exceeds"
+                f" runner.seq_length={runner.seq_length}; raise seq_length, lower one of them,"
+                f" or set max_new_tokens to null for what is left"
+            )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm, data, rollout = config.algorithm, config.data, config.rollout
+    if algorithm.group_size == 1 and algorithm.adv_type == "grpo":
+        yield (
+            "algorithm.group_size: 1 with algorithm.adv_type=grpo makes every advantage zero (a group is its own"
+            " baseline); use at least 2"
+        )
+    if algorithm.n_minibatches >= 1 and data.rollout_batch_size % algorithm.n_minibatches:
+        yield (
+            f"data.rollout_batch_size={data.rollout_batch_size} is not divisible by"
+            f" algorithm.n_minibatches={algorithm.n_minibatches}; change one of them"
+        )
+    if rollout.max_running_requests < algorithm.group_size:
+        yield (
+            f"rollout.max_running_requests={rollout.max_running_requests} is less than"
+            f" algorithm.group_size={algorithm.group_size}: a group is decoded together; raise it"
+        )
+
+
+def _correction(config: Config) -> Iterator[str]:
+    """Old logprobs and truncated importance sampling (TIS): what they need, and where they'd be wrong."""
+    algorithm, with_logprobs = config.algorithm, config.rollout.return_logprobs
+    tis, from_engine = algorithm.importance_sampling_fix, algorithm.recompute_logprobs == "false"
+    if tis and not with_logprobs:
+        yield (
+            "algorithm.importance_sampling_fix: true needs the engine's logprobs, but rollout.return_logprobs is false;"
+            " set it true, or importance_sampling_fix=false"
+        )
+    if tis and from_engine:
+        yield (
+            "algorithm.importance_sampling_fix: true with algorithm.recompute_logprobs=false: the old logprobs are the"
+            " engine's own, so every weight would be 1; set recompute_logprobs=auto, or importance_sampling_fix=false"
+        )
+    if from_engine and not with_logprobs:
+        yield (
+            "algorithm.recompute_logprobs: false takes the engine's logprobs, but rollout.return_logprobs is false;"
+            " set that true, or recompute_logprobs=auto"
+        )
+    sampling = algorithm.sampling_params
+    if tis:
+        yield from _truncated(sampling, "algorithm.importance_sampling_fix=true", "set importance_sampling_fix=false")
+    if from_engine:
+        yield from _truncated(sampling, "algorithm.recompute_logprobs=false", "set recompute_logprobs=auto")
+
+
+def _truncated(sampling: SamplingConfig, user: str, otherwise: str) -> Iterator[str]:
+    for name, value, whole in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0)):
+        if value != whole:
+            yield (
+                f"algorithm.sampling_params.{name}: {value} with {user}: the engine's logprobs are then of a truncated"
+                f" distribution, which isn't the trainer's, so their ratio means nothing; set {name}={whole:g},"
+                f" or {otherwise}"
+            )
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if not data.train_data_paths:
+        yield "data.train_data_paths: empty; name at least one file, hf://owner/name:split, or toy"
+    for key, paths in (("data.train_data_paths", data.train_data_paths), ("data.val_data_paths", data.val_data_paths)):
+        for path in paths:
+            if path != "toy" and not path.startswith("hf://") and not Path(path).expanduser().exists():
+                yield f"{key}: no file {path!r}; a dataset of the hub is written hf://owner/name:split"
+    repeated = sorted({key for key in data.image_keys if data.image_keys.count(key) > 1})
+    if repeated:
+        yield f"data.image_keys: {', '.join(repeated)} named twice in {data.image_keys}; name every column once"
+    low, high = data.image_min_pixels, data.image_max_pixels
+    if low is not None and high is not None and low > high:
+        yield f"data.image_min_pixels={low} exceeds data.image_max_pixels={high}; lower it"
+
+
+def _actor_and_reward(config: Config) -> Iterator[str]:
+    actor, reward = config.actor, config.reward
+    if actor.model.is_lora:
+        yield "actor.model.is_lora: true is not available yet; set it false"
+    if actor.fsdp_config.cpu_offload and config.cluster.device == "cpu":
+        yield "actor.fsdp_config.cpu_offload: true with cluster.device=cpu has nothing to offload; set it false"
+    if actor.fsdp_config.mixed_precision.param_dtype == "fp16":
+        yield (
+            "actor.fsdp_config.mixed_precision.param_dtype: fp16 needs a loss scaler, and there is none: small"
+            " gradients would vanish; use bf16"
+        )
+    if reward.reward_max_val <= reward.reward_min_val:
+        yield (
+            f"reward.reward_max_val={reward.reward_max_val} must exceed reward.reward_min_val={reward.reward_min_val}:"
+            f" a right answer has to pay more than a wrong one"
+        )
+
+
+def _get(config: Any, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)

@@ -1,0 +1,46 @@
+"""A checkpoint of a run → a Hugging Face model folder, with tokenizer, chat template and image processor files."""
+
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from rlinf_vl.actor.checkpoint import load_weights_only
+from rlinf_vl.controller.run_folder import ACTOR_FOLDER, STATE_FILE, checkpoints
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import DTYPES, copy_processor_files, load_model
+
+
+def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
+    """Write the weights of a checkpoint in HF format.
+
+    Args:
+        source: a run's folder (its newest complete checkpoint is taken) or one of its checkpoints/global_step_N.
+        output: folder to write, empty or absent.
+        dtype: fp32, bf16 or fp16.
+
+    Raises:
+        FileNotFoundError: no complete checkpoint there. FileExistsError: `output` holds something.
+    """
+    if (source / STATE_FILE).is_file():
+        folder = source
+    elif found := checkpoints(source):
+        folder = found[-1][1]
+    else:
+        raise FileNotFoundError(f"{source} is neither a complete checkpoint nor a run's folder that holds one")
+    if output.exists() and any(output.iterdir()):
+        raise FileExistsError(f"{output} exists and is not empty; name another folder, or empty it")
+    run_config = OmegaConf.load(folder.resolve().parents[1] / "config.yaml")
+    model_config = run_config.rollout.model
+    path = model_config.model_path
+    if path == "toy":
+        from rlinf_vl.models.toy import toy_checkpoint_path
+
+        path = str(toy_checkpoint_path())
+    model = load_model(
+        path, family_of(model_config.model_type), DTYPES["fp32"], trust_remote_code=model_config.trust_remote_code
+    )
+    load_weights_only(folder / ACTOR_FOLDER, model)
+    output.mkdir(parents=True, exist_ok=True)
+    model.config._attn_implementation = "sdpa"
+    model.to(DTYPES[dtype]).save_pretrained(output)
+    copy_processor_files(path, output)

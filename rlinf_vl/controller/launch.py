@@ -1,0 +1,127 @@
+"""Ray, and where every actor runs: slots of `cluster.component_placement` become bundles of one placement group."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlinf_vl.config.placement import parse_placement, placement_slots
+from rlinf_vl.config.schema import ClusterConfig, Config
+
+log = logging.getLogger(__name__)
+
+#: How long to wait for the cluster to have the nodes and slots asked for.
+PLACEMENT_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Ray options of each actor rank and each rollout worker, the device kind, and whether they share slots."""
+
+    device: str
+    actor: tuple[dict[str, Any], ...]
+    rollout: tuple[dict[str, Any], ...]
+    collocated: bool
+
+
+def device_of(cluster: ClusterConfig) -> str:
+    """`cluster.device`, with `auto` resolved by whether the cluster offers GPUs."""
+    if cluster.device != "auto":
+        return cluster.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+
+
+@contextmanager
+def ray_cluster(config: Config) -> Iterator[None]:
+    """Join `cluster.ray_address`, or run a private cluster on this machine for as long as the context lasts."""
+    cluster = config.cluster
+    quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if cluster.ray_address:
+        ray.init(address=cluster.ray_address, **quiet)
+    else:
+        for name, value in _actor_environment(cluster).items():
+            os.environ[name] = value  # workers of a private cluster inherit them
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, _slots_named(cluster)),
+            object_store_memory=cluster.object_store_memory,
+            include_dashboard=False,
+            **quiet,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _slots_named(cluster: ClusterConfig) -> int:
+    """Slots that the placement names by number; `all` names none."""
+    return max((max(slots) + 1 for slots in parse_placement(cluster.component_placement).values() if slots), default=0)
+
+
+def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
+    threads = str(cluster.cpu_threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+@contextmanager
+def place(config: Config) -> Iterator[Placement]:
+    """Reserve the slots of every component for as long as the context lasts.
+
+    A slot is a GPU (`device` cuda) or a process's share of the CPUs. Components on one slot share its bundle.
+
+    Raises:
+        RuntimeError: the cluster does not offer the slots within `PLACEMENT_TIMEOUT_S`.
+    """
+    cluster = config.cluster
+    device = device_of(cluster)
+    resource = "GPU" if device == "cuda" else "CPU"
+    offered = int(ray.cluster_resources().get(resource, 0))
+    slots = placement_slots(cluster.component_placement, offered)
+    used = sorted({slot for component in slots.values() for slot in component})
+    bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+    group = placement_group([bundle] * len(used), strategy="PACK")
+    try:
+        if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
+            raise RuntimeError(
+                f"cluster.component_placement needs {len(used)} {resource} slots; the cluster offers "
+                f"{ray.cluster_resources().get(resource, 0):g}, of which {ray.available_resources().get(resource, 0):g} "
+                "are free"
+            )
+        nodes = sum(1 for node in ray.nodes() if node["Alive"])
+        if nodes < cluster.num_nodes:
+            raise RuntimeError(f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {nodes}")
+        tenants = {slot: sum(slot in component for component in slots.values()) for slot in used}
+
+        def options(component: str) -> tuple[dict[str, Any], ...]:
+            out = []
+            for slot in slots[component]:
+                share = 1 / tenants[slot]
+                option: dict[str, Any] = {
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(group, used.index(slot)),
+                    "num_cpus": share,
+                }
+                if device == "cuda":
+                    option["num_gpus"] = share
+                if cluster.ray_address:
+                    option["runtime_env"] = {"env_vars": _actor_environment(cluster)}
+                out.append(option)
+            return tuple(out)
+
+        shared = bool(set(slots["actor"]) & set(slots["rollout"]))
+        yield Placement(device, options("actor"), options("rollout"), shared)
+    finally:
+        remove_placement_group(group)

@@ -1,0 +1,88 @@
+"""Checkpoints of a run: written aside, made durable, then renamed into place, so that one that has its name is complete."""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"global_step_(\d+)$")
+STATE_FILE = "controller.json"
+ACTOR_FOLDER = "actor"
+
+
+def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every complete checkpoint of a run, oldest first."""
+    found = []
+    for folder in (run_dir / "checkpoints").glob("global_step_*"):
+        match = _NAME.search(folder.name)
+        if match and (folder / STATE_FILE).is_file():
+            found.append((int(match.group(1)), folder))
+    return sorted(found)
+
+
+def save_checkpoint(
+    run_dir: Path, step: int, write_actor: Callable[[str], None], state: dict[str, Any], keep_last: int
+) -> Path:
+    """Write `checkpoints/global_step_{step}`: the actors' part through `write_actor(folder)`, then the controller's `state`.
+
+    Older checkpoints beyond `keep_last` (-1: none) are deleted once the new one is in place.
+    """
+    final = run_dir / "checkpoints" / f"global_step_{step}"
+    aside = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    (aside / ACTOR_FOLDER).mkdir(parents=True)
+    write_actor(str(aside / ACTOR_FOLDER))
+    (aside / STATE_FILE).write_text(json.dumps(state, indent=1))
+    for path in aside.rglob("*"):
+        _sync(path)
+    _sync(aside)
+    if final.exists():  # a resumed run that comes by a step again
+        shutil.rmtree(final)
+    os.rename(aside, final)
+    _sync(final.parent)
+    if keep_last > 0:
+        for _, old in checkpoints(run_dir)[:-keep_last]:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def find_checkpoint(run_dir: Path, resume_dir: str | None) -> Path | None:
+    """The checkpoint to start from: None for null, the newest complete one (if any) for `auto`, else the folder named.
+
+    Raises:
+        FileNotFoundError: the folder named is not a complete checkpoint.
+    """
+    if resume_dir is None:
+        return None
+    if resume_dir == "auto":
+        found = checkpoints(run_dir)
+        log.info(
+            "runner.resume_dir: auto found %s", found[-1][1] if found else "no complete checkpoint; starting afresh"
+        )
+        return found[-1][1] if found else None
+    folder = Path(resume_dir)
+    if not (folder / STATE_FILE).is_file():
+        raise FileNotFoundError(
+            f"runner.resume_dir: {resume_dir!r} is not a complete checkpoint (no {STATE_FILE} in it); "
+            "name a checkpoints/global_step_N folder, or use `auto`"
+        )
+    return folder
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """The controller's part of a checkpoint."""
+    return json.loads((folder / STATE_FILE).read_text())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

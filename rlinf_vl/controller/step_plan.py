@@ -1,0 +1,75 @@
+"""From a rollout's summaries to what each rank trains: a pure function of numbers, no tokens and no tensors on devices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rlinf_vl.actor.worker import RankMiniBatch
+from rlinf_vl.algorithms import group_advantages
+from rlinf_vl.packing.planner import Item, plan_micro_batches
+from rlinf_vl.types import GroupSummary
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """`minibatches[m][rank]`; `advantages[g][i]` of every trajectory (0 where it is not trained on); and two figures."""
+
+    minibatches: tuple[tuple[RankMiniBatch, ...], ...]
+    advantages: tuple[tuple[float, ...], ...]
+    metrics: dict[str, float]
+
+
+def trainable(summary: GroupSummary) -> list[int]:
+    """Trajectories of a group that carry loss: no error, and at least one sampled token."""
+    return [i for i, error in enumerate(summary.errors) if error is None and summary.response_tokens[i] > 0]
+
+
+def advantages_of(summaries: Sequence[GroupSummary], *, normalize: bool) -> tuple[tuple[float, ...], ...]:
+    """Group-relative advantage of each trajectory, among those of its group that carry loss; 0 for the others."""
+    places = [(g, i) for g, summary in enumerate(summaries) for i in trainable(summary)]
+    rewards = torch.tensor([summaries[g].rewards[i] for g, i in places], dtype=torch.float64)
+    groups = torch.tensor([g for g, _ in places], dtype=torch.int64)
+    values = group_advantages(rewards, groups, normalize=normalize).tolist() if places else []
+    out = [[0.0] * len(summary.rewards) for summary in summaries]
+    for (g, i), value in zip(places, values, strict=True):
+        out[g][i] = value
+    return tuple(tuple(row) for row in out)
+
+
+def plan_step(
+    summaries: Sequence[GroupSummary],
+    *,
+    ranks: int,
+    n_minibatches: int,
+    budget: int,
+    micro_batch_size: int | None,
+    normalize_advantages: bool,
+    aggregation: str,
+) -> StepPlan:
+    """Split a rollout into mini-batches of whole groups, and each into micro-batches for every rank.
+
+    The loss denominators are global: all response tokens of the mini-batch for `token-mean`, all its sequences for the
+    `seq-*` modes.
+    """
+    minibatches, fills, imbalances = [], [], []
+    for part in np.array_split(np.arange(len(summaries)), n_minibatches):
+        items = [
+            Item(int(g), i, summaries[g].tokens[i], summaries[g].patches) for g in part for i in trainable(summaries[g])
+        ]
+        plan = plan_micro_batches(items, ranks=ranks, budget=budget, size=micro_batch_size)
+        tokens = sum(summaries[item.group].response_tokens[item.index] for item in items)
+        denominator = max(1, tokens if aggregation == "token-mean" else len(items))
+        minibatches.append(tuple(RankMiniBatch(micro, plan.run_vision, denominator) for micro in plan.micro_batches))
+        fills.append(plan.fill)
+        imbalances.append(plan.imbalance)
+    return StepPlan(
+        tuple(minibatches),
+        advantages_of(summaries, normalize=normalize_advantages),
+        {
+            "packing/fill": float(np.mean(fills)),
+            "packing/imbalance": float(np.mean(imbalances)),
+            "packing/micro_batches": float(sum(len(ranks_[0].run_vision) for ranks_ in minibatches)),
+        },
+    )

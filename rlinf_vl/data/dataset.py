@@ -1,0 +1,121 @@
+"""The problems of a run: rows of one or several sources, converted one at a time when asked for."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from rlinf_vl.data.rows import missing_column, row_to_problem, wanted_columns
+from rlinf_vl.types import Problem
+
+if TYPE_CHECKING:
+    from rlinf_vl.data.sources import Source
+
+
+@dataclass(frozen=True, slots=True)
+class FilterResult:
+    """Which rows can be used: `kept`, those with too long a prompt, and unreadable ones with the reason."""
+
+    kept: list[int] = field(default_factory=list)
+    too_long: list[int] = field(default_factory=list)
+    bad: dict[int, str] = field(default_factory=dict)
+
+
+class ProblemDataset:
+    """`len(dataset)` rows; `dataset[i]` is a `Problem` or raises `RowError`. Made by `open`."""
+
+    def __init__(self, sources: Sequence["Source"], row_format: dict[str, Any], columns: list[str]) -> None:
+        self._sources = list(sources)
+        self._format, self._columns = row_format, columns
+        self._ids = [id for source in sources for id in source.ids()]
+        self._ends = list(accumulate(len(source) for source in sources))
+
+    @classmethod
+    def open(
+        cls,
+        paths: Sequence[str],
+        *,
+        split: str,
+        prompt_key: str = "problem",
+        answer_key: str = "answer",
+        image_keys: Sequence[str] = ("images",),
+        system_prompt: str | None = None,
+        prompt_suffix: str = "",
+        blank_images: bool = False,
+    ) -> "ProblemDataset":
+        """Open sources (see `rlinf_vl.data.sources.open_source`) one after the other; no row is converted yet.
+
+        Args:
+            paths: files, folders, hub names or `toy`.
+            split: "train" or "val".
+            prompt_key, …: as in `rlinf_vl.data.rows.row_to_problem`.
+
+        Raises:
+            ValueError: nothing to open, or a source lacks one of the columns.
+        """
+        from rlinf_vl.data.sources import open_source  # imports `datasets`, which takes a second
+
+        if split not in ("train", "val"):
+            raise ValueError(f"split: {split!r} is neither 'train' nor 'val'")
+        if not paths:
+            raise ValueError(f"data.{split}_data_paths: no path given")
+        wanted = wanted_columns(prompt_key, answer_key, image_keys)
+        sources: list[Source] = []
+        for path in paths:
+            source = open_source(str(path), split)
+            if missing := missing_column(wanted, source.rows.column_names, source.name):
+                raise ValueError(missing)
+            sources.append(_with_own_stem(source, {s.stem for s in sources}))
+        row_format = {
+            "prompt_key": prompt_key,
+            "answer_key": answer_key,
+            "image_keys": tuple(image_keys),
+            "system_prompt": system_prompt,
+            "prompt_suffix": prompt_suffix,
+            "blank_images": blank_images,
+        }
+        return cls(sources, row_format, list(dict.fromkeys(column for _, column in wanted)))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, i: int) -> Problem:
+        """The problem of row i, 0 ≤ i < len.
+
+        Raises:
+            IndexError: no such row.
+            RowError: the row can't become a problem; it names the row and the reason.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        k = bisect_right(self._ends, i)
+        source = self._sources[k]
+        row = source.row(i - (self._ends[k] - len(source)), self._columns)
+        return row_to_problem(row, row_id=self._ids[i], root=source.root, **self._format)
+
+    def filter_by_length(
+        self, dataset_indices: Sequence[int], count_tokens: Callable[[Problem], int], max_tokens: int
+    ) -> FilterResult:
+        """Sort rows by whether their prompt is at most `max_tokens` long, as `count_tokens` counts it.
+
+        A row that can't be read or counted never raises here: it is in `bad`, with its reason.
+        """
+        result = FilterResult()
+        for i in dataset_indices:
+            try:
+                n_tokens = count_tokens(self[i])
+            except ValueError as e:  # RowError, ImageError, and what the processor refuses
+                result.bad[i] = str(e)
+                continue
+            (result.kept if n_tokens <= max_tokens else result.too_long).append(i)
+        return result
+
+
+def _with_own_stem(source: "Source", taken: set[str]) -> "Source":
+    """The source, renamed `train-2`, `train-3`… if others are called `train` too: ids stay unique."""
+    stem, n = source.stem, 1
+    while stem in taken:
+        n += 1
+        stem = f"{source.stem}-{n}"
+    return replace(source, stem=stem)

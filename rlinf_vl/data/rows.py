@@ -1,0 +1,177 @@
+"""One dataset row → one `Problem`: `<image>` placeholders become image parts, text around them is kept verbatim."""
+
+import difflib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlinf_vl.data.images import ImageError, blank_like, image_values, to_image_ref
+from rlinf_vl.types import ImageRef, Message, Problem
+
+IMAGE_PLACEHOLDER = "<image>"
+_IMAGE = object()
+
+
+class RowError(ValueError):
+    """A row that can't become a problem: its id and the reason."""
+
+    def __init__(self, row_id: str, reason: str) -> None:
+        super().__init__(f"row {row_id}: {reason}")
+        self.row_id, self.reason = row_id, reason
+
+    def __reduce__(self):
+        return type(self), (self.row_id, self.reason)
+
+
+def wanted_columns(prompt_key: str, answer_key: str, image_keys: Sequence[str]) -> list[tuple[str, str]]:
+    """(config key, column) of every column that a problem is made from."""
+    keys = [("data.prompt_key", prompt_key), ("data.answer_key", answer_key)]
+    return keys + [("data.image_keys", column) for column in image_keys]
+
+
+def missing_column(wanted: Sequence[tuple[str, str]], columns: Sequence[str], source: str) -> str | None:
+    """Says which (config key, column) `columns` lacks first, and what is near; None if all are there."""
+    for key, column in wanted:
+        if column not in columns:
+            near = difflib.get_close_matches(column, columns, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            return f"{key}: column {column!r} not in {source}; columns are {', '.join(sorted(columns)) or 'none'}{hint}"
+    return None
+
+
+def row_to_problem(
+    row: dict[str, Any],
+    *,
+    row_id: str,
+    prompt_key: str = "problem",
+    answer_key: str = "answer",
+    image_keys: Sequence[str] = ("images",),
+    system_prompt: str | None = None,
+    prompt_suffix: str = "",
+    blank_images: bool = False,
+    root: Path | None = None,
+) -> Problem:
+    """The problem that a row states.
+
+    Args:
+        row: column → value. The prompt is a string or a list of chat messages whose content is a string or parts
+            (`text`, `image`); `<image>` in a text marks where an image stands. Without any placeholder all images stand
+            first in the first user message.
+        row_id: becomes `Problem.id`.
+        system_prompt: put first; it replaces a system message of the row's own.
+        prompt_suffix: appended to the last message.
+        blank_images: replace each image by a grey one of its size.
+        root: the folder that paths of images are relative to.
+
+    Raises:
+        RowError: a missing column, an unusable prompt, answer or image, or placeholders and images that differ in number.
+    """
+    if missing := missing_column(wanted_columns(prompt_key, answer_key, image_keys), list(row), "the row"):
+        raise RowError(row_id, missing)
+    images = _images(row, row_id, image_keys, root)
+    if blank_images:
+        images = [blank_like(image) for image in images]
+    try:
+        turns = _turns(row[prompt_key], prompt_key)
+        _place_images(turns, len(images))
+    except ValueError as e:
+        raise RowError(row_id, str(e)) from None
+    if prompt_suffix:
+        turns[-1][1].append(prompt_suffix)
+    if system_prompt is not None:
+        turns = [("system", [system_prompt])] + [turn for turn in turns if turn[0] != "system"]
+    return Problem(
+        id=row_id,
+        messages=_messages(turns, images),
+        answer=_answer(row[answer_key], row_id, answer_key),
+        images=tuple(images),
+    )
+
+
+def _images(row: dict[str, Any], row_id: str, image_keys: Sequence[str], root: Path | None) -> list[ImageRef]:
+    images = []
+    for column in image_keys:
+        for i, value in enumerate(image_values(row[column])):
+            try:
+                images.append(to_image_ref(value, root=root))
+            except ImageError as e:
+                raise RowError(row_id, f"column {column!r}, image {i}: {e}") from e
+    return images
+
+
+def _turns(prompt: Any, key: str) -> list[tuple[str, list[Any]]]:
+    """(role, pieces) per message; a piece is a text or `_IMAGE`."""
+    if isinstance(prompt, str):
+        return [("user", _split(prompt))]
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(f"column {key!r} holds {_shown(prompt)}: expected a string or a list of chat messages")
+    turns = []
+    for message in prompt:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"column {key!r}: {_shown(message)} is no chat message with role and content")
+        content = message["content"]
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        turns.append((message["role"], [piece for part in parts for piece in _pieces(part, key)]))
+    if turns[-1][0] != "user":
+        raise ValueError(f"column {key!r}: the last message is of role {turns[-1][0]!r}, not 'user'")
+    return turns
+
+
+def _pieces(part: Any, key: str) -> list[Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return _split(part["text"])
+    if kind == "image" and not any(part.get(k) for k in ("image", "url", "path", "base64")):
+        return [_IMAGE]
+    raise ValueError(
+        f"column {key!r}: content part {_shown(part)} is neither text nor a placeholder {{'type': 'image'}} "
+        "(images themselves belong in the columns of data.image_keys)"
+    )
+
+
+def _split(text: str) -> list[Any]:
+    pieces: list[Any] = []
+    for i, piece in enumerate(text.split(IMAGE_PLACEHOLDER)):
+        pieces += [_IMAGE, piece] if i else [piece]
+    return pieces
+
+
+def _place_images(turns: list[tuple[str, list[Any]]], n_images: int) -> None:
+    """Put images first in the first user message if nothing marks a place; else check that the numbers agree."""
+    places = sum(piece is _IMAGE for _, pieces in turns for piece in pieces)
+    if places == 0:
+        first = next(pieces for role, pieces in turns if role == "user")
+        first[:0] = [_IMAGE] * n_images
+    elif places != n_images:
+        raise ValueError(f"the prompt has {places} {IMAGE_PLACEHOLDER} and the row {n_images} images")
+
+
+def _messages(turns: list[tuple[str, list[Any]]], images: Sequence[ImageRef]) -> tuple[Message, ...]:
+    urls = (image.url for image in images)
+    messages = []
+    for role, pieces in turns:
+        parts: list[dict[str, Any]] = []
+        for piece in pieces:
+            if piece is _IMAGE:
+                parts.append({"type": "image_url", "image_url": {"url": next(urls)}})
+            elif piece and parts and parts[-1]["type"] == "text":
+                parts[-1]["text"] += piece
+            elif piece:
+                parts.append({"type": "text", "text": piece})
+        messages.append({"role": role, "content": parts})
+    return tuple(messages)
+
+
+def _answer(value: Any, row_id: str, key: str) -> str:
+    usable = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    if not usable or (isinstance(value, float) and not math.isfinite(value)):
+        raise RowError(row_id, f"column {key!r} holds {_shown(value)}: expected a string or a finite number")
+    if not str(value).strip():
+        raise RowError(row_id, f"column {key!r} is empty")
+    return str(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"

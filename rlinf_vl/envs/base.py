@@ -1,0 +1,72 @@
+"""The contract between a trajectory and the world that answers it, and the registry of environments by name."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlinf_vl.types import Message, Problem
+
+Grade = Callable[[str, str], bool]
+"""(response, reference answer) → right or wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the environment says to one response.
+
+    Attributes:
+        messages: what the policy sees next, in the OpenAI content-part form; empty when done.
+        reward: what this step pays, already scaled to reward_min_val…reward_max_val.
+        done: whether the episode is over.
+        info: facts to record; `correct` (bool) counts towards validation accuracy.
+    """
+
+    messages: tuple[Message, ...]
+    reward: float
+    done: bool
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Env(Protocol):
+    """One episode: `start` once, `step` with each response until done, then `close`; one call at a time, any thread."""
+
+    def start(self, problem: Problem) -> list[Message]: ...
+
+    def step(self, response: str) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+ENVIRONMENTS: dict[str, Callable[..., Env]] = {}
+"""Name (rollout.env_class) → class, built with the keywords grade, reward_max and reward_min."""
+
+
+def register_env(name: str) -> Callable[[type], type]:
+    """Class decorator: the class becomes the environment `name`.
+
+    Raises:
+        ValueError: another class has that name.
+    """
+
+    def register(cls: type) -> type:
+        if name in ENVIRONMENTS:
+            raise ValueError(f"environment {name!r} is already {ENVIRONMENTS[name]}")
+        ENVIRONMENTS[name] = cls
+        return cls
+
+    return register
+
+
+def make_env(name: str, *, grade: Grade, reward_max: float, reward_min: float) -> Env:
+    """A fresh environment for one trajectory.
+
+    Raises:
+        ValueError: no environment is registered under `name`.
+    """
+    if name not in ENVIRONMENTS:
+        near = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(sorted(ENVIRONMENTS))
+        raise ValueError(f"rollout.env_class: no environment {name!r}; there are {known}{hint}")
+    return ENVIRONMENTS[name](grade=grade, reward_max=reward_max, reward_min=reward_min)

@@ -1,0 +1,89 @@
+"""The table of model families: one row says where a vision-language model keeps its parts. A new family is a new row, and
+the tests in tests/unit/models run for every row."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlinf_vl.models.positions import mrope_positions
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFeatures:
+    """What the vision tower gives for some images, in order: `tokens` [N, H], and one [N, H] per deepstack layer."""
+
+    tokens: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    Attributes:
+        model_type: `model_type` of the checkpoint's config.json.
+        text_model, vision_tower: dotted paths of those modules in the transformers model.
+        text_blocks, vision_blocks: dotted paths of their block lists (FSDP shards and checkpoints per block).
+        special_tokens: vision placeholders that may never be sampled.
+        image_token: the placeholder that stands for one image token.
+        encode_images: (vision tower, pixel_values [P, d], grids [n, 3]) → `VisionFeatures`.
+        text_forward: (text model, inputs_embeds [1, T, H], position_ids [4, 1, T], image mask [1, T] or None, deepstack
+            features, kwargs) → last hidden state [1, T, H].
+        positions: (ids [T], image token id, grids, merge size) → [4, T].
+    """
+
+    model_type: str
+    text_model: str
+    vision_tower: str
+    text_blocks: str
+    vision_blocks: str
+    image_token: str
+    special_tokens: Sequence[str]
+    encode_images: Callable[[nn.Module, torch.Tensor, torch.Tensor], VisionFeatures]
+    text_forward: Callable[..., torch.Tensor]
+    positions: Callable[[np.ndarray, int, np.ndarray, int], np.ndarray]
+
+
+def _qwen3_vl_encode(tower: nn.Module, pixel_values: torch.Tensor, grids: torch.Tensor) -> VisionFeatures:
+    out = tower(pixel_values, grid_thw=grids)
+    return VisionFeatures(out.pooler_output, tuple(out.deepstack_features))
+
+
+def _qwen3_vl_text(text_model: nn.Module, inputs_embeds, position_ids, image_mask, deepstack, **kwargs) -> torch.Tensor:
+    return text_model(
+        inputs_embeds=inputs_embeds,
+        position_ids=position_ids,
+        attention_mask=None,
+        use_cache=False,
+        visual_pos_masks=image_mask,
+        deepstack_visual_embeds=list(deepstack) if image_mask is not None else None,
+        **kwargs,
+    ).last_hidden_state
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_vl": Family(
+        model_type="qwen3_vl",
+        text_model="model.language_model",
+        vision_tower="model.visual",
+        text_blocks="model.language_model.layers",
+        vision_blocks="model.visual.blocks",
+        image_token="<|image_pad|>",
+        special_tokens=("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>"),
+        encode_images=_qwen3_vl_encode,
+        text_forward=_qwen3_vl_text,
+        positions=mrope_positions,
+    ),
+}
+
+
+def family_of(model_type: str) -> Family:
+    """The row of `rollout.model.model_type`; ValueError names the rows there are."""
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"rollout.model.model_type: {model_type!r} is not a known family; known: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]

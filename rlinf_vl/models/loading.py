@@ -1,0 +1,75 @@
+"""Checkpoints in, checkpoints out: transformers models with our attention, and what is trainable in them."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.utils.logging import disable_progress_bar
+
+from rlinf_vl.models.attention import ATTENTION_NAME
+from rlinf_vl.models.families import Family
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: Files of a checkpoint folder that are not weights or model config: they travel unchanged into an export.
+TOKENIZER_AND_PROCESSOR_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "generation_config.json",
+)
+
+
+def load_model(path: str | Path, family: Family, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
+    """The transformers model at `path` on the CPU, text layers attending through `rlinf_vl.models.attention`.
+
+    Raises:
+        ValueError: the checkpoint is of another family than `rollout.model.model_type` says.
+    """
+    disable_progress_bar()  # one bar per process would tear the run's own line
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if config.model_type != family.model_type:
+        raise ValueError(
+            f"rollout.model.model_type: {family.model_type!r}, but the checkpoint at {path} is {config.model_type!r}"
+        )
+    model = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+    )
+    return use_packed_attention(model, family)
+
+
+def use_packed_attention(model: nn.Module, family: Family) -> nn.Module:
+    """Let the text layers of a transformers model attend through an `AttentionContext`; returns the model."""
+    model.get_submodule(family.text_model).config._attn_implementation = ATTENTION_NAME
+    return model
+
+
+def freeze_vision(model: nn.Module, family: Family) -> None:
+    """Stop gradients of the vision tower, mergers included."""
+    model.get_submodule(family.vision_tower).requires_grad_(False)
+
+
+def vocab_size(model: nn.Module) -> int:
+    """Rows of the output embedding, which can be more than the tokenizer has tokens."""
+    return model.get_output_embeddings().weight.shape[0]
+
+
+def copy_processor_files(source: str | Path, target: Path) -> None:
+    """Copy tokenizer, chat template, image processor and generation config of a checkpoint folder or cached hub model."""
+    folder = Path(source)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(str(source), allow_patterns=list(TOKENIZER_AND_PROCESSOR_FILES)))
+    for name in TOKENIZER_AND_PROCESSOR_FILES:
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, target / name)

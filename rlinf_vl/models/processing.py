@@ -1,0 +1,156 @@
+"""Text and pixels on their way into the model: chat template, placeholder expansion, image preprocessing.
+
+Tokenizer and image processor are loaded apart (transformers' combined processor wants torchvision for video), and the
+engine and the trainer use this one class with one setting of pixel limits, so both see the same pixels and counts.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen_images
+
+from rlinf_vl.data.images import decode, image_size
+from rlinf_vl.models.families import Family
+from rlinf_vl.types import ImageRef, Message
+
+
+class Processor:
+    """Prompts → ids and grids; images → pixel patches; the ids that may not and that end a response."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        family: Family,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """`min_pixels`/`max_pixels` bound an image's area after resizing; None keeps the checkpoint's own bounds."""
+        self.family = family
+        self.path = str(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        self.image_processor = qwen_images.Qwen2VLImageProcessorPil.from_pretrained(path)
+        size = dict(self.image_processor.size)
+        size["shortest_edge"] = min_pixels or size["shortest_edge"]
+        size["longest_edge"] = max_pixels or size["longest_edge"]
+        if size["shortest_edge"] > size["longest_edge"]:
+            raise ValueError(
+                f"data.image_min_pixels: {size['shortest_edge']} is above data.image_max_pixels, {size['longest_edge']} "
+                "(where unset: the checkpoint's own)"
+            )
+        self.image_processor.size = type(self.image_processor.size)(**size)
+        self.min_pixels, self.max_pixels = size["shortest_edge"], size["longest_edge"]
+        self.image_token_id = self._id_of(family.image_token)
+
+    def _id_of(self, token: str) -> int:
+        index = self.tokenizer.convert_tokens_to_ids(token)
+        if index is None or index == self.tokenizer.unk_token_id:
+            raise ValueError(f"the tokenizer in {self.path} has no {token!r}, which {self.family.model_type} needs")
+        return index
+
+    @property
+    def pad_id(self) -> int:
+        """Filler of padded rows; any id does, its positions carry no loss."""
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else self.tokenizer.eos_token_id
+
+    @property
+    def merge_size(self) -> int:
+        return self.image_processor.merge_size
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a response: the tokenizer's end-of-turn token, and its end of text where that is another."""
+        return (self.tokenizer.eos_token_id,)
+
+    def banned_ids(self, vocab_size: int) -> np.ndarray:
+        """bool [vocab_size], True where an id may never be sampled: vision and padding ids, and ids without a token.
+
+        The trainer's log-softmax leaves the same ids out.
+        """
+        banned = np.zeros(vocab_size, bool)
+        known = self.tokenizer.get_vocab()
+        banned[[known[t] for t in self.family.special_tokens if t in known]] = True
+        used = np.zeros(vocab_size, bool)
+        used[[i for i in known.values() if i < vocab_size]] = True
+        banned |= ~used
+        if self.tokenizer.pad_token_id is not None:
+            banned[self.tokenizer.pad_token_id] = True
+        banned[list(self.stop_ids)] = False
+        return banned
+
+    def grid(self, image: ImageRef) -> tuple[int, int, int]:
+        """(t, h, w) in patches of an image after resizing, from its header alone."""
+        height, width = image_size(image)
+        patch = self.image_processor.patch_size
+        rows, columns = qwen_images.smart_resize(
+            height, width, factor=patch * self.merge_size, min_pixels=self.min_pixels, max_pixels=self.max_pixels
+        )
+        return 1, rows // patch, columns // patch
+
+    def image_tokens(self, grids: np.ndarray) -> np.ndarray:
+        """int [n]: placeholder ids that each image of `grids` [n, 3] takes."""
+        return grids.prod(axis=1) // self.merge_size**2
+
+    def prompt(self, messages: Sequence[Message], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
+        """Render messages, and expand each image's placeholder to as many ids as the image has tokens.
+
+        Returns:
+            (ids int32 [P], grids int32 [len(images), 3]).
+
+        Raises:
+            ValueError: the rendered prompt does not hold one placeholder per image.
+        """
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        grids = np.asarray([self.grid(image) for image in images], np.int32).reshape(len(images), 3)
+        is_image = ids == self.image_token_id
+        if int(is_image.sum()) != len(images):
+            raise ValueError(
+                f"the rendered prompt holds {int(is_image.sum())} {self.family.image_token} for {len(images)} images; "
+                "is the token written out in the text?"
+            )
+        repeats = np.ones(len(ids), np.int64)
+        repeats[is_image] = self.image_tokens(grids)
+        return np.repeat(ids, repeats), grids
+
+    def pixels(self, image: ImageRef) -> np.ndarray:
+        """float32 [t·h·w, channels · temporal patch · patch²]: one image, decoded, resized, normalised and patched.
+
+        Raises:
+            ImageError: the bytes can't be decoded.
+        """
+        out = self.image_processor(images=[decode(image)], return_tensors="np")
+        grid = tuple(int(x) for x in out["image_grid_thw"][0])
+        assert grid == self.grid(image), (
+            f"image {image.hash}: the processor made grid {grid}, its header {self.grid(image)}"
+        )
+        return np.asarray(out["pixel_values"], np.float32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Text of response ids, special tokens left out."""
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+
+class PixelCache:
+    """The most recently used images' pixels, by content hash, within a bound of bytes. Callable like `Processor.pixels`."""
+
+    def __init__(self, pixels: Callable[[ImageRef], np.ndarray], max_bytes: int = 2**29) -> None:
+        self._pixels, self._max_bytes = pixels, max_bytes
+        self._held: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._bytes = 0
+
+    def __call__(self, image: ImageRef) -> np.ndarray:
+        if image.hash in self._held:
+            self._held.move_to_end(image.hash)
+            return self._held[image.hash]
+        patches = self._held[image.hash] = self._pixels(image)
+        self._bytes += patches.nbytes
+        while self._bytes > self._max_bytes and len(self._held) > 1:
+            self._bytes -= self._held.popitem(last=False)[1].nbytes
+        return patches

@@ -1,0 +1,120 @@
+"""A line chart as a small SVG file, written by hand: the README's learning curves.
+
+`python -m rlinf_vl.observe.curve OUT.svg NAME=RUN_DIR …` draws the validation accuracy of runs.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from rlinf_vl.observe.tracker import read_metrics
+
+WIDTH, HEIGHT = 720, 400
+LEFT, RIGHT, TOP, BOTTOM = 64, 20, 64, 52
+#: Mid-tones, told apart on a white page, on a black one, and by colour-blind eyes; so are the greys of text and grid.
+COLORS = ("#2f81c7", "#d9772b", "#3a9d5d", "#b8579e", "#a08a1f", "#6f74c9")
+TEXT, GRID = "#7d8590", "#7d859055"
+
+Point = tuple[float, float | None]
+
+
+def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: str, y_label: str) -> None:
+    """Writes lines of value over step to `path`.
+
+    Args:
+        series: name → (step, value) points; a value that is None or not finite is left out.
+
+    Raises:
+        ValueError: there is no point to draw.
+    """
+    lines = {
+        name: sorted((float(x), float(y)) for x, y in points if y is not None and math.isfinite(y))
+        for name, points in series.items()
+    }
+    points = [point for line in lines.values() for point in line]
+    if not points:
+        raise ValueError(f"nothing to draw: no finite point in the series {', '.join(series) or '(none)'}")
+    xs, ys = zip(*points, strict=True)
+    x_ticks = _ticks(min(xs), max(xs), whole=True)
+    low, high = min(ys), max(ys)
+    y_ticks = _ticks(0.0 if 0 < low < high / 2 else low, high)
+
+    def x_of(x: float) -> float:
+        return LEFT + (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDTH - LEFT - RIGHT)
+
+    def y_of(y: float) -> float:
+        return HEIGHT - BOTTOM - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM)
+
+    svg = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"',
+        f'role="img" font-family="system-ui, sans-serif" font-size="12" fill="{TEXT}">',
+        f"<title>{escape(title)}</title>",
+        f'<text x="{LEFT}" y="22" font-size="15" font-weight="600">{escape(title)}</text>',
+    ]
+    for y in y_ticks:
+        svg.append(f'<path d="M{LEFT} {y_of(y):.1f}H{WIDTH - RIGHT}" stroke="{GRID}"/>')
+        svg.append(f'<text x="{LEFT - 8}" y="{y_of(y) + 4:.1f}" text-anchor="end">{y:g}</text>')
+    for x in x_ticks:
+        svg.append(f'<path d="M{x_of(x):.1f} {HEIGHT - BOTTOM}v5" stroke="{TEXT}"/>')
+        svg.append(f'<text x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 19}" text-anchor="middle">{x:g}</text>')
+    svg.append(f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="{TEXT}"/>')
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    svg.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">training step</text>')
+    svg.append(
+        f'<text x="18" y="{middle}" text-anchor="middle" transform="rotate(-90 18 {middle})">{escape(y_label)}</text>'
+    )
+    legend_x = float(LEFT)
+    for i, (name, line) in enumerate(lines.items()):
+        color = COLORS[i % len(COLORS)]
+        dash = ' stroke-dasharray="6 4"' if i >= len(COLORS) else ""
+        at = [(f"{x_of(x):.1f}", f"{y_of(y):.1f}") for x, y in line]
+        svg.append(
+            f'<polyline points="{" ".join(",".join(p) for p in at)}" fill="none" stroke="{color}" stroke-width="2" '
+            f'stroke-linejoin="round"{dash}/>'
+        )
+        if len(at) <= 40:
+            svg.extend(f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in at)
+        svg.append(f'<path d="M{legend_x:.0f} 44h18" stroke="{color}" stroke-width="3"{dash}/>')
+        svg.append(f'<text x="{legend_x + 24:.0f}" y="48">{escape(name)}</text>')
+        legend_x += 48 + 7 * len(name)
+    svg.append("</svg>")
+    Path(path).write_text("\n".join(svg) + "\n", encoding="utf-8")
+
+
+def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Four to eight round numbers, steps of 1, 2 or 5 times a power of ten, that enclose [low, high]."""
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    magnitude = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= (high - low) / 5 * 0.999)
+    if whole:
+        step = max(1.0, step)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m rlinf_vl.observe.curve", description="Draw val/accuracy of runs.")
+    parser.add_argument("out", metavar="OUT.svg")
+    parser.add_argument("runs", metavar="NAME=RUN_DIR", nargs="+")
+    options = parser.parse_args(arguments)
+    series: dict[str, list[Point]] = {}
+    for run in options.runs:
+        name, equals, folder = run.partition("=")
+        if not equals:
+            parser.error(f"{run!r} is not NAME=RUN_DIR")
+        metrics_file = Path(folder) / "metrics.jsonl"
+        if not metrics_file.exists():
+            parser.error(f"{metrics_file} does not exist")
+        series[name] = [
+            (row["step"], row["val/accuracy"]) for row in read_metrics(metrics_file) if "val/accuracy" in row
+        ]
+        if not series[name]:
+            parser.error(f"{metrics_file} has no val/accuracy")
+    draw_curve(series, options.out, "Validation accuracy", "val/accuracy")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Scalars of a step, exact over micro-batches and ranks: sums and counts are added up, and divided once at the end."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from rlinf_vl.types import GroupSummary
+
+Scalar = float | torch.Tensor
+
+
+class MetricSums:
+    """Means, maxima and minima by name.
+
+    A mean of means would weigh a token by how it was packed; here every micro-batch and rank adds its sum and its
+    count, and `compute` divides what all of them have added. A name is a mean, a maximum or a minimum, not two of them.
+
+    Tensors are scalars of any dtype; they are kept on their device in float64 until `state`, `merge` or `compute` asks
+    for numbers, so adding one doesn't wait for the device. NaN is kept: a broken step must look broken.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Scalar] = {}
+        self._counts: dict[str, Scalar] = {}
+        self._maxima: dict[str, Scalar] = {}
+        self._minima: dict[str, Scalar] = {}
+
+    def add(self, name: str, total: Scalar, count: Scalar) -> None:
+        """Adds a sum over `count` items (tokens, sequences, …) to the mean called `name`."""
+        self._totals[name] = self._totals.get(name, 0.0) + _widen(total)
+        self._counts[name] = self._counts.get(name, 0.0) + _widen(count)
+
+    def maximum(self, name: str, value: Scalar) -> None:
+        """Keeps the largest value given under `name`."""
+        self._maxima[name] = _larger(self._maxima.get(name, -math.inf), _widen(value))
+
+    def minimum(self, name: str, value: Scalar) -> None:
+        """Keeps the smallest value given under `name`."""
+        self._minima[name] = -_larger(-self._minima.get(name, math.inf), -_widen(value))
+
+    def merge(self, other: "MetricSums") -> None:
+        """Takes in what another micro-batch or rank has accumulated."""
+        for kind, values in other.state().items():
+            for name, value in values.items():
+                if kind == "maximum":
+                    self.maximum(name, value)
+                elif kind == "minimum":
+                    self.minimum(name, value)
+                else:
+                    sums = self._totals if kind == "total" else self._counts
+                    sums[name] = sums.get(name, 0.0) + value
+
+    def state(self) -> dict[str, dict[str, float]]:
+        """Plain floats to ship between processes: kind ("total", "count", "maximum", "minimum") → name → value."""
+        kinds = {"total": self._totals, "count": self._counts, "maximum": self._maxima, "minimum": self._minima}
+        return {kind: {name: float(value) for name, value in values.items()} for kind, values in kinds.items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Mapping[str, float]]) -> "MetricSums":
+        """The inverse of `state`."""
+        sums = cls()
+        sums._totals, sums._counts = dict(state["total"]), dict(state["count"])
+        sums._maxima, sums._minima = dict(state["maximum"]), dict(state["minimum"])
+        return sums
+
+    @classmethod
+    def merged(cls, states: Iterable[Mapping[str, Mapping[str, float]]]) -> "MetricSums":
+        """One out of the states of many ranks."""
+        sums = cls()
+        for state in states:
+            sums.merge(cls.from_state(state))
+        return sums
+
+    def compute(self) -> dict[str, float]:
+        """Every metric by name. A mean over nothing is left out."""
+        state = self.state()
+        means = {name: state["total"][name] / count for name, count in state["count"].items() if count != 0}
+        metrics = means | state["maximum"] | state["minimum"]
+        assert len(metrics) == len(means) + len(state["maximum"]) + len(state["minimum"]), "a name used for two kinds"
+        return metrics
+
+
+def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict[str, float]:
+    """The reward, rollout and data metrics of one batch of groups, generated in `seconds`.
+
+    Trajectories with an error count in `rollout/errors`, `rollout/tokens_per_second`, the weight versions and bytes;
+    rewards, lengths and the rest are over the others. `reward/std` is the population standard deviation (n) over
+    trajectories. `reward/zero_std_groups` counts the groups whose rewards tie and so teach nothing; a group of nothing
+    but errors isn't among them. `reward/accuracy` is the share graded correct, `rollout/truncated` the share cut at the
+    longest response, `rollout/empty` the number without any response token. What has nothing to be computed from (no
+    groups, no versions, no time) is left out.
+    """
+    per_group = [[i for i, error in enumerate(s.errors) if error is None] for s in summaries]
+    kept = [(s, i) for s, indices in zip(summaries, per_group, strict=True) for i in indices]
+    metrics: dict[str, float] = {
+        "reward/zero_std_groups": sum(
+            len({s.rewards[i] for i in indices}) == 1 for s, indices in zip(summaries, per_group, strict=True)
+        ),
+        "rollout/errors": sum(error is not None for s in summaries for error in s.errors),
+        "rollout/empty": sum(s.response_tokens[i] == 0 for s, i in kept),
+        "data/object_store_bytes": sum(s.object_bytes for s in summaries),
+    }
+    if kept:
+        rewards = np.array([s.rewards[i] for s, i in kept], dtype=np.float64)
+        lengths = np.array([s.response_tokens[i] for s, i in kept])
+        metrics["reward/mean"] = float(rewards.mean())
+        metrics["reward/std"] = float(rewards.std())
+        metrics["reward/accuracy"] = float(np.mean([s.correct[i] for s, i in kept]))
+        metrics["rollout/response_length_mean"] = float(lengths.mean())
+        metrics["rollout/response_length_max"] = int(lengths.max())
+        metrics["rollout/truncated"] = float(np.mean([s.finish_reasons[i] == "length" for s, i in kept]))
+    if seconds > 0:
+        metrics["rollout/tokens_per_second"] = sum(sum(s.response_tokens) for s in summaries) / seconds
+    sampled = [s for s in summaries if s.max_version >= 0]
+    if sampled:
+        metrics["rollout/weight_version_min"] = min(s.min_version for s in sampled)
+        metrics["rollout/weight_version_max"] = max(s.max_version for s in sampled)
+    return metrics
+
+
+def _widen(value: Scalar) -> Scalar:
+    """A float, or a float64 scalar tensor on its own device."""
+    return value.detach().double() if isinstance(value, torch.Tensor) else float(value)
+
+
+def _larger(a: Scalar, b: Scalar) -> Scalar:
+    """The larger of two scalars; NaN if either is."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        tensor = a if isinstance(a, torch.Tensor) else b
+        return torch.maximum(*(torch.as_tensor(x, dtype=torch.float64, device=tensor.device) for x in (a, b)))
+    return float(np.maximum(a, b))

@@ -1,0 +1,124 @@
+"""What a person sees of a run: one live line on a terminal, one log line per step elsewhere."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+logger = logging.getLogger(__name__)
+
+#: The terminal that the live line and the log share: sharing it is what keeps lines from tearing.
+_CONSOLE = Console(stderr=True)
+
+#: Shown name, metrics it is taken from (the first one there is), format.
+_SHOWN = (
+    ("reward", ("reward/mean",), "{:.3f}"),
+    ("accuracy", ("reward/accuracy",), "{:.3f}"),
+    ("val", ("val/accuracy",), "{:.3f}"),
+    ("kl", ("actor/ref_kl", "actor/rollout_train_kl"), "{:.2g}"),
+    ("tok/s", ("rollout/tokens_per_second",), "{:,.0f}"),
+)
+
+#: Time left is judged by so many last steps.
+_WINDOW = 20
+
+
+def setup_logging(level: int = logging.INFO, console: Console | None = None) -> None:
+    """Sends the library's log to the terminal, above the live line, or as plain lines to what isn't one.
+
+    Other libraries' loggers keep their levels. Calling it again replaces the handler, so it may be called freely.
+    """
+    console = console or _CONSOLE
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if h.get_name() == __name__]:
+        root.removeHandler(handler)
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_path=False, log_time_format="[%X]")
+    else:
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.set_name(__name__)
+    root.addHandler(handler)
+    logging.getLogger("rlinf_vl").setLevel(level)
+
+
+class RunProgress:
+    """Progress of a run. A context manager; `begin` once its length is known, `update` after every step, `phase` when
+    another part of it begins."""
+
+    def __init__(self, *, console: Console | None = None) -> None:
+        self._total = self._step = 0
+        self._console = console or _CONSOLE
+        self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
+        self._validation: dict[str, float] = {}
+        self._live: Progress | None = None
+        if self._console.is_terminal:
+            self._live = Progress(
+                SpinnerColumn(),
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}", markup=False),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[summary]}", markup=False),
+                TextColumn("[dim]{task.fields[phase]}"),
+                console=self._console,
+            )
+            self._task = self._live.add_task("run", total=0, completed=0, summary="", phase="start-up")
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def begin(self, total_steps: int, start_step: int = 0) -> None:
+        """The run has `total_steps`, of which `start_step` were done before it was resumed."""
+        self._total, self._step = total_steps, start_step
+        if self._live:
+            self._live.update(self._task, total=total_steps, completed=start_step)
+
+    def phase(self, name: str) -> None:
+        """Says what is happening now: start-up, generate, train, sync, validate, …"""
+        if self._live:
+            self._live.update(self._task, phase=name)
+        else:
+            logger.debug("step %d/%d: %s", self._step, self._total, name)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step `step` (counted from 1) is done, with these metrics. The last validation stays in sight."""
+        self._step = step
+        self._ends.append(time.monotonic())
+        if "val/accuracy" in metrics:
+            self._validation["val/accuracy"] = metrics["val/accuracy"]
+        summary = self._summary(self._validation | dict(metrics))
+        if self._live:
+            self._live.update(self._task, completed=step, summary=summary)
+        else:
+            logger.info("step %d/%d  %s", step, self._total, summary)
+
+    def _summary(self, metrics: Mapping[str, float]) -> str:
+        parts = []
+        for label, names, form in _SHOWN:
+            name = next((n for n in names if n in metrics), None)
+            if name is not None:
+                parts.append(f"{label} {form.format(float(metrics[name]))}")
+        seconds = self._seconds_per_step(metrics)
+        if seconds is not None and self._step < self._total:
+            parts.append(f"left {timedelta(seconds=round(seconds * (self._total - self._step)))}")
+        return "  ".join(parts)
+
+    def _seconds_per_step(self, metrics: Mapping[str, float]) -> float | None:
+        """Mean over the last steps, from end to end, so without start-up; the first step says its own."""
+        if len(self._ends) > 1:
+            return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return metrics.get("time/step")

@@ -1,0 +1,227 @@
+"""Where a step's scalars go: metrics.jsonl always, TensorBoard and wandb on request."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+TRACKER_BACKENDS = ("tensorboard", "wandb")
+
+
+class Tracker(Protocol):
+    """Takes the scalars of one step, once per step, in growing order of steps."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlTracker:
+    """`metrics.jsonl`: one JSON object a line and step, `step` first, the rest sorted by name, flushed line by line.
+
+    The file never has a step twice, nor a torn line once it is open: resuming at step k drops what was written after k.
+    NaN and infinities are written as null, so every line is valid JSON.
+
+    Args:
+        path: the file; its folder is made.
+        resume_step: the last step whose lines are kept; None starts afresh and moves what a former run left there to
+            `<name>.previous`.
+
+    Raises:
+        ValueError: (`log`) a step not after the last one, or a metric called `step`.
+    """
+
+    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._last_step: int | None = None
+        if self.path.exists():
+            if resume_step is None:
+                os.replace(self.path, self.path.with_name(self.path.name + ".previous"))
+            else:
+                self._drop_after(resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"{self.path}: step {step} logged after step {self._last_step}")
+        if "step" in metrics:
+            raise ValueError("a metric can't be called 'step'")
+        row = {"step": step} | {name: _json_number(metrics[name]) for name in sorted(metrics)}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        self._last_step = step
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _drop_after(self, step: int) -> None:
+        """Rewrites the file atomically with its whole lines of steps up to `step`."""
+        rows = {row["step"]: row for row in read_metrics(self.path) if row["step"] <= step}
+        scratch = self.path.with_name(self.path.name + ".tmp")
+        with scratch.open("w", encoding="utf-8") as file:
+            for kept in sorted(rows):
+                file.write(json.dumps(rows[kept], allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, self.path)
+        self._last_step = max(rows, default=None)
+
+
+class TensorBoardTracker:
+    """TensorBoard event files in `folder`; after a resume, TensorBoard hides what was written past `resume_step`."""
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+        # A second of imports that only this tracker needs.
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = 0 if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run. Its id is kept in `run_dir/wandb_id`, so that a resumed run goes on in the same one.
+
+    Raises:
+        ImportError: wandb isn't installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        project_name: str,
+        experiment_name: str,
+        config: Mapping[str, Any],
+        resume_step: int | None = None,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError(
+                "runner.logger.logger_backends has wandb, which isn't installed: run `pip install wandb` or take it out"
+            ) from error
+        id_file = Path(run_dir) / "wandb_id"
+        resumed = resume_step is not None and id_file.exists()
+        self._run = wandb.init(
+            project=project_name,
+            name=experiment_name,
+            dir=str(run_dir),
+            config=dict(config),
+            id=id_file.read_text().strip() if resumed else None,
+            resume="allow" if resumed else None,
+        )
+        id_file.write_text(self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackers:
+    """Several trackers as one. One that fails, other than metrics.jsonl, warns once and never stops training."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+        self._warned: set[int] = set()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            self._call(tracker, "log", step, metrics)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            self._call(tracker, "close")
+
+    def _call(self, tracker: Tracker, method: str, *args: Any) -> None:
+        try:
+            getattr(tracker, method)(*args)
+        except Exception as error:
+            if isinstance(tracker, JsonlTracker):
+                raise
+            if id(tracker) not in self._warned:
+                self._warned.add(id(tracker))
+                logger.warning("%s failed (%r); training goes on", type(tracker).__name__, error)
+
+
+def make_trackers(
+    run_dir: str | Path,
+    backends: Sequence[str],
+    *,
+    project_name: str,
+    experiment_name: str,
+    config: Mapping[str, Any],
+    resume_step: int | None = None,
+) -> Trackers:
+    """`run_dir/metrics.jsonl`, and what `backends` names beside it.
+
+    Args:
+        backends: out of `TRACKER_BACKENDS`.
+        config: the resolved configuration, as plain containers, for trackers that show it.
+        resume_step: the step of the checkpoint the run goes on from; None for a fresh run.
+
+    Raises:
+        ValueError: an unknown backend.
+        ImportError: a backend isn't installed. Anything else that keeps a backend from starting is a warning.
+    """
+    for backend in backends:
+        if backend not in TRACKER_BACKENDS:
+            raise ValueError(
+                f"runner.logger.logger_backends: {backend!r} is unknown; known are {', '.join(TRACKER_BACKENDS)} "
+                "(metrics.jsonl is always written)"
+            )
+    run_dir = Path(run_dir)
+    trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl", resume_step)]
+    for backend in dict.fromkeys(backends):
+        try:
+            if backend == "tensorboard":
+                trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step))
+            else:
+                trackers.append(
+                    WandbTracker(
+                        run_dir,
+                        project_name=project_name,
+                        experiment_name=experiment_name,
+                        config=config,
+                        resume_step=resume_step,
+                    )
+                )
+        except Exception as error:
+            if isinstance(error, ImportError):
+                raise
+            logger.warning("tracker %s could not start (%r); training goes on without it", backend, error)
+    return Trackers(trackers)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`, in the file's order. Lines that a crash left torn are skipped."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            logger.warning("%s: skipped a torn line: %.80s", path, line)
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def _json_number(value: float) -> float | int | None:
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,24 @@
+"""Graders: is a response right? Looked up by `reward.reward_type`."""
+
+import difflib
+from collections.abc import Callable
+
+from rlinf_vl.rewards.math_grader import grade_math
+
+__all__ = ["GRADERS", "grade_math", "grader"]
+
+GRADERS: dict[str, Callable[[str, str], bool]] = {"math": grade_math}
+"""reward.reward_type → function of (response, reference answer)."""
+
+
+def grader(reward_type: str) -> Callable[[str, str], bool]:
+    """The grader of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if reward_type not in GRADERS:
+        near = difflib.get_close_matches(reward_type, GRADERS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"reward.reward_type: no grader {reward_type!r}; there are {', '.join(sorted(GRADERS))}{hint}")
+    return GRADERS[reward_type]

@@ -1,0 +1,94 @@
+r"""When two normalised answers are the same.
+
+Equal strings are; so are equal numbers, roundings as in `rlinf_vl.rewards.numbers`. Dressing is taken off: the name of
+the quantity (`AB = 12`, `m\angle A = 30`), units and degrees, unless both sides have one and they differ. A percentage
+is its value (25 % is 0.25), and where the answer is one its sign may be left out; 25 % is not 25. Of a chain of
+equalities every link must be the answer. Lists without brackets and sets match in any order, tuples and intervals in
+theirs. Whatever is left is for algebra.
+"""
+
+import re
+from collections.abc import Callable
+
+from rlinf_vl.rewards.latex import key, split_equation, split_list, split_unit
+from rlinf_vl.rewards.numbers import parse_number, percent, same_number
+
+Algebra = Callable[[str, str], bool]
+"""(response, answer), both normalised and without dressing → the same?"""
+
+MAX_ELEMENTS = 8
+"""Longest list that is compared."""
+
+
+def same(response: str, answer: str, algebra: Algebra) -> bool:
+    """Whether two answers, as `rlinf_vl.rewards.latex.normalise` leaves them, are the same."""
+    if not response or not answer:
+        return False
+    if key(response) == key(answer):
+        return True
+    if _one_value(response) and _one_value(answer):
+        return _same_equation(response, answer, algebra)
+    given, wanted = split_list(response), split_list(answer)
+    if given is None or wanted is None or given[0] != wanted[0]:
+        return False
+    return _same_elements(given[1], wanted[1], algebra, ordered=bool(given[0]))
+
+
+def _one_value(text: str) -> bool:
+    return split_list(text) is None or parse_number(split_unit(split_equation(text)[1][-1])[0]) is not None
+
+
+def _same_elements(given: list[str], wanted: list[str], algebra: Algebra, *, ordered: bool) -> bool:
+    if len(given) != len(wanted) or len(given) > MAX_ELEMENTS:
+        return False
+    if ordered:
+        return all(same(g, w, algebra) for g, w in zip(given, wanted, strict=True))
+    left = list(given)
+    for w in wanted:
+        match = next((i for i, g in enumerate(left) if same(g, w, algebra)), None)
+        if match is None:
+            return False
+        left.pop(match)
+    return True
+
+
+def _same_equation(response: str, answer: str, algebra: Algebra) -> bool:
+    given_names, given = split_equation(response)
+    wanted_names, wanted = split_equation(answer)
+    is_equation = len(wanted) > 1 and not wanted_names
+    if is_equation or (wanted_names and len(given) > 1 and not given_names):
+        return len(given) + len(given_names) > 1 and algebra(response, answer)
+    if given_names and wanted_names and not _share_name(given_names, wanted_names):
+        return False
+    return all(_same_value(value, wanted[-1], algebra) for value in given)
+
+
+def _share_name(given: list[str], wanted: list[str]) -> bool:
+    """One name in common; a segment's may be read from either end."""
+    return any(g == w or (g.isupper() and g == w[::-1]) for g in given for w in wanted)
+
+
+def _same_value(response: str, answer: str, algebra: Algebra) -> bool:
+    given, given_unit = split_unit(response)
+    wanted, wanted_unit = split_unit(answer)
+    if not given or not wanted or (given_unit and wanted_unit and given_unit != wanted_unit):
+        return False
+    stray_percent = given_unit == "%" and wanted_unit != "%"
+    if key(given) == key(wanted):
+        return not stray_percent
+    a, b = parse_number(given), parse_number(wanted)
+    if a and b:
+        if stray_percent:
+            return same_number(percent(a), b)
+        value_of_percent = wanted_unit == "%" and given_unit is None and same_number(a, percent(b))
+        return same_number(a, b) or value_of_percent
+    if _hopeless(given) or _hopeless(wanted):
+        return False
+    return algebra(f"\\frac{{{given}}}{{100}}" if stray_percent else given, wanted)
+
+
+def _hopeless(text: str) -> bool:
+    """Not for algebra: a word, two numbers side by side, or characters that no formula has."""
+    return bool(re.fullmatch(r"[A-Za-z ]*[A-Za-z]{2}[A-Za-z ]*", text) or re.search(r"[0-9] +[0-9]|__", text)) or (
+        not text.isascii()
+    )

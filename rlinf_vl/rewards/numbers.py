@@ -1,0 +1,92 @@
+r"""Plain numbers as people write them, and when a decimal is close enough to be the answer.
+
+A number without a decimal point is exact: 7 is never right for 7.2, nor 500 for 5. A decimal may be a rounding:
+
+- A *response's* decimal is right within 0.1 % of the answer's value, or if it is the answer rounded to the digits given
+  and gives at least three significant ones (17.3 for 10√3; 8.7 for 5√3 is wrong).
+- A *reference* decimal stands for what rounds to it if it has three significant digits, or two of them and two places
+  (0.38 stands for 5/13; 8.66 for 5√3; 0.6 for itself only).
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_PLAIN = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
+_GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?:\.[0-9]+)?")
+_REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\overline\{([0-9]+)\}")
+_FRACTION = re.compile(r"([+-]?) ?([0-9]*) ?\\frac ?\{ ?([+-]?[0-9]+) ?\} ?\{ ?([+-]?[0-9]+) ?\}")
+_SLASH = re.compile(r"([+-]?)(?:([0-9]+) )?([0-9]+) ?/ ?([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that was written out.
+
+    `places` counts the digits behind the decimal point, 0 without one (then the number is exact); `significant` counts
+    its significant digits.
+    """
+
+    value: Fraction
+    places: int = 0
+    significant: int = 0
+
+
+def parse_number(text: str) -> Number | None:
+    r"""An integer, decimal (also `0.\overline{3}`, `1,440`), fraction or mixed number; None for anything else."""
+    text = re.sub("^([+-]) +", r"\1", text.strip())
+    if _GROUPED.fullmatch(text):
+        text = re.sub("[, ]", "", text)
+    if match := _PLAIN.fullmatch(text):
+        sign, whole, behind = match[1], match[2], match[3] or ""
+        if not whole + behind:
+            return None
+        value = Fraction(int(whole + behind), 10 ** len(behind))
+        return Number(-value if sign == "-" else value, len(behind), len((whole + behind).lstrip("0")))
+    if match := _REPEATING.fullmatch(text):
+        sign, whole, behind, cycle = match.groups()
+        tail = Fraction(int(cycle), 10 ** len(cycle) - 1)
+        value = (int("0" + whole + behind) + tail) / 10 ** len(behind)
+        return Number(-value if sign == "-" else value)
+    if match := _FRACTION.fullmatch(text) or _SLASH.fullmatch(text):
+        sign, whole, over, under = match.groups()
+        if int(under) == 0:
+            return None
+        value = Fraction(int(over), int(under))
+        if whole:
+            if value < 0:
+                return None
+            value += int(whole)
+        return Number(-value if sign == "-" else value)
+    return None
+
+
+def percent(number: Number) -> Number:
+    """The value of `number` per cent."""
+    places = number.places + 2 if number.places else 0
+    return Number(number.value / 100, places, number.significant)
+
+
+def same_number(response: Number, answer: Number) -> bool:
+    """Whether the response's number is the answer's, roundings as told above."""
+    if response.value == answer.value:
+        return True
+    return is_rounding(response, answer.value) or stands_for(answer, response.value)
+
+
+def is_rounding(response: Number, value: Fraction) -> bool:
+    """Whether a response's decimal is right for an answer of this value."""
+    if response.places == 0:
+        return False
+    error = abs(response.value - value)
+    if error * 1000 < abs(value):
+        return True
+    return response.significant >= 3 and 2 * error * 10**response.places <= 1
+
+
+def stands_for(answer: Number, value: Fraction) -> bool:
+    """Whether a reference decimal is the response's value, rounded; an integer is no response to a decimal."""
+    precise = answer.significant >= 3 or (answer.significant >= 2 and answer.places >= 2)
+    if answer.places == 0 or value.denominator == 1 or not precise:
+        return False
+    return 2 * abs(answer.value - value) * 10**answer.places <= 1

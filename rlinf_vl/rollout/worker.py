@@ -1,0 +1,224 @@
+"""A rollout worker: a Ray actor that reads problems, has its engine answer them, and grades the answers.
+
+An error is data: a row that can't be read, an image that can't be decoded or an environment that fails becomes a group
+whose trajectories carry the reason; it is counted and never trained on.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import ray
+import torch
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.data.dataset import ProblemDataset
+from rlinf_vl.envs import Env, make_env
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import DTYPES, load_model, vocab_size
+from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.rewards import grader
+from rlinf_vl.rollout.torch_engine import TorchEngine
+from rlinf_vl.types import Completion, Group, GroupSummary, Problem, Request, Sample, SamplingParams, Trajectory
+from rlinf_vl.weights import unpack
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Answer row `row` of `split` ("train" or "val") with one sample per seed; `group_id` names the result."""
+
+    group_id: str
+    split: str
+    row: int
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    task: Task
+    problem: Problem
+    envs: tuple[Env, ...]
+    request: Request
+
+
+class RolloutRank:
+    """The worker itself; `RolloutWorker` is the same as a Ray actor."""
+
+    def __init__(self, config: Config, model_path: str, device: str) -> None:
+        torch.set_num_threads(config.cluster.cpu_threads)
+        self.config = config
+        data, model_config = config.data, config.rollout.model
+        family = family_of(model_config.model_type)
+        self.processor = Processor(
+            model_path,
+            family,
+            min_pixels=data.image_min_pixels,
+            max_pixels=data.image_max_pixels,
+            trust_remote_code=model_config.trust_remote_code,
+        )
+        model = load_model(
+            model_path, family, DTYPES[model_config.precision], trust_remote_code=model_config.trust_remote_code
+        )
+        self.engine = TorchEngine(
+            model,
+            family,
+            banned=self.processor.banned_ids(vocab_size(model)),
+            pixels=PixelCache(self.processor.pixels),
+            image_token_id=self.processor.image_token_id,
+            merge_size=self.processor.merge_size,
+            max_running=config.rollout.max_running_requests,
+            memory_share=config.rollout.gpu_memory_utilization,
+            device=device,
+        )
+        self.datasets = {
+            split: ProblemDataset.open(
+                paths,
+                split=split,
+                prompt_key=data.prompt_key,
+                answer_key=data.answer_key,
+                image_keys=data.image_keys,
+                system_prompt=data.system_prompt,
+                prompt_suffix=data.prompt_suffix,
+                blank_images=data.blank_images,
+            )
+            for split, paths in (("train", data.train_data_paths), ("val", data.val_data_paths))
+            if paths
+        }
+        self.sampling = {
+            split: SamplingParams(s.temperature, s.top_p, s.top_k, s.max_new_tokens, self.processor.stop_ids)
+            for split, s in (
+                ("train", config.algorithm.sampling_params),
+                ("val", config.algorithm.val_sampling_params),
+            )
+        }
+        self.grade = grader(config.reward.reward_type)
+
+    async def ready(self) -> dict[str, int]:
+        """Rows of each split; answering means that model and data are loaded."""
+        return {split: len(dataset) for split, dataset in self.datasets.items()}
+
+    async def filter_rows(self, split: str, rows: Sequence[int]):
+        """Which of `rows` have a prompt within data.max_prompt_length, expanded ids counted; a `FilterResult`."""
+        return await asyncio.to_thread(
+            self.datasets[split].filter_by_length, rows, self._prompt_length, self.config.data.max_prompt_length
+        )
+
+    def _prompt_length(self, problem: Problem) -> int:
+        return len(self.processor.prompt(problem.messages, problem.images)[0])
+
+    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
+        """Answer tasks; groups are yielded as they finish, as a summary and a reference to the `Group`."""
+        running = []
+        prepared: list[_Prepared] = []
+        for task in tasks:
+            try:
+                prepared.append(self._prepare(task))
+            except Exception as e:
+                log.warning("%s row %d: %s", task.split, task.row, e)
+                running.append(asyncio.ensure_future(self._failed(task, f"{type(e).__name__}: {e}")))
+        futures = self.engine.submit([p.request for p in prepared])
+        for p, future in zip(prepared, futures, strict=True):
+            running.append(asyncio.ensure_future(self._finish(p, asyncio.wrap_future(future))))
+        for finished in asyncio.as_completed(running):
+            group = await finished
+            yield GroupSummary.of(group), ray.put(group)
+
+    def _prepare(self, task: Task) -> _Prepared:
+        problem = self.datasets[task.split][task.row]
+        reward = self.config.reward
+        envs = tuple(
+            make_env(
+                self.config.rollout.env_class,
+                grade=self.grade,
+                reward_max=reward.reward_max_val,
+                reward_min=reward.reward_min_val,
+            )
+            for _ in task.seeds
+        )
+        messages = [env.start(problem) for env in envs]
+        ids, grids = self.processor.prompt(messages[0], problem.images)
+        if len(ids) > self.config.data.max_prompt_length:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, data.max_prompt_length is {self.config.data.max_prompt_length}"
+            )
+        request = Request(ids, problem.images, grids, self.sampling[task.split], task.seeds)
+        return _Prepared(task, problem, envs, request)
+
+    async def _finish(self, prepared: _Prepared, future: "asyncio.Future[Completion]") -> Group:
+        try:
+            completion = await future
+        except Exception as e:
+            log.warning("%s row %d: generation failed: %s", prepared.task.split, prepared.task.row, e)
+            return await self._failed(prepared.task, f"{type(e).__name__}: {e}")
+        trajectories = await asyncio.gather(
+            *(
+                asyncio.to_thread(self._grade, env, sample)
+                for env, sample in zip(prepared.envs, completion.samples, strict=True)
+            )
+        )
+        return Group(
+            id=prepared.task.group_id,
+            problem_id=prepared.problem.id,
+            prompt_ids=prepared.request.ids,
+            images=prepared.problem.images,
+            image_grids=prepared.request.image_grids,
+            trajectories=tuple(trajectories),
+            answer=prepared.problem.answer,
+        )
+
+    def _grade(self, env: Env, sample: Sample) -> Trajectory:
+        assert not (sample.ids == self.processor.image_token_id).any(), "an image placeholder was sampled"
+        text = self.processor.decode(sample.ids)
+        reward, correct, error = 0.0, False, None
+        try:
+            result = env.step(text)
+            reward, correct = result.reward, bool(result.info.get("correct", False))
+            env.close()
+        except Exception as e:
+            log.warning("grading failed: %s", e)
+            error = f"{type(e).__name__}: {e}"
+        return Trajectory(
+            ids=sample.ids,
+            response_mask=np.ones(len(sample.ids), bool),
+            logprobs=sample.logprobs if self.config.rollout.return_logprobs else None,
+            versions=sample.versions,
+            reward=reward,
+            finish_reason=sample.finish_reason,
+            correct=correct,
+            text=text,
+            error=error,
+        )
+
+    async def _failed(self, task: Task, reason: str) -> Group:
+        """A group without tokens whose trajectories carry the reason."""
+        none = np.zeros(0, np.int32)
+        trajectory = Trajectory(none, none.astype(bool), None, none, 0.0, "error", error=reason)
+        return Group(
+            task.group_id,
+            f"{task.split}:{task.row}",
+            none,
+            (),
+            np.zeros((0, 3), np.int32),
+            (trajectory,) * len(task.seeds),
+        )
+
+    async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
+        """Take published weights, bucket by bucket, as `version`."""
+        held = await asyncio.gather(*buckets)  # views of the object store, not copies
+        await asyncio.to_thread(self.engine.load_weights, map(unpack, held), version)
+
+    async def release_memory(self) -> None:
+        self.engine.release_memory()
+
+    async def restore_memory(self) -> None:
+        self.engine.restore_memory()
+
+    async def stop(self) -> None:
+        self.engine.close()
+
+
+RolloutWorker = ray.remote(RolloutRank)

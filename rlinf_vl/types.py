@@ -1,0 +1,252 @@
+"""What flows between the rooms: frozen dataclasses over bytes and numpy arrays; no torch, no Ray, nothing of ours.
+
+Invariants kept here (`__post_init__` asserts them at every hand-over):
+- A trajectory's token arrays are aligned: ids, response mask, logprobs and weight versions have one length.
+- What was sampled is what is trained on: ids are never decoded and encoded again.
+- An image exists once per group, named by the hash of its encoded bytes.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+#: A chat message in the OpenAI content-part form: {"role": str, "content": str | list of parts}; a part is
+#: {"type": "text", "text": str} or {"type": "image_url", "image_url": {"url": "image://<hash>"}}.
+Message = dict[str, Any]
+
+#: URL scheme under which a message names an `ImageRef` of its problem.
+IMAGE_URL_PREFIX = "image://"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """One image: the SHA-256 of its encoded bytes, and those bytes (PNG/JPEG/… exactly as they came)."""
+
+    hash: str
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, data: bytes) -> "ImageRef":
+        return cls(hashlib.sha256(data).hexdigest(), data)
+
+    @property
+    def url(self) -> str:
+        return IMAGE_URL_PREFIX + self.hash
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One dataset row, ready for an environment.
+
+    `id` is unique in its dataset; `messages` name images by `ImageRef.url`; `images` lists them in order of appearance
+    (an image that appears twice is listed twice, with one hash).
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str
+    images: tuple[ImageRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One sampled answer, after the prompt that its `Group` holds once. All arrays have shape [R].
+
+    Attributes:
+        ids: int32, every token after the group's prompt, in order.
+        response_mask: bool, True where the policy sampled the token (False: an environment's observation).
+        logprobs: float32, log-probability under the distribution sampled from (0 where not sampled);
+            None when `rollout.return_logprobs` is off.
+        versions: int32, weight version that sampled the token (-1 where not sampled).
+        reward: what the environment paid, already scaled to reward_min_val…reward_max_val.
+        finish_reason: "stop" (an end token), "length" (cut by max_new_tokens) or "error".
+        correct: whether the answer was graded right, before scaling; validation accuracy is its mean.
+        error: reason when generation or grading failed; such a trajectory is masked and counted, never trained on.
+    """
+
+    ids: np.ndarray = field(repr=False)
+    response_mask: np.ndarray = field(repr=False)
+    logprobs: np.ndarray | None = field(repr=False)
+    versions: np.ndarray = field(repr=False)
+    reward: float
+    finish_reason: str
+    correct: bool = False
+    text: str = ""
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        length = len(self.ids)
+        arrays = {"response_mask": self.response_mask, "versions": self.versions}
+        if self.logprobs is not None:
+            arrays["logprobs"] = self.logprobs
+        for name, array in arrays.items():
+            assert array.shape == (length,), f"{name} has shape {array.shape}, ids {self.ids.shape}"
+
+    @property
+    def n_response_tokens(self) -> int:
+        """Sampled tokens: those that carry loss."""
+        return int(self.response_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G trajectories of one problem and, once, what they share.
+
+    Attributes:
+        prompt_ids: int32 [P], chat template applied, image placeholders expanded.
+        images: the prompt's images in order of their placeholders.
+        image_grids: int32 [len(images), 3], (t, h, w) in patches, as the image processor made them.
+    """
+
+    id: str
+    problem_id: str
+    prompt_ids: np.ndarray = field(repr=False)
+    images: tuple[ImageRef, ...] = field(repr=False)
+    image_grids: np.ndarray = field(repr=False)
+    trajectories: tuple[Trajectory, ...] = field(repr=False)
+    answer: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.prompt_ids.ndim == 1, self.prompt_ids.shape
+        assert self.image_grids.shape == (len(self.images), 3), (self.image_grids.shape, len(self.images))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, images and texts: what it takes in the object store, a few headers aside."""
+        arrays = [self.prompt_ids, self.image_grids]
+        for t in self.trajectories:
+            arrays += [t.ids, t.response_mask, t.versions] + ([] if t.logprobs is None else [t.logprobs])
+        text = sum(len(t.text) for t in self.trajectories) + len(self.answer)
+        return sum(a.nbytes for a in arrays) + text + sum(len(image.data) for image in self.images)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """All that the controller learns of a group: numbers, no tokens, no pixels. One tuple entry per trajectory."""
+
+    id: str
+    problem_id: str
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    response_tokens: tuple[int, ...]
+    rewards: tuple[float, ...]
+    correct: tuple[bool, ...]
+    finish_reasons: tuple[str, ...]
+    errors: tuple[str | None, ...]
+    min_version: int
+    max_version: int
+    images: int
+    patches: int
+    image_bytes: int
+    object_bytes: int
+
+    @classmethod
+    def of(cls, group: Group) -> "GroupSummary":
+        """`tokens[i]` is the trajectory's whole length (prompt and what follows), `response_tokens[i]` its sampled part."""
+        versions = [t.versions[t.response_mask] for t in group.trajectories]
+        seen = np.concatenate(versions) if versions else np.zeros(0, np.int32)
+        prompt = len(group.prompt_ids)
+        return cls(
+            id=group.id,
+            problem_id=group.problem_id,
+            prompt_tokens=prompt,
+            tokens=tuple(prompt + len(t.ids) for t in group.trajectories),
+            response_tokens=tuple(t.n_response_tokens for t in group.trajectories),
+            rewards=tuple(float(t.reward) for t in group.trajectories),
+            correct=tuple(bool(t.correct) for t in group.trajectories),
+            finish_reasons=tuple(t.finish_reason for t in group.trajectories),
+            errors=tuple(t.error for t in group.trajectories),
+            min_version=int(seen.min()) if seen.size else -1,
+            max_version=int(seen.max()) if seen.size else -1,
+            images=len(group.images),
+            patches=int(group.image_grids.prod(axis=1).sum()),
+            image_bytes=sum(len(image.data) for image in {i.hash: i for i in group.images}.values()),
+            object_bytes=group.nbytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one response is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 128
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt for an engine: `len(seeds)` samples are drawn, sample i from its own stream `seeds[i]`.
+
+    `ids` is int32 [P] with image placeholders already expanded; `images` follow their order, and `image_grids`
+    (int32 [n, 3]) is what the placeholder counts were made from.
+    """
+
+    ids: np.ndarray = field(repr=False)
+    images: tuple[ImageRef, ...] = field(repr=False)
+    image_grids: np.ndarray = field(repr=False)
+    sampling: SamplingParams
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sampled continuation. ids int32 [R], logprobs float32 [R] (of the distribution sampled from), versions int32 [R]."""
+
+    ids: np.ndarray = field(repr=False)
+    logprobs: np.ndarray = field(repr=False)
+    versions: np.ndarray = field(repr=False)
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine answers to one `Request`: one `Sample` per seed, in order."""
+
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One packed row for the trainer: S segments (trajectories) end to end, T tokens, R response tokens, N image tokens.
+
+    Attributes:
+        ids: int64 [T].
+        positions: int64 [4, T], rows (text, t, h, w); each segment starts anew.
+        cu_seqlens: int64 [S + 1], segment boundaries 0 … T (padding, if any, is the last segment).
+        predict: int64 [R], row positions whose hidden state predicts a response token.
+        targets: int64 [R], those response tokens.
+        segments: int64 [R], which trajectory of the micro-batch each belongs to, 0 … S-1.
+        advantages: float32 [R].
+        rollout_logprobs: float32 [R], or None when the engine returned none.
+        pixel_values: float32 [P, d], patches of the distinct images; None without images.
+        grids: int64 [n, 3], (t, h, w) of those images.
+        image_positions: int64 [N], row positions of image placeholders.
+        image_features: int64 [N], which row of the images' features stands at each.
+        run_vision: whether the vision tower must be called (on a blank patch if there is no image), because
+            another rank calls it in this micro-step.
+    """
+
+    ids: np.ndarray = field(repr=False)
+    positions: np.ndarray = field(repr=False)
+    cu_seqlens: np.ndarray = field(repr=False)
+    predict: np.ndarray = field(repr=False)
+    targets: np.ndarray = field(repr=False)
+    segments: np.ndarray = field(repr=False)
+    advantages: np.ndarray = field(repr=False)
+    rollout_logprobs: np.ndarray | None = field(repr=False)
+    pixel_values: np.ndarray | None = field(repr=False)
+    grids: np.ndarray = field(repr=False)
+    image_positions: np.ndarray = field(repr=False)
+    image_features: np.ndarray = field(repr=False)
+    run_vision: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.positions.shape == (4, len(self.ids))
+        assert len(self.predict) == len(self.targets) == len(self.segments) == len(self.advantages)
+        assert len(self.image_positions) == len(self.image_features)
+        assert self.run_vision or self.pixel_values is None

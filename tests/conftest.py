@@ -1,0 +1,62 @@
+"""What every test session has: explicit thread counts, the real data set where it is at hand, and nothing left running."""
+
+import os
+import signal
+from pathlib import Path
+
+# Before torch is imported anywhere, and inherited by every process that a test starts.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+os.environ.update(TOKENIZERS_PARALLELISM="false", RAY_USAGE_STATS_ENABLED="0")
+
+import hypothesis
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SESSION = "RLINF_VL_TEST_SESSION"
+os.environ[SESSION] = str(os.getpid())  # marks what this session starts, through any number of generations
+
+hypothesis.settings.register_profile("rlinf_vl", deadline=None)  # a loaded machine is slow, not wrong
+hypothesis.settings.load_profile("rlinf_vl")
+
+
+@pytest.fixture(scope="session")
+def geo3k_dir() -> Path:
+    """Folder with the real train.parquet and test.parquet: RLINF_VL_GEO3K, or shared/data/geo3k beside the repository."""
+    folder = Path(os.environ.get("RLINF_VL_GEO3K") or ROOT.parent / "shared/data/geo3k")
+    if not (folder / "train.parquet").is_file():
+        pytest.skip(f"no geo3k data in {folder}; RLINF_VL_GEO3K names its folder")
+    return folder
+
+
+def _left_running() -> list[psutil.Process]:
+    """Processes that carry this session's mark: children, and those whose parent has already gone."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                process.pid != os.getpid()
+                and process.environ().get(SESSION) == str(os.getpid())
+                and process.status() != psutil.STATUS_ZOMBIE
+                and "multiprocessing.resource_tracker" not in " ".join(process.cmdline())  # ends with this process
+            ):
+                found.append(process)
+        except psutil.Error:
+            continue  # gone, or somebody else's
+    return found
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session if processes that it started outlive it (they are given ten seconds), and end them."""
+    _, alive = psutil.wait_procs(_left_running(), timeout=10)
+    if not alive:
+        return
+    lines = [f"left running by this test session ({len(alive)}):"]
+    for process in alive:
+        try:
+            lines.append(f"  {process.pid}: {' '.join(process.cmdline())[:200]}")
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    session.config.get_terminal_writer().line("\n" + "\n".join(lines), red=True)
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,88 @@
+"""Group advantages: the formula, ties, groups of one, any order of any ids."""
+
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf_vl.algorithms import group_advantages
+
+
+def naive(rewards: list[float], ids: list, normalize: bool, eps: float) -> list[float]:
+    out = []
+    for reward, group_id in zip(rewards, ids, strict=True):
+        group = [r for r, other in zip(rewards, ids, strict=True) if other == group_id]
+        if max(group) == min(group):
+            out.append(0.0)
+            continue
+        centered = reward - statistics.fmean(group)
+        out.append(centered / (statistics.stdev(group) + eps) if normalize else centered)
+    return out
+
+
+def test_one_right_of_two_by_hand():
+    # mean 1/2, sample std sqrt(1/2): advantages are ±(1/2)/sqrt(1/2) = ±sqrt(1/2).
+    advantages = group_advantages(torch.tensor([1.0, 0.0]), torch.tensor([7, 7]), eps=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([0.5**0.5, -(0.5**0.5)]))
+
+
+def test_without_normalization_by_hand():
+    group_ids = torch.zeros(4, dtype=torch.int32)
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), group_ids, normalize=False)
+    assert advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_eps_is_added_to_the_standard_deviation():
+    # std of (2, 0) is sqrt(2).
+    advantages = group_advantages(torch.tensor([2.0, 0.0]), [0, 0], eps=0.5)
+    torch.testing.assert_close(advantages, torch.tensor([1.0, -1.0]) / (2**0.5 + 0.5))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.9, 1.0, 0.1, 1e8, -0.3])
+@pytest.mark.parametrize("size", [1, 3, 7, 11])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_tied_groups_are_exactly_zero(value, size, dtype, normalize):
+    rewards = torch.full((size,), value, dtype=dtype)
+    advantages = group_advantages(rewards, [0] * size, normalize=normalize)
+    assert advantages.dtype == dtype
+    assert torch.equal(advantages, torch.zeros(size, dtype=dtype))
+
+
+def test_a_tie_beside_a_live_group_stays_zero():
+    rewards = torch.tensor([0.9, 1.0, 0.9, 0.0, 0.9, 1.0])
+    advantages = group_advantages(rewards, ["tied", "live", "tied", "live", "tied", "alone"])
+    assert advantages[[0, 2, 4, 5]].tolist() == [0.0] * 4
+    assert advantages[1] == -advantages[3] != 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    rows=st.lists(st.tuples(st.sampled_from([0.0, 0.9, 1.0, -1.0, 0.25]), st.integers(-3, 3)), min_size=1, max_size=30),
+    normalize=st.booleans(),
+)
+def test_matches_a_loop_for_any_ids_in_any_order(rows, normalize):
+    rewards, ids = [r for r, _ in rows], [g for _, g in rows]
+    expected = torch.tensor(naive(rewards, ids, normalize, 1e-6), dtype=torch.float64)
+    tensor = torch.tensor(rewards, dtype=torch.float64)
+    for group_ids in (torch.tensor(ids), ids, np.array(ids), [f"group {g}" for g in ids]):
+        torch.testing.assert_close(group_advantages(tensor, group_ids, normalize=normalize), expected)
+
+
+def test_no_rewards_give_no_advantages():
+    assert group_advantages(torch.zeros(0), []).shape == (0,)
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_wrong_input_is_named():
+    with pytest.raises(ValueError, match=r"\(3,\).*\(2,\)"):
+        group_advantages(torch.zeros(3), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="float"):
+        group_advantages(torch.zeros(3, dtype=torch.int64), [0, 0, 0])
+    with pytest.raises(ValueError, match="integers"):
+        group_advantages(torch.zeros(2), torch.zeros(2))
+    with pytest.raises(ValueError, match="finite.*nan"):
+        group_advantages(torch.tensor([0.0, float("nan")]), [0, 0])

@@ -1,0 +1,202 @@
+"""The clipped policy loss: closed forms, a loop, analytic gradients, statistics, and micro-batches = the whole."""
+
+import math
+
+import pytest
+import torch
+
+from rlinf_vl.algorithms import AGGREGATION_MODES, aggregate, policy_loss
+
+NAN, INF = float("nan"), float("inf")
+
+
+def naive(logprob: float, old: float, advantage: float, low: float, high: float, c: float | None) -> float:
+    ratio = math.exp(logprob - old)
+    loss = max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
+    return min(loss, -advantage * c) if c is not None and advantage < 0 else loss
+
+
+#: ratio, advantage, loss and d loss / d logprob for clip 0.2 / 0.3 and dual clip 3.
+CASES = [
+    (1.0, 2.0, -2.0, -2.0),  # on policy
+    (1.0, -2.0, 2.0, 2.0),
+    (1.5, 1.0, -1.3, 0.0),  # clipped above
+    (1.5, -1.0, 1.5, 1.5),  # not clipped: moving back is wanted
+    (0.5, 1.0, -0.5, -0.5),
+    (0.5, -1.0, 0.8, 0.0),  # clipped below
+    (1.25, 1.0, -1.25, -1.25),  # inside the wider upper bound
+    (5.0, -1.0, 3.0, 0.0),  # dual clip
+    (5.0, 1.0, -1.3, 0.0),  # dual clip leaves positive advantages alone
+    (1.5, 0.0, 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient"), CASES)
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_values_and_gradients_by_hand(ratio, advantage, loss, gradient, weight):
+    old = torch.tensor([-2.0], dtype=torch.float64)
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    result, _ = policy_loss(
+        logprobs,
+        old,
+        torch.tensor([advantage], dtype=torch.float64),
+        torch.tensor([True]),
+        clip_low=0.2,
+        clip_high=0.3,
+        clip_c=3.0,
+        weights=torch.tensor([weight], dtype=torch.float64),
+    )
+    result.sum().backward()
+    assert result.item() == pytest.approx(loss * weight)
+    assert logprobs.grad.item() == pytest.approx(gradient * weight)
+
+
+@pytest.mark.parametrize("clip_c", [None, 2.0])
+def test_matches_a_loop(clip_c):
+    generator = torch.Generator().manual_seed(3)
+    logprobs, old, advantages = (torch.randn(4, 9, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = torch.rand(4, 9, generator=generator) < 0.7
+    loss, stats = policy_loss(logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.28, clip_c=clip_c)
+    clipped = dual = total = kl = 0
+    ratios = []
+    for i in range(4):
+        for j in range(9):
+            if not mask[i, j]:
+                assert loss[i, j] == 0
+                continue
+            new, before, advantage = logprobs[i, j].item(), old[i, j].item(), advantages[i, j].item()
+            assert loss[i, j].item() == pytest.approx(naive(new, before, advantage, 0.2, 0.28, clip_c))
+            ratio = math.exp(new - before)
+            ratios.append(ratio)
+            total += 1
+            clipped += (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
+            dual += clip_c is not None and advantage < 0 and ratio > clip_c
+            kl += ratio - 1 - math.log(ratio)
+    assert clipped > 0 and (clip_c is None or dual > 0)
+    expected = {
+        "clip_fraction": clipped / total,
+        "dual_clip_fraction": dual / total,
+        "ratio_mean": sum(ratios) / total,
+        "ratio_max": max(ratios),
+        "approx_kl": kl / total,
+    }
+    assert {name: value.item() for name, value in stats.items()} == pytest.approx(expected)
+    assert not any(value.requires_grad or value.ndim for value in stats.values())
+
+
+def test_on_policy_gradient_is_that_of_reinforce():
+    """ρ = 1 everywhere, even with bounds of no width: d loss / d logprob = -A."""
+    logprobs = torch.randn(8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    advantages = torch.linspace(-2, 2, 8)
+    mask = torch.ones(8, dtype=torch.bool)
+    for low, high in ((0.2, 0.2), (0.0, 0.0)):
+        logprobs.grad = None
+        loss, stats = policy_loss(logprobs, logprobs.detach(), advantages, mask, clip_low=low, clip_high=high)
+        loss.sum().backward()
+        torch.testing.assert_close(logprobs.grad, -advantages)
+        assert stats["clip_fraction"] == 0 and stats["ratio_mean"] == 1 and stats["approx_kl"] == 0
+
+
+def test_only_logprobs_get_a_gradient():
+    inputs = [torch.full((2, 3), -1.0, requires_grad=True) for _ in range(4)]
+    logprobs, old, advantages, weights = inputs
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    loss, _ = policy_loss(logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.2, weights=weights)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert all(leaf.grad is None for leaf in (old, advantages, weights))
+
+
+def test_garbage_outside_the_mask_changes_neither_value_nor_gradient():
+    mask = torch.tensor([True, False, False, False, True])
+    logprobs = torch.tensor([-1.0, NAN, INF, -1.0, -1.2], requires_grad=True)
+    old = torch.tensor([-1.1, 0.0, -INF, NAN, -1.0])
+    advantages = torch.tensor([1.0, NAN, INF, -INF, -1.0])
+    weights = torch.tensor([1.0, INF, NAN, 1.0, 0.5])
+    loss, stats = policy_loss(logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.2, clip_c=3.0, weights=weights)
+    loss.sum().backward()
+    keep = mask.nonzero().squeeze(1)
+    leaf = logprobs.detach()[keep].requires_grad_()
+    alone, alone_stats = policy_loss(
+        leaf, old[keep], advantages[keep], mask[keep], clip_low=0.2, clip_high=0.2, clip_c=3.0, weights=weights[keep]
+    )
+    alone.sum().backward()
+    assert torch.equal(loss[~mask], torch.zeros(3)) and torch.equal(logprobs.grad[~mask], torch.zeros(3))
+    torch.testing.assert_close(loss[keep], alone)
+    torch.testing.assert_close(logprobs.grad[keep], leaf.grad)
+    torch.testing.assert_close(stats, alone_stats)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3,), (2, 3)])
+def test_an_empty_mask_gives_zeros(shape):
+    leaf = torch.full(shape, NAN).requires_grad_()
+    mask = torch.zeros(shape, dtype=torch.bool)
+    loss, stats = policy_loss(leaf, leaf, leaf, mask, clip_low=0.2, clip_high=0.2)
+    loss.sum().backward()
+    assert torch.equal(loss, torch.zeros(shape)) and torch.equal(leaf.grad, torch.zeros(shape))
+    assert all(value == 0 for value in stats.values())
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_a_huge_ratio_stays_finite(advantage):
+    logprobs = torch.tensor([0.0], requires_grad=True)
+    loss, stats = policy_loss(
+        logprobs, torch.tensor([-500.0]), torch.tensor([advantage]), torch.tensor([True]), clip_low=0.2, clip_high=0.2
+    )
+    loss.sum().backward()
+    assert torch.isfinite(loss).all() and torch.isfinite(logprobs.grad).all()
+    assert all(torch.isfinite(value) for value in stats.values())
+
+
+def test_advantages_broadcast_from_rows_and_half_precision_is_computed_in_float32():
+    logprobs = torch.full((2, 3), -1.0, dtype=torch.bfloat16)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    loss, _ = policy_loss(logprobs, logprobs, torch.tensor([[1.0], [-2.0]]), mask, clip_low=0.2, clip_high=0.2)
+    assert loss.dtype == torch.float32
+    assert loss.tolist() == [[-1.0] * 3, [2.0] * 3]
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_loss_and_gradient_do_not_depend_on_packing(mode):
+    """Padded whole = packed 1-D micro-batches under global denominators, to 1e-5 in float32."""
+    generator = torch.Generator().manual_seed(5)
+    old, noise = (torch.randn(6, 20, generator=generator) for _ in range(2))
+    advantages = torch.randn(6, 1, generator=generator)
+    lengths = torch.tensor([20, 3, 0, 11, 7, 1])
+    mask = torch.arange(20) < lengths.unsqueeze(1)
+    clips = {"clip_low": 0.2, "clip_high": 0.28, "clip_c": 3.0}
+
+    whole = (old + 0.3 * noise).requires_grad_()
+    expected = aggregate(policy_loss(whole, old, advantages, mask, **clips)[0], mask, None, mode)
+    expected.backward()
+
+    denominator = int(lengths.sum()) if mode == "token-mean" else int((lengths > 0).sum())
+    parts = (old + 0.3 * noise).requires_grad_()
+    total = 0.0
+    for rows in ([5, 0], [3], [1, 4, 2]):
+        inside = torch.cat([mask[r].nonzero().squeeze(1) + 20 * r for r in rows])
+
+        def pick(tensor: torch.Tensor, inside: torch.Tensor = inside) -> torch.Tensor:
+            return tensor.expand(6, 20).reshape(-1)[inside]
+
+        per_token, _ = policy_loss(pick(parts), pick(old), pick(advantages), pick(mask), **clips)
+        loss = aggregate(per_token, pick(mask), inside // 20, mode, denominator=denominator)
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(expected.item(), abs=1e-5)
+    torch.testing.assert_close(parts.grad, whole.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_wrong_input_is_named():
+    zeros, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    clips = {"clip_low": 0.2, "clip_high": 0.2}
+    with pytest.raises(ValueError, match=r"old_logprobs has shape \(2,\), mask \(3,\)"):
+        policy_loss(zeros, zeros[:2], zeros, mask, **clips)
+    with pytest.raises(ValueError, match=r"advantages of shape \(2,\).*\(3,\)"):
+        policy_loss(zeros, zeros, zeros[:2], mask, **clips)
+    with pytest.raises(ValueError, match=r"weights of shape \(2, 3\).*\(3,\)"):
+        policy_loss(zeros, zeros, zeros, mask, **clips, weights=torch.ones(2, 3))
+    with pytest.raises(ValueError, match="clip_c"):
+        policy_loss(zeros, zeros, zeros, mask, **clips, clip_c=0.5)
+    with pytest.raises(ValueError, match="clip_low"):
+        policy_loss(zeros, zeros, zeros, mask, clip_low=-0.1, clip_high=0.2)

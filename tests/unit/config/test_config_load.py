@@ -1,0 +1,210 @@
+"""Loading: composition, overrides, types, and what a mistake is told."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlinf_vl.config import Config, ConfigError, load_config, save_config
+from rlinf_vl.config.load import EXAMPLES_DIR
+
+TOY = "toy-grpo-cpu"
+HEADER = "defaults: [rlinf_vl_schema, _self_]\n"
+
+
+def write(folder: Path, body: str, name: str = "mine") -> str:
+    """A YAML file of the test's own, by its path."""
+    path = folder / f"{name}.yaml"
+    path.write_text(HEADER + body)
+    return str(path)
+
+
+def refused(name: str, *overrides: str, **kwargs) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(name, overrides, **kwargs)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES_DIR.glob("*.yaml")))
+def test_every_example_loads(name):
+    config = load_config(name)
+    assert isinstance(config, Config)
+    assert config.runner.experiment_name == name, "a run's folder is named after its config"
+
+
+def test_the_two_examples_are_there():
+    assert {"toy-grpo-cpu", "qwen3-vl-2b-grpo-fsdp-geo3k"} <= {path.stem for path in EXAMPLES_DIR.glob("*.yaml")}
+
+
+def test_name_with_suffix_path_and_config_dir(tmp_path):
+    assert load_config(f"{TOY}.yaml") == load_config(TOY) == load_config(str(EXAMPLES_DIR / f"{TOY}.yaml"))
+    write(
+        tmp_path, "runner: {experiment_name: x}\nrollout: {model: {model_path: toy}}\ndata: {train_data_paths: [toy]}"
+    )
+    assert load_config("mine", config_dir=tmp_path).runner.experiment_name == "x"
+
+
+def test_working_directory_is_searched_and_can_extend_an_example(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text(f"defaults: [{TOY}, _self_]\nrunner: {{seed: 7}}")
+    monkeypatch.chdir(tmp_path)
+    config = load_config("mine")
+    assert (config.runner.seed, config.runner.seq_length) == (7, load_config(TOY).runner.seq_length)
+
+
+def test_unknown_config_name_lists_those_there(tmp_path):
+    message = refused("toy-grpo-gpu")
+    assert "did you mean 'toy-grpo-cpu'?" in message and "qwen3-vl-2b-grpo-fsdp-geo3k" in message
+    assert "no such .yaml file" in refused(str(tmp_path / "nope.yaml"))
+
+
+def test_overrides_of_every_kind():
+    config = load_config(
+        TOY,
+        [
+            "runner.seed=7",
+            "+runner.max_steps=3",
+            "++data.shuffle=false",
+            "data.train_data_paths=[hf://hiyouga/geometry3k:train, toy]",
+            "actor.optim={lr: 1e-5, clip_grad: 2}",
+            "data.seed=${runner.seed}",
+            "runner.resume_dir=null",
+            "data.system_prompt='a, b'",
+            "cluster.component_placement={actor: 0-3, rollout: '4,6'}",
+        ],
+    )
+    assert (config.runner.seed, config.data.seed, config.runner.max_steps, config.data.shuffle) == (7, 7, 3, False)
+    assert config.data.train_data_paths == ["hf://hiyouga/geometry3k:train", "toy"]
+    assert (config.actor.optim.lr, config.actor.optim.clip_grad) == (1e-5, 2.0)
+    assert config.actor.optim.lr_warmup_steps == 5, "an override of a section is merged with the YAML's"
+    assert config.data.system_prompt == "a, b"
+    assert config.cluster.component_placement == {"actor": "0-3", "rollout": "4,6"}, "replaced, not merged"
+
+
+def test_a_local_file_can_be_named_in_an_override(tmp_path):
+    path = tmp_path / "b.parquet"
+    path.touch()
+    assert load_config(TOY, [f"data.train_data_paths=[{path}]"]).data.train_data_paths == [str(path)]
+
+
+def test_placement_entry_is_dropped_by_null():
+    overrides = [r"cluster.component_placement={actor\,rollout: all, actor: null}"]
+    assert load_config(TOY, overrides).cluster.component_placement == {"actor,rollout": "all"}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("runner.sed=3", ["unknown key 'runner.sed'", "did you mean 'runner.seed'"]),
+        ("runer.seed=3", ["did you mean 'runner.seed'"]),
+        ("+runner.sed=3", ["unknown key 'runner.sed'", "did you mean 'runner.seed'"]),
+        ("++foo.bar=3", ["unknown key 'foo.bar'", "the sections are cluster, runner"]),
+        ("actor.group_size=2", ["did you mean 'algorithm.group_size'?"]),
+        ("runner.logger_backends=[wandb]", ["did you mean 'runner.logger.logger_backends'?"]),
+        ("actor.optim.foo=2", ["the keys of 'actor.optim' are lr, "]),
+        ("runner.seed.x=1", ["did you mean 'runner.seed'?"]),
+        ("optim/adam=1", ["unknown key 'optim/adam'"]),
+        ("~runner.seed", ["'runner.seed' can't be removed; give it a value"]),
+        ("runner.seed=1,2", ["is a sweep", "quote"]),
+        ("runner.seed", ["override 'runner.seed': can't be read", "write key=value"]),
+        ("runner=5", ["runner: 5 is not a section; its keys are output_dir"]),
+        ("actor={optim: 5}", ["actor.optim: 5 is not a section; its keys are lr"]),
+        ("runner=null", ["runner: null is not a section"]),
+        ("actor.optim={foo: 2}", ["actor.optim.foo: unknown key (value 2)"]),
+        ("runner.max_steps=abc", ["runner.max_steps: 'abc' is not an integer"]),
+        ("runner.max_steps=1.5", ["runner.max_steps: 1.5 is not an integer"]),
+        ("runner.max_steps=null", ["runner.max_steps: null is not an integer"]),
+        ("runner.max_steps=true", ["runner.max_steps: true is not an integer"]),
+        ("actor.optim.lr=fast", ["actor.optim.lr: 'fast' is not a number"]),
+        ("data.shuffle=perhaps", ["data.shuffle: 'perhaps' is not true or false"]),
+        ("algorithm.clip_ratio_c=x", ["algorithm.clip_ratio_c: 'x' is not a number or null"]),
+        ("data.train_data_paths=toy", ["data.train_data_paths: 'toy' is not a list of strings, such as [a, b]"]),
+        ("reward.reward_type={a: 1}", ["reward.reward_type: {'a': 1} is not a string"]),
+        ("cluster.component_placement=all", ["cluster.component_placement: 'all' is not a mapping"]),
+        ("runner.seed=${data.sead}", ["runner.seed: Interpolation key 'data.sead' not found", "'data.seed'"]),
+        ("runner.seed=${data.prompt_key}", ["runner.seed: ", "'problem'"]),
+        ("runner.experiment_name=???", ["runner.experiment_name: must be given", "Name of the run's folder"]),
+    ],
+)
+def test_override_mistakes(override, expected):
+    message = refused(TOY, override)
+    for text in expected:
+        assert text in message
+    assert "'+'" not in message and "+" + override not in message.replace(f"'{override}'", "")
+    assert "\n" not in message, "one mistake, one line"
+
+
+def test_all_mistakes_of_a_file_and_its_overrides_are_reported_at_once(tmp_path):
+    name = write(
+        tmp_path,
+        "runner: {sed: 1, max_steps: abc}\nactor: {optim: {learn_rate: 1, deep: {er: 2}}}\nfoo: {bar: 3}\nalgorithm: 5",
+    )
+    message = refused(name, "data.shufle=true")
+    for text in (
+        "runner.sed: unknown key (value 1); did you mean 'runner.seed'",
+        "runner.max_steps: 'abc' is not an integer",
+        "actor.optim.learn_rate: unknown key",
+        "actor.optim.deep.er: unknown key",
+        "foo.bar: unknown key (value 3)",
+        "algorithm: 5 is not a section",
+        "'data.shufle'; did you mean 'data.shuffle'?",
+        "runner.experiment_name: must be given",
+        "rollout.model.model_path: must be given",
+        "data.train_data_paths: must be given",
+    ):
+        assert text in message
+    assert message.startswith("10 problems:") and len(message.splitlines()) == 11
+
+
+def test_broken_yaml_and_unknown_default_name_the_file(tmp_path):
+    assert "mine.yaml" in refused(write(tmp_path, "runner: [1"))
+    (tmp_path / "other.yaml").write_text("defaults: [nothing_here, _self_]\n")
+    message = refused(str(tmp_path / "other.yaml"))
+    assert "other.yaml" in message and "nothing_here" in message
+
+
+def test_an_empty_section_is_none(tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"defaults: [{TOY}, _self_]\nreward:\n")
+    assert load_config("mine", config_dir=tmp_path).reward == load_config(TOY).reward
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("true", "true"), ("false", "false"), ("'true'", "true"), ("True", "true"), ("auto", "auto")]
+)
+def test_recompute_logprobs_takes_booleans_and_words(tmp_path, given, kept):
+    plain = "algorithm.importance_sampling_fix=false"
+    assert load_config(TOY, [f"algorithm.recompute_logprobs={given}", plain]).algorithm.recompute_logprobs == kept
+    (tmp_path / "mine.yaml").write_text(f"defaults: [{TOY}, _self_]\nalgorithm: {{recompute_logprobs: {given}}}")
+    assert load_config("mine", [plain], tmp_path).algorithm.recompute_logprobs == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("k2", "k2"), ("abs", "abs")]
+)
+def test_kl_names(given, kept):
+    assert load_config(TOY, [f"algorithm.kl_penalty_type={given}"]).algorithm.kl_penalty_type == kept
+
+
+def test_null_max_new_tokens_is_what_is_left():
+    nulls = [f"algorithm.{name}.max_new_tokens=null" for name in ("sampling_params", "val_sampling_params")]
+    algorithm = load_config(TOY, [*nulls, "runner.seq_length=100", "data.max_prompt_length=64"]).algorithm
+    assert algorithm.sampling_params.max_new_tokens == algorithm.val_sampling_params.max_new_tokens == 36
+
+
+def test_saved_config_is_read_back(tmp_path):
+    config = load_config(
+        TOY, ["data.seed=${runner.seed}", "algorithm.clip_ratio_c=3", "data.prompt_suffix='\\boxed{}'"]
+    )
+    save_config(config, tmp_path / "run" / "config.yaml")
+    assert "${" not in (tmp_path / "run" / "config.yaml").read_text()
+    assert load_config(str(tmp_path / "run" / "config.yaml")) == config
+
+
+def test_loading_imports_nothing_heavy():
+    code = (
+        f"import sys; from rlinf_vl.config import load_config; load_config({TOY!r}); "
+        "sys.exit(', '.join({'torch', 'ray', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

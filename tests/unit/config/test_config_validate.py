@@ -1,0 +1,151 @@
+"""Validation: every rule refuses what it is there for, with the keys, the values and the way out in its message."""
+
+import importlib.util
+
+import pytest
+
+from rlinf_vl.config import ConfigError, config_keys, load_config
+from rlinf_vl.config.validate import CHOICES, LIMITS
+
+TOY = "toy-grpo-cpu"
+NO_TIS = "algorithm.importance_sampling_fix=false"
+FROM_ENGINE = "algorithm.recompute_logprobs=false"
+NO_LOGPROBS = "rollout.return_logprobs=false"
+STATIC = "runner.enable_dynamic_batch_size=false"
+
+
+def problems(*overrides: str) -> tuple[str, ...]:
+    """What loading the toy with these overrides is refused for; () if it isn't."""
+    try:
+        load_config(TOY, overrides)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+RULES = [
+    (["runner.max_tokens_per_mbs=95"], ["runner.seq_length=96", "runner.max_tokens_per_mbs=95", "raise"]),
+    ([STATIC, "actor.micro_batch_size=43"], ["actor.micro_batch_size=43", "runner.seq_length=96", "=4096", "lower"]),
+    (["data.max_prompt_length=96"], ["data.max_prompt_length=96", "runner.seq_length=96", "lower it"]),
+    (["algorithm.sampling_params.max_new_tokens=33"], ["algorithm.sampling_params.max_new_tokens=33", "=64", "=96"]),
+    (["algorithm.val_sampling_params.max_new_tokens=33"], ["algorithm.val_sampling_params.max_new_tokens=33", "null"]),
+    (["algorithm.sampling_params.max_new_tokens=0"], ["algorithm.sampling_params.max_new_tokens: 0", "at least 1"]),
+    (["algorithm.group_size=1"], ["algorithm.group_size: 1", "algorithm.adv_type=grpo", "zero", "at least 2"]),
+    (["algorithm.n_minibatches=3"], ["data.rollout_batch_size=16", "algorithm.n_minibatches=3", "change one"]),
+    (["rollout.max_running_requests=7"], ["rollout.max_running_requests=7", "algorithm.group_size=8", "raise it"]),
+    ([NO_LOGPROBS], ["algorithm.importance_sampling_fix: true", "rollout.return_logprobs is false", "set it true"]),
+    ([FROM_ENGINE], ["importance_sampling_fix: true", "recompute_logprobs=false", "weight would be 1", "auto"]),
+    ([NO_TIS, FROM_ENGINE, NO_LOGPROBS], ["algorithm.recompute_logprobs: false", "rollout.return_logprobs is false"]),
+    (["algorithm.sampling_params.top_p=0.9"], ["sampling_params.top_p: 0.9", "truncated", "trainer's", "top_p=1"]),
+    (["algorithm.sampling_params.top_k=20"], ["sampling_params.top_k: 20", "truncated", "top_k=0"]),
+    (
+        [NO_TIS, FROM_ENGINE, "algorithm.sampling_params.top_p=0.9"],
+        ["sampling_params.top_p: 0.9", "algorithm.recompute_logprobs=false", "set recompute_logprobs=auto"],
+    ),
+    ([NO_TIS, FROM_ENGINE, "algorithm.sampling_params.top_k=2"], ["sampling_params.top_k: 2", "recompute_logprobs"]),
+    (["actor.model.is_lora=true"], ["actor.model.is_lora: true", "not available yet", "false"]),
+    (["actor.fsdp_config.cpu_offload=true"], ["cpu_offload: true", "cluster.device=cpu", "set it false"]),
+    (["actor.fsdp_config.mixed_precision.param_dtype=fp16"], ["param_dtype: fp16", "loss scaler", "use bf16"]),
+    (["reward.reward_min_val=1"], ["reward.reward_max_val=1.0", "reward.reward_min_val=1.0", "exceed"]),
+    (
+        ["data.image_min_pixels=9", "data.image_max_pixels=4"],
+        ["data.image_min_pixels=9", "data.image_max_pixels=4", "lower it"],
+    ),
+    (["data.image_keys=[a,b,a]"], ["data.image_keys: a named twice", "['a', 'b', 'a']"]),
+    (["data.train_data_paths=[]"], ["data.train_data_paths: empty", "hf://"]),
+    (["data.train_data_paths=[/no/such.parquet]"], ["data.train_data_paths: no file '/no/such.parquet'"]),
+    (["data.val_data_paths=[toy,/no/such.parquet]"], ["data.val_data_paths: no file '/no/such.parquet'"]),
+    (["runner.resume_dir=/no/such"], ["runner.resume_dir: no folder '/no/such'", "auto or null"]),
+    (["runner.experiment_name=a/b"], ["runner.experiment_name: 'a/b'", "runner.output_dir"]),
+    (["runner.experiment_name='..'"], ["runner.experiment_name: '..'"]),
+    (["runner.experiment_name="], ["runner.experiment_name: ''"]),
+    (["cluster.num_nodes=2"], ["cluster.num_nodes: 2", "cluster.ray_address=auto"]),
+    (["cluster.component_placement={actor: 0, rolout: 1}"], ["cluster.component_placement", "did you mean 'rollout'?"]),
+    (["cluster.component_placement={actor: 0}"], ["cluster.component_placement", "no place for 'rollout'"]),
+    (["runner.logger.logger_backends=[tensorbord]"], ["'tensorbord' is unknown", "did you mean 'tensorboard'?"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), RULES, ids=[",".join(overrides) for overrides, _ in RULES])
+def test_rule(overrides, expected):
+    (problem,) = problems(*overrides)
+    for text in expected:
+        assert text in problem
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_unknown_choice_lists_the_allowed_ones(key):
+    is_list = key == "runner.logger.logger_backends"
+    (problem,) = problems(f"{key}={'[nonsense]' if is_list else 'nonsense'}")
+    assert problem.startswith(f"{key}: 'nonsense' is unknown; allowed: {', '.join(CHOICES[key])}")
+
+
+def beyond(key: str) -> str:
+    """A value just outside of a key's limit."""
+    must = LIMITS[key][0]
+    if must.startswith(("be > 0", "be at least 1", "be -1", "lie in (0, 1]")):
+        return "0"
+    return {"be >= 0": "-1", "lie in [0, 1]": "1.1", "lie in [0, 1)": "1"}.get(must, "1")
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_number_beyond_its_limit(key):
+    found = problems(f"{key}={beyond(key)}")
+    assert any(p.startswith(f"{key}: ") and f"must {LIMITS[key][0]}" in p for p in found), found
+
+
+@pytest.mark.parametrize("key", ["actor.optim.lr", "algorithm.importance_sampling_clip", "actor.optim.clip_grad"])
+def test_nan_is_no_number(key):
+    assert problems(f"{key}=nan") == (f"{key}: nan must be > 0",)
+
+
+def test_every_number_has_a_limit_or_needs_none():
+    free = {"algorithm.entropy_bonus", "reward.reward_max_val", "reward.reward_min_val"}
+    by_rule = {f"algorithm.{name}.max_new_tokens" for name in ("sampling_params", "val_sampling_params")}
+    numbers = {key for key, (kind, *_) in config_keys().items() if kind in (int, float, int | None, float | None)}
+    assert numbers - LIMITS.keys() == free | by_rule
+
+
+def test_every_problem_is_reported():
+    found = problems(
+        "actor.optim.lr=-1", "algorithm.adv_type=gae", "algorithm.group_size=1", "actor.model.is_lora=true"
+    )
+    assert len(found) == 3, "group_size is grpo's concern"
+    assert len(problems("actor.optim.lr=-1", "algorithm.group_size=1", "actor.model.is_lora=true")) == 3
+
+
+def test_a_zero_does_not_break_the_rules_beside_it():
+    assert problems("algorithm.n_minibatches=0") == ("algorithm.n_minibatches: 0 must be at least 1",)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_wandb_must_be_installed(monkeypatch, installed):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    found = problems("runner.logger.logger_backends=[wandb]")
+    assert found == () if installed else "pip install 'rlinf_vl[wandb]'" in found[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.sampling_params.top_p=0.9", NO_TIS],
+        ["algorithm.val_sampling_params.temperature=0", "algorithm.val_sampling_params.top_k=5"],
+        [FROM_ENGINE, NO_TIS],
+        [NO_LOGPROBS, NO_TIS],
+        [STATIC, "actor.micro_batch_size=42"],
+        ["runner.resume_dir=auto"],
+        ["algorithm.sampling_params.max_new_tokens=32"],
+        ["actor.optim.lr_scheduler=cosine", "actor.optim.min_lr_ratio=0.1"],
+        ["cluster.num_nodes=2", "cluster.ray_address=auto"],
+        ["data.image_min_pixels=4", "data.image_max_pixels=4", "data.image_keys=[]"],
+        ["runner.max_steps=-1", "runner.keep_last=-1", "runner.val_check_interval=-1", "data.val_data_paths=[]"],
+        ["algorithm.clip_ratio_c=3", "reward.reward_min_val=-1"],
+    ],
+    ids=",".join,
+)
+def test_allowed(overrides):
+    assert problems(*overrides) == ()
+
+
+def test_existing_checkpoint_folder_is_accepted(tmp_path):
+    assert problems(f"runner.resume_dir={tmp_path}") == ()

@@ -1,0 +1,84 @@
+"""A packed row through `PolicyModel` against transformers' own unpacked forward, sample by sample."""
+
+import numpy as np
+import pytest
+import torch
+from tiny import IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model, transformers_logprobs
+
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import use_packed_attention
+from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.packing.collator import Collator, Member
+
+FAMILY = family_of("qwen3_vl")
+
+
+def collator(pad_to=None):
+    return Collator(FAMILY, IMAGE_ID, MERGE, pixels, PAD, pad_to)
+
+
+def policy(model, temperature=1.0):
+    return PolicyModel(use_packed_attention(model, FAMILY), FAMILY, banned(), temperature=temperature, chunk=5)
+
+
+def some_groups():
+    rng = np.random.default_rng(0)
+    return [
+        group(rng, [(2, 3)], [5, 1, 9], "one image"),
+        group(rng, [], [4, 6], "text only"),
+        group(rng, [(1, 1), (3, 2), (2, 2)], [7, 3], "three images"),
+    ]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("pad_to", [None, 300])
+def test_packed_equals_transformers_unpacked(temperature, pad_to):
+    groups = some_groups()
+    members = [Member(g, i, 0.0) for g in groups for i in range(len(g.trajectories))]
+    expected = torch.cat([transformers_logprobs(tiny_model(), m.group, m.index, temperature) for m in members])
+    batch = collator(pad_to)(members, run_vision=True)
+    assert len(batch.ids) == (pad_to or batch.cu_seqlens[-1])
+    ours, _ = policy(tiny_model(), temperature)(batch)
+    torch.testing.assert_close(ours, expected, atol=5e-6, rtol=1e-5)
+
+
+def test_an_image_is_encoded_once_however_often_it_is_named():
+    g = some_groups()[2]
+    batch = collator()([Member(g, 0, 0.0), Member(g, 1, 0.0)], run_vision=True)
+    assert len(batch.grids) == len(g.images)
+    assert len(batch.pixel_values) == g.image_grids.prod(axis=1).sum()
+    assert len(batch.image_positions) == 2 * (g.prompt_ids == IMAGE_ID).sum()
+
+
+def test_images_matter_and_stay_with_their_own_sample():
+    groups = some_groups()
+    members = [Member(groups[0], 0, 0.0), Member(groups[2], 0, 0.0)]
+    model = policy(tiny_model())
+    seen, _ = model(collator()(members, run_vision=True))
+    blind = Collator(FAMILY, IMAGE_ID, MERGE, lambda i: np.zeros_like(pixels(i)), PAD)
+    unseen, _ = model(blind(members, run_vision=True))
+    assert (seen - unseen).abs().max() > 1e-2
+    swapped, _ = model(collator()(members[::-1], run_vision=True))
+    n = len(groups[0].trajectories[0].ids)
+    torch.testing.assert_close(torch.cat([swapped[-n:], swapped[:-n]]), seen, atol=5e-6, rtol=1e-5)
+
+
+def test_filler_row_has_no_loss_and_calls_the_tower_with_gradient():
+    model = policy(tiny_model())
+    batch = collator()([], run_vision=True)
+    assert batch.pixel_values is None and len(batch.targets) == 0
+    logprobs, entropy = model(batch)
+    (logprobs.sum() + entropy.sum()).backward()
+    tower = [p.grad for p in model.model.model.visual.parameters()]
+    assert all(g is not None and (g == 0).all() for g in tower if g is not None)
+    assert any(g is not None for g in tower)
+
+
+def test_a_wrong_placeholder_count_is_refused():
+    g = some_groups()[0]
+    t = g.trajectories[0]
+    bad = np.concatenate([t.ids[:-1], [IMAGE_ID]]).astype(np.int32)
+    broken = type(t)(bad, t.response_mask, t.logprobs, t.versions, 0.0, "stop")
+    g = type(g)(g.id, g.id, g.prompt_ids, g.images, g.image_grids, (broken,))
+    with pytest.raises(ValueError, match="image placeholder ids"):
+        collator()([Member(g, 0, 0.0)], run_vision=True)

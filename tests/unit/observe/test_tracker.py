@@ -1,0 +1,196 @@
+"""Trackers, with the files they really write."""
+
+import json
+import logging
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlinf_vl.observe import JsonlTracker, TensorBoardTracker, Trackers, make_trackers, read_metrics
+
+NAMES = {"project_name": "p", "experiment_name": "e", "config": {"a": {"b": 1}}}
+
+
+def strict_lines(path) -> list[dict]:
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    text = path.read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_jsonl_lines_are_sorted_flushed_and_valid(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(
+        0, {"z": 1, "a": 0.5, "nan": math.nan, "inf": -math.inf, "np": np.float32(0.25), "torch": torch.tensor(2.0)}
+    )
+    # Read before close: the line is there.
+    (row,) = strict_lines(path)
+    assert row == {"step": 0, "a": 0.5, "inf": None, "nan": None, "np": 0.25, "torch": 2.0, "z": 1}
+    assert list(row) == ["step", *sorted(set(row) - {"step"})]
+    tracker.close()
+
+
+def test_jsonl_never_has_a_step_twice(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(1, {})
+    for step in (1, 0):
+        with pytest.raises(ValueError, match=f"step {step} logged after step 1"):
+            tracker.log(step, {})
+    with pytest.raises(ValueError, match="'step'"):
+        tracker.log(2, {"step": 5})
+    tracker.close()
+
+
+def test_jsonl_resume_drops_later_and_torn_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    for step in range(5):
+        tracker.log(step, {"x": step / 10})
+    tracker.close()
+    with path.open("a") as file:
+        file.write('{"step": 5, "x": 0.')
+
+    resumed = JsonlTracker(path, resume_step=2)
+    assert [row["step"] for row in strict_lines(path)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="step 2"):
+        resumed.log(2, {})
+    resumed.log(3, {"x": -1.0})
+    resumed.close()
+    assert [(row["step"], row["x"]) for row in strict_lines(path)] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, -1.0)]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_jsonl_resume_keeps_a_whole_line_that_lost_its_newline_and_one_of_two_equal_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "x": 1}\n{"step": 1, "x": 2}\n\x00\x00\n{"step": 2, "x": 3}')
+    JsonlTracker(path, resume_step=2).close()
+    assert strict_lines(path) == [{"step": 1, "x": 2}, {"step": 2, "x": 3}]
+
+
+def test_jsonl_fresh_start_moves_the_former_run_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 9}\n')
+    JsonlTracker(path).close()
+    assert strict_lines(path) == []
+    assert strict_lines(tmp_path / "metrics.jsonl.previous") == [{"step": 9}]
+
+
+def test_read_metrics_warns_of_what_it_skips(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n[3]\n{"step": 2, "x"')
+    assert read_metrics(path) == [{"step": 1}]
+    assert "torn" in caplog.text
+
+
+def scalars(folder, name) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_file_reads_back_and_resume_hides_later_steps(tmp_path):
+    tracker = TensorBoardTracker(tmp_path)
+    for step in range(4):
+        tracker.log(step, {"actor/loss": step + 0.5, "reward/mean": torch.tensor(1.0)})
+    assert scalars(tmp_path, "actor/loss") == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5)]
+    tracker.close()
+    resumed = TensorBoardTracker(tmp_path, resume_step=1)
+    resumed.log(2, {"actor/loss": -1.0})
+    resumed.close()
+    assert scalars(tmp_path, "actor/loss") == [(0, 0.5), (1, 1.5), (2, -1.0)]
+    fresh = TensorBoardTracker(tmp_path)
+    fresh.log(1, {"actor/loss": 7.0})
+    fresh.close()
+    assert scalars(tmp_path, "actor/loss") == [(1, 7.0)]
+
+
+class Broken:
+    calls = 0
+
+    def log(self, step, metrics):
+        self.calls += 1
+        raise ConnectionError("no route")
+
+    def close(self):
+        raise ConnectionError("no route")
+
+
+def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path, caplog):
+    broken = Broken()
+    trackers = Trackers([broken, JsonlTracker(tmp_path / "metrics.jsonl")])
+    for step in range(3):
+        trackers.log(step, {"x": 1.0})
+    trackers.close()
+    assert len(strict_lines(tmp_path / "metrics.jsonl")) == 3
+    assert broken.calls == 3
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "Broken failed (ConnectionError('no route')); training goes on"
+    ]
+
+
+def test_a_failing_jsonl_does_stop_training(tmp_path):
+    jsonl = JsonlTracker(tmp_path / "metrics.jsonl")
+    jsonl.close()
+    with pytest.raises(ValueError, match="closed"):
+        Trackers([jsonl]).log(1, {})
+
+
+def test_make_trackers_writes_the_run_folder(tmp_path):
+    trackers = make_trackers(tmp_path, ["tensorboard", "tensorboard"], **NAMES)
+    trackers.log(1, {"val/accuracy": 0.5})
+    trackers.close()
+    assert strict_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "val/accuracy": 0.5}]
+    assert scalars(tmp_path / "tensorboard", "val/accuracy") == [(1, 0.5)]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_make_trackers_names_what_is_wrong(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="'mlflow' is unknown; known are tensorboard, wandb"):
+        make_trackers(tmp_path, ["mlflow"], **NAMES)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
+    with pytest.raises(ImportError, match="pip install wandb"):
+        make_trackers(tmp_path, ["wandb"], **NAMES)
+
+
+class FakeWandb(types.ModuleType):
+    """Records what the tracker asks of wandb's own interface."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.inits, self.logged, self.finished = [], [], 0
+
+    def init(self, **options):
+        self.inits.append(options)
+        run = types.SimpleNamespace(id=options["id"] or f"id{len(self.inits)}")
+        run.log = lambda metrics, step: self.logged.append((run.id, step, metrics))
+        run.finish = lambda: setattr(self, "finished", self.finished + 1)
+        return run
+
+
+def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for resume_step, step in ((None, 1), (1, 2), (None, 1)):
+        trackers = make_trackers(tmp_path, ["wandb"], **NAMES, resume_step=resume_step)
+        trackers.log(step, {"x": 0.5})
+        trackers.close()
+    assert wandb.logged == [("id1", 1, {"x": 0.5}), ("id1", 2, {"x": 0.5}), ("id3", 1, {"x": 0.5})]
+    assert wandb.finished == 3
+    assert wandb.inits[0]["project"] == "p" and wandb.inits[0]["name"] == "e"
+    assert wandb.inits[0]["config"] == {"a": {"b": 1}}
+
+
+def test_a_backend_that_can_not_start_is_a_warning(tmp_path, monkeypatch, caplog):
+    wandb = FakeWandb()
+    wandb.init = lambda **options: (_ for _ in ()).throw(ConnectionError("offline"))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    make_trackers(tmp_path, ["wandb"], **NAMES).close()
+    assert "wandb could not start" in caplog.text

@@ -1,0 +1,193 @@
+"""The torch engine against transformers' `generate` and `forward`."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from tiny import EOS, IMAGE_ID, MERGE, PAD, VOCAB, banned, group, pixels, tiny_model, transformers_logprobs
+
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import use_packed_attention
+from rlinf_vl.rollout.torch_engine import TorchEngine
+from rlinf_vl.types import Group, Request, SamplingParams, Trajectory
+
+FAMILY = family_of("qwen3_vl")
+
+
+@pytest.fixture
+def engine_of():
+    made = []
+
+    def make(max_running=64, **kwargs):
+        engine = TorchEngine(
+            use_packed_attention(tiny_model(), FAMILY),
+            FAMILY,
+            banned=banned(),
+            pixels=kwargs.pop("pixels", pixels),
+            image_token_id=IMAGE_ID,
+            merge_size=MERGE,
+            max_running=max_running,
+            **kwargs,
+        )
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def prompts():
+    rng = np.random.default_rng(1)
+    shapes = [[(2, 3)], [], [(1, 1), (3, 2), (2, 2)], [(2, 2)], []]
+    return [group(rng, shape, []) for shape in shapes]
+
+
+def request(g, n, seed=0, **sampling):
+    return Request(
+        g.prompt_ids, g.images, g.image_grids, SamplingParams(stop_ids=(EOS,), **sampling), tuple(range(seed, seed + n))
+    )
+
+
+def as_group(g, sample):
+    t = Trajectory(sample.ids, np.ones(len(sample.ids), bool), sample.logprobs, sample.versions, 0.0, "stop")
+    return Group(g.id, g.id, g.prompt_ids, g.images, g.image_grids, (t,))
+
+
+def test_greedy_ids_are_those_of_generate(engine_of):
+    engine, model = engine_of(), tiny_model()
+    done = engine.generate([request(g, 2, temperature=0.0, max_new_tokens=12) for g in prompts()])
+    for g, completion in zip(prompts(), done, strict=True):
+        ids = torch.from_numpy(g.prompt_ids)[None].long()
+        inputs = {}
+        if g.images:
+            inputs = {
+                "pixel_values": torch.from_numpy(np.concatenate([pixels(i) for i in g.images])),
+                "image_grid_thw": torch.from_numpy(g.image_grids.astype(np.int64)),
+                "mm_token_type_ids": (ids == IMAGE_ID).int(),
+            }
+        model.model.rope_deltas = None
+        expected = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+            suppress_tokens=np.flatnonzero(banned()).tolist(),
+            **inputs,
+        )[0, ids.shape[1] :]
+        for sample in completion.samples:
+            assert sample.ids.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("max_running", [5, 64])
+def test_logprobs_are_those_of_the_sampling_distribution(engine_of, temperature, max_running):
+    """With 5 places for 4 samples each, slots are refilled; nothing may change by it."""
+    engine, model = engine_of(max_running), tiny_model()
+    done = engine.generate(
+        [request(g, 4, seed=10 * i, temperature=temperature, max_new_tokens=10) for i, g in enumerate(prompts())]
+    )
+    for g, completion in zip(prompts(), done, strict=True):
+        for sample in completion.samples:
+            assert not banned()[sample.ids].any()
+            assert len(sample.ids) == 10 or sample.ids[-1] == EOS
+            assert (sample.ids[:-1] != EOS).all()
+            expected = transformers_logprobs(model, as_group(g, sample), 0, temperature)
+            np.testing.assert_allclose(sample.logprobs, expected.detach().numpy(), atol=2e-5)
+
+
+def test_what_is_sampled_does_not_depend_on_the_company(engine_of):
+    requests = [request(g, 3, seed=7 * i, max_new_tokens=9) for i, g in enumerate(prompts())]
+    together = engine_of(64).generate(requests)
+    crowded = engine_of(4).generate(requests)
+    alone = [engine_of(64).generate([r])[0] for r in requests]
+    for a, b, c in zip(together, crowded, alone, strict=True):
+        for x, y, z in zip(a.samples, b.samples, c.samples, strict=True):
+            assert x.ids.tolist() == y.ids.tolist() == z.ids.tolist()
+
+
+def test_lengths_and_reasons_of_mixed_requests(engine_of):
+    g = prompts()
+    done = engine_of().generate([request(g[0], 3, max_new_tokens=1), request(g[1], 2, max_new_tokens=30)])
+    assert [len(s.ids) for s in done[0].samples] == [1, 1, 1]
+    for sample in done[1].samples:
+        assert sample.finish_reason == ("stop" if sample.ids[-1] == EOS else "length")
+
+
+def test_top_k_and_top_p_truncate_and_renormalise(engine_of):
+    g = prompts()[0]
+    model = tiny_model()
+    for sampling in ({"top_k": 3}, {"top_p": 0.6}):
+        done = engine_of().generate([request(g, 64, max_new_tokens=1, **sampling)])[0]
+        drawn = {int(s.ids[0]): float(s.logprobs[0]) for s in done.samples}
+        p = torch.zeros(VOCAB)
+        for token in np.flatnonzero(~banned()):
+            t = Trajectory(np.array([token], np.int32), np.ones(1, bool), None, np.zeros(1, np.int32), 0.0, "stop")
+            one = Group("g", "g", g.prompt_ids, g.images, g.image_grids, (t,))
+            p[token] = transformers_logprobs(model, one, 0).detach().exp()
+        order = p.argsort(descending=True)
+        kept = order[:3] if "top_k" in sampling else order[(p[order].cumsum(0) - p[order]) < 0.6]
+        assert set(drawn) <= set(kept.tolist())
+        for token, logprob in drawn.items():
+            assert logprob == pytest.approx(float((p[token] / p[kept].sum()).log()), abs=1e-4)
+
+
+def test_samples_follow_the_distribution(engine_of):
+    g = prompts()[3]
+    done = engine_of(4096).generate([request(g, 4000, max_new_tokens=1)])[0]
+    counts = np.bincount([int(s.ids[0]) for s in done.samples], minlength=VOCAB)
+    logprob = {int(s.ids[0]): float(s.logprobs[0]) for s in done.samples}
+    for token, value in logprob.items():
+        p = np.exp(value)
+        assert abs(counts[token] / 4000 - p) < 5 * np.sqrt(p * (1 - p) / 4000) + 1e-3
+
+
+def test_new_weights_are_used_and_marked(engine_of):
+    engine, other = engine_of(), tiny_model(seed=5)
+    g = prompts()[0]
+    engine.load_weights([{name: p.detach() for name, p in other.named_parameters()}], version=3)
+    sample = engine.generate([request(g, 1, max_new_tokens=6)])[0].samples[0]
+    assert (sample.versions == 3).all()
+    expected = transformers_logprobs(other, as_group(g, sample), 0)
+    np.testing.assert_allclose(sample.logprobs, expected.detach().numpy(), atol=2e-5)
+
+
+def test_wrong_weights_are_refused(engine_of):
+    with pytest.raises(ValueError, match="no such weight"):
+        engine_of().load_weights([{"nonsense": torch.zeros(3)}], version=1)
+
+
+def test_pause_holds_and_resume_goes_on(engine_of):
+    engine = engine_of()
+    engine.pause()
+    future = engine.submit([request(prompts()[0], 1, max_new_tokens=3)])[0]
+    threading.Event().wait(0.3)
+    assert not future.done()
+    engine.resume()
+    assert len(future.result(timeout=30).samples) == 1
+
+
+def test_an_image_that_fails_is_its_own_requests_error(engine_of):
+    g = prompts()
+
+    def broken(image):
+        if image.hash == g[0].images[0].hash:
+            raise ValueError("truncated")
+        return pixels(image)
+
+    futures = engine_of(pixels=broken).submit([request(x, 1, max_new_tokens=3) for x in g])
+    with pytest.raises(ValueError, match="truncated"):
+        futures[0].result(timeout=30)
+    assert all(len(f.result(timeout=30).samples) == 1 for f in futures[1:])
+
+
+def test_closing_fails_what_is_unfinished(engine_of):
+    engine = engine_of()
+    engine.pause()
+    future = engine.submit([request(prompts()[0], 1)])[0]
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        future.result(timeout=5)

@@ -1,0 +1,188 @@
+"""The shell scripts: their syntax, what they refuse, and what they hand on."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN = ROOT / "examples/reasoning/run_main_grpo_vqa.sh"
+SCRIPTS = sorted([*ROOT.glob("*/*.sh"), *ROOT.glob("examples/**/*.sh"), ROOT / ".ci/run"])
+
+
+def bash(script: Path, *arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+    """Run a script without this test's own Ray settings; whatever it starts is bounded by a minute."""
+    ours = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "RAY_HEAD_FILE", "RAY_PORT", "RAY_ADDRESS", "RLINF_VL_PYTHON")
+    env = {name: value for name, value in os.environ.items() if name not in ours} | environment
+    command = ["bash", str(script), *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+
+
+@pytest.fixture
+def fake_python(tmp_path: Path) -> Path:
+    """Stands in for Python: prints its arguments and where it runs as JSON, and exits with FAKE_EXIT."""
+    fake = tmp_path / "python"
+    fake.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "print(json.dumps({'argv': sys.argv[1:], 'cwd': os.getcwd(), 'threads': os.environ['OMP_NUM_THREADS']}))\n"
+        "sys.exit(int(os.environ.get('FAKE_EXIT', 0)))\n"
+    )
+    fake.chmod(0o755)
+    return fake
+
+
+def test_every_script_was_found():
+    names = {path.name for path in SCRIPTS}
+    assert names >= {
+        "install.sh",
+        "run.sh",
+        "run_main_grpo_vqa.sh",
+        "start_ray.sh",
+        "check_ray.sh",
+        "stop_ray.sh",
+        "run",
+    }
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_syntax(script: Path):
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- install.sh -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sglagn"], "unknown option '--sglagn'"),
+        (["--torch"], "--torch needs a version"),
+        (["--transformers", "--dev"], "--transformers needs a version"),
+        (["--venv"], "--venv needs a folder"),
+        (["0.5.23"], "unknown option '0.5.23'"),
+    ],
+)
+def test_install_refuses(arguments: list[str], said: str, tmp_path: Path):
+    done = bash(ROOT / "requirements/install.sh", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr and "usage: bash requirements/install.sh" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_install_leaves_a_folder_alone_that_is_no_environment(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/work.txt").write_text("precious")
+    done = bash(ROOT / "requirements/install.sh", "--venv", "mine", cwd=tmp_path)
+    assert done.returncode == 1 and "is no Python environment" in done.stderr
+    assert (tmp_path / "mine/work.txt").read_text() == "precious"
+
+
+def test_install_names_an_old_python(tmp_path: Path):
+    old = tmp_path / "python3.10"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = bash(ROOT / "requirements/install.sh", "--venv", str(tmp_path / "env"), PYTHON=str(old))
+    assert done.returncode == 1 and f"PYTHON={old} is no Python 3.11 or newer" in done.stderr
+    assert not (tmp_path / "env").exists()
+
+
+def test_pyproject_and_base_requirements_name_the_same():
+    import re
+    import tomllib
+
+    def names(lines):
+        return sorted(m[0].lower() for line in lines if (m := re.match(r"[A-Za-z0-9_.-]+(\[[a-z]+\])?", line.strip())))
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for file, declared in [("base", project["dependencies"]), ("dev", project["optional-dependencies"]["dev"])]:
+        assert names((ROOT / f"requirements/{file}.txt").read_text().splitlines()) == names(declared)
+
+
+# --- run_main_grpo_vqa.sh ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["toy-grpo-cup"], ["../../secret"], ["--help"]])
+def test_run_without_a_known_config(arguments: list[str], fake_python: Path):
+    done = bash(RUN, *arguments, RLINF_VL_PYTHON=str(fake_python))
+    assert done.returncode == 2 and done.stdout == ""
+    assert (
+        "usage:" in done.stderr and "\n  toy-grpo-cpu\n" in done.stderr and "qwen3-vl-2b-grpo-fsdp-geo3k" in done.stderr
+    )
+    assert all(name in done.stderr for name in arguments)
+
+
+def test_run_hands_overrides_on_untouched(fake_python: Path, tmp_path: Path):
+    overrides = [
+        "runner.max_steps=3",
+        "data.train_data_paths=[a b/train.parquet,'c$HOME.json']",
+        "data.system_prompt='Say \"hello\" * ? \\n'",
+        "+cluster.component_placement={actor: 0-1, rollout: 0}",
+        "~data.prompt_suffix",
+        "",
+    ]
+    done = bash(RUN, "toy-grpo-cpu", *overrides, cwd=tmp_path, RLINF_VL_PYTHON=str(fake_python), OMP_NUM_THREADS="3")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["argv"] == ["-m", "rlinf_vl", "train", "toy-grpo-cpu", *overrides]
+    assert told["cwd"] == str(tmp_path), "relative paths in overrides are relative to where the user stands"
+    assert told["threads"] == "3"
+
+
+def test_run_has_the_exit_code_of_the_run(fake_python: Path):
+    assert bash(RUN, "toy-grpo-cpu", RLINF_VL_PYTHON=str(fake_python), FAKE_EXIT="7").returncode == 7
+
+
+# --- ray_utils --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def closed_port() -> str:
+    """A port of this machine on which nobody listens: bound, so that nobody takes it meanwhile, but not listening."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield str(holder.getsockname()[1])
+
+
+@pytest.mark.parametrize("arguments", [[], ["many"], ["--cpu"]])
+def test_check_ray_needs_a_number(arguments: list[str]):
+    done = bash(ROOT / "ray_utils/check_ray.sh", *arguments)
+    assert done.returncode == 2 and "check_ray.sh N [--cpu]" in done.stderr
+
+
+def test_check_ray_gives_up_in_time(closed_port: str):
+    start = time.monotonic()
+    settings = {"MASTER_ADDR": "127.0.0.1", "RAY_PORT": closed_port, "RAY_WAIT_TIMEOUT": "2"}
+    done = bash(ROOT / "ray_utils/check_ray.sh", "1", RLINF_VL_PYTHON=sys.executable, **settings)
+    assert done.returncode == 1
+    assert f"gave up after 2 s: no Ray head answers at 127.0.0.1:{closed_port}" in done.stderr
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must lie in"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "needs MASTER_ADDR, or RAY_HEAD_FILE"),
+        ({"RAY_PORT": "http"}, "RAY_PORT must be a number"),
+    ],
+)
+def test_start_ray_refuses(settings: dict[str, str], said: str):
+    done = bash(ROOT / "ray_utils/start_ray.sh", RLINF_VL_PYTHON=sys.executable, **settings)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_start_ray_names_a_stale_head_file(closed_port: str, tmp_path: Path):
+    head_file = tmp_path / "head"
+    head_file.write_text(f"127.0.0.1:{closed_port}\n")
+    settings = {"RANK": "1", "WORLD_SIZE": "2", "RAY_HEAD_FILE": str(head_file), "RAY_WAIT_TIMEOUT": "1"}
+    done = bash(ROOT / "ray_utils/start_ray.sh", RLINF_VL_PYTHON=sys.executable, **settings)
+    assert done.returncode == 1
+    assert f"names 127.0.0.1:{closed_port}, where no Ray head answers (left by an earlier cluster?)" in done.stderr
