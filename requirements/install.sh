@@ -19,7 +19,7 @@ usage: bash requirements/install.sh [--sglang [VERSION]] [--torch VERSION] [--tr
 
 An environment remembers what it was made with: a later call need not repeat the options.
 Environment variables: PYTHON (the interpreter to make it with, 3.11 or newer), TORCH_INDEX_URL (where torch comes
-from, such as https://download.pytorch.org/whl/cpu or …/whl/cu128), and pip's own.
+from, such as https://download.pytorch.org/whl/cpu or …/whl/cu126), and pip's own.
 EOF
 }
 fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
@@ -109,8 +109,8 @@ cuda = f"CUDA {built}, {gpus} GPU(s) visible" if visible else "no CUDA device vi
 print(f"[install] python {sys.version.split()[0]}, torch {versions.pop('torch')} ({cuda})")
 print("[install] " + ", ".join(f"{name} {version}" for name, version in versions.items()))
 if gpus and not visible:
-    print("[install] warning: this machine has an NVIDIA GPU that this torch cannot use; name a build that fits the "
-          "driver in TORCH_INDEX_URL, such as https://download.pytorch.org/whl/cu128, delete the environment and run again")
+    print("[install] warning: this machine has an NVIDIA GPU that this torch cannot use. Delete the environment and name a\n"
+          "[install]   build that fits the driver, such as TORCH_INDEX_URL=https://download.pytorch.org/whl/cu126")
 EOF
 }
 
@@ -132,8 +132,11 @@ if command -v flock >/dev/null; then
         if up_to_date; then exit 0; fi
     fi
 fi
-say "making $venv (first time: about two minutes and 2 GB; more with CUDA or SGLang)"
-rm -f -- "$stamp"
+say "making $venv (first time: a few minutes and 2 GB; more with CUDA or SGLang)"
+if [[ -f "$stamp" ]]; then # no longer a finished environment, but what it was made with stays known
+    sed '/^key=/d' "$stamp" >"$stamp.new"
+    mv -- "$stamp.new" "$stamp"
+fi
 
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 find_python() {
@@ -164,7 +167,7 @@ pip_install() { # WHAT ARGUMENT…: quiet but for errors
     shift
     say "installing $what …"
     "$python" -m pip install -qq --disable-pip-version-check "$@" ||
-        fail "could not install $what (pip's message is above); nothing else was changed, run this again"
+        fail "could not install $what (pip's message is above); run this again"
     say "  done in $((SECONDS - start)) s"
 }
 

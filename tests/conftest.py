@@ -1,4 +1,4 @@
-"""What every test session has: explicit thread counts, the real data set where it is at hand, and nothing left running."""
+"""What every test session has: explicit thread counts, real data where it is at hand, and nothing left running."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("rlinf_vl")
 
 @pytest.fixture(scope="session")
 def geo3k_dir() -> Path:
-    """Folder with the real train.parquet and test.parquet: RLINF_VL_GEO3K, or shared/data/geo3k beside the repository."""
+    """Folder of train.parquet and test.parquet: RLINF_VL_GEO3K, or shared/data/geo3k beside the repository."""
     folder = Path(os.environ.get("RLINF_VL_GEO3K") or ROOT.parent / "shared/data/geo3k")
     if not (folder / "train.parquet").is_file():
         pytest.skip(f"no geo3k data in {folder}; RLINF_VL_GEO3K names its folder")

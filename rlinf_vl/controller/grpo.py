@@ -95,6 +95,7 @@ class GrpoController:
         )
         with self.timed("train"), self.engines_asleep():
             metrics |= plan.metrics | self.actors.update(plan.minibatches, groups, plan.advantages)
+        self.pool.release(summaries)
         metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in summaries) / self.timings["time/train"]
         with self.timed("sync"):
             self.sync_weights(self.version + 1)
@@ -112,6 +113,7 @@ class GrpoController:
         with self.timed("validate"):
             results = self.pool.generate(self.tasks("val", self.val_rows, 1))
         summaries = [summary for summary, _ in results]
+        self.pool.release(summaries)
         correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
         lengths = [n for s in summaries for n in s.response_tokens]
         accuracy = sum(correct) / max(1, len(correct))

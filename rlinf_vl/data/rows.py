@@ -65,7 +65,7 @@ def row_to_problem(
         root: the folder that paths of images are relative to.
 
     Raises:
-        RowError: a missing column, an unusable prompt, answer or image, or placeholders and images that differ in number.
+        RowError: a missing column, an unusable prompt, answer or image, or placeholders and images unequal in number.
     """
     if missing := missing_column(wanted_columns(prompt_key, answer_key, image_keys), list(row), "the row"):
         raise RowError(row_id, missing)

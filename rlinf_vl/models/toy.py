@@ -6,6 +6,7 @@ checkpoint is an ordinary one: transformers loads it with its own classes, as wo
 
 import logging
 import os
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ DEFAULT_SEED = 1
 WARM_START_STEPS = 280
 BATCH_SIZE = 32
 LEARNING_RATE = 2e-3
-WARMUP_STEPS = 30
+WARMUP_STEPS, COOLDOWN_STEPS = 30, 80
+"""Steps over which the learning rate rises at the start and falls to 0 at the end."""
 MISCOUNT_PROBABILITY = 0.45
 """Probability with which a demonstration counts a side one cell too long, for each side on its own."""
 TEXT_INIT_STD, VISION_INIT_STD = 0.05, 0.08
@@ -128,14 +130,17 @@ def demonstration(width: int, height: int, kind: task.Kind, rng: np.random.Gener
 def demonstration_batch(
     tokenizer: PreTrainedTokenizerBase, processor: Qwen2VLImageProcessorPil, size: int, rng: np.random.Generator
 ) -> dict[str, torch.Tensor]:
-    """A batch of demonstrations on random training placements, as keyword arguments of the model's forward.
+    """A batch of demonstrations on training placements, as keyword arguments of the model's forward.
 
+    Sizes are drawn evenly (a large rectangle has few placements and would hardly be seen), then one of the size's placements.
     The prompt is the one that inference renders. Sequences are padded on the right; `labels` is -100 outside the answer.
     """
     kinds = list(task.QUESTIONS)
+    by_size = [list(same) for _, same in groupby(task.training_placements(), key=lambda p: (p.width, p.height))]
     pictures, sequences, starts = [], [], []
-    for index in rng.integers(len(task.training_placements()), size=size):
-        placement = task.training_placements()[index]
+    for _ in range(size):
+        placements = by_size[rng.integers(len(by_size))]
+        placement = placements[rng.integers(len(placements))]
         kind = kinds[rng.integers(len(kinds))]
         pictures.append(task.draw(placement, rng))
         parts = [{"type": "image"}, {"type": "text", "text": task.QUESTIONS[kind]}]
@@ -177,7 +182,9 @@ def warm_start(
     """Train the model in place on demonstrations; return the last step's loss (mean over answer tokens, in nats)."""
     rng = np.random.default_rng([seed, steps])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / COOLDOWN_STEPS)
+    )
     columns = (
         TextColumn("toy warm start"),
         BarColumn(),

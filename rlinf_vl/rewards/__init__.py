@@ -3,9 +3,9 @@
 import difflib
 from collections.abc import Callable
 
-from rlinf_vl.rewards.math_grader import grade_math
+from rlinf_vl.rewards.math_grader import grade_math, stop_grading
 
-__all__ = ["GRADERS", "grade_math", "grader"]
+__all__ = ["GRADERS", "grade_math", "grader", "stop_grading"]
 
 GRADERS: dict[str, Callable[[str, str], bool]] = {"math": grade_math}
 """reward.reward_type → function of (response, reference answer)."""

@@ -9,6 +9,7 @@ theirs. Whatever is left is for algebra.
 
 import re
 from collections.abc import Callable
+from itertools import accumulate
 
 from rlinf_vl.rewards.latex import key, split_equation, split_list, split_unit
 from rlinf_vl.rewards.numbers import parse_number, percent, same_number
@@ -18,6 +19,9 @@ Algebra = Callable[[str, str], bool]
 
 MAX_ELEMENTS = 8
 """Longest list that is compared."""
+
+MAX_NESTING = 12
+"""Deepest brackets that algebra is tried on: its parser's time grows steeply with them."""
 
 
 def same(response: str, answer: str, algebra: Algebra) -> bool:
@@ -88,7 +92,8 @@ def _same_value(response: str, answer: str, algebra: Algebra) -> bool:
 
 
 def _hopeless(text: str) -> bool:
-    """Not for algebra: a word, two numbers side by side, or characters that no formula has."""
-    return bool(re.fullmatch(r"[A-Za-z ]*[A-Za-z]{2}[A-Za-z ]*", text) or re.search(r"[0-9] +[0-9]|__", text)) or (
-        not text.isascii()
-    )
+    """Not for algebra: a word, two numbers side by side, brackets without end, or characters that no formula has."""
+    if not text.isascii() or re.fullmatch("[A-Za-z ]{2,}", text) or re.search("[0-9] +[0-9]|[0-9] *_|__", text):
+        return True
+    depths = accumulate((c in "([{") - (c in ")]}") for c in text)
+    return max(depths) > MAX_NESTING

@@ -1,9 +1,9 @@
-"""The process that does the algebra of grading, watched from outside: what takes too long is killed with it.
+"""The process that does the algebra of grading: what takes too long is killed with it.
 
 Invariants kept here:
 - The worker is a fresh interpreter, never a fork: it imports its own module and nothing of the caller's.
-- It never outlives its parent: end of input ends it, and while it computes a timer of its own does.
-- Threads take turns; a time limit counts from the moment the worker has the question.
+- It never outlives its parent: end of input ends it, and while it computes its processor-time limit does.
+- Threads take turns; time counts from the moment the worker has the question.
 """
 
 import atexit
@@ -16,6 +16,9 @@ import threading
 import time
 from pathlib import Path
 
+WALL_FACTOR = 4
+"""On a busy machine an honest answer may take this much longer than its processor time."""
+
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,11 +26,12 @@ class GradingPool:
     """One worker process, started on first use and replaced after an overrun or a crash.
 
     Args:
-        limit_s: the worker's time for one question; beyond it the verdict is False.
+        limit_s: the worker's processor time for one question; beyond it, or beyond `WALL_FACTOR` times as much on the
+            clock, the verdict is False.
         start_limit_s: time for the worker to start (imports), not counted in `limit_s`.
     """
 
-    def __init__(self, limit_s: float = 2.0, start_limit_s: float = 120.0) -> None:
+    def __init__(self, limit_s: float = 1.5, start_limit_s: float = 120.0) -> None:
         self.limit_s, self.start_limit_s = limit_s, start_limit_s
         self._forget()
         os.register_at_fork(after_in_child=self._forget)
@@ -45,7 +49,7 @@ class GradingPool:
             try:
                 self._process.stdin.write(question)
                 self._process.stdin.flush()
-                reply = self._read_line(self.limit_s)
+                reply = self._read_line(WALL_FACTOR * self.limit_s)
             except OSError:
                 reply = None
             if reply is None:

@@ -129,6 +129,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
 def split_equation(text: str) -> tuple[list[str], list[str]]:
     r"""(names, values) of a chain of equalities: `m\angle A = 2x = 30` → (["mA"], ["2x", "30"])."""
     parts = [part.strip() for part in _EQUALS.split(text)]
+    parts = parts[1:] if not parts[0] and len(parts) > 1 else parts  # `= 7`
     if len(parts) == 1:
         return [], parts
     values = [part for part in parts if _name(part) is None] or parts[-1:]

@@ -22,8 +22,8 @@ def grade_math(response: str, answer: str) -> bool:
     r"""Whether the last `\boxed{…}` of `response` is `answer`, which may itself stand in a box or not.
 
     Nothing outside the box counts; no box, an empty or an unbalanced one is wrong. What counts as the same is told in
-    `rlinf_vl.rewards.comparison`. Safe in any thread; one call takes at most `GradingPool.limit_s` of the worker's time
-    (plus, on first use, its start, and the wait for other threads' calls); what takes longer is wrong.
+    `rlinf_vl.rewards.comparison`. Safe in any thread; one call takes at most `GradingPool.limit_s` of the worker's
+    time (plus, on first use, its start, and the wait for other threads' calls); what takes longer is wrong.
 
     Raises:
         RuntimeError: the worker process can't be started (math-verify is missing, say).
@@ -37,6 +37,11 @@ def grade_math(response: str, answer: str) -> bool:
         return same(given, wanted, _refuse)
     except _NeedsAlgebra:
         return _POOL.same(given, wanted)
+
+
+def stop_grading() -> None:
+    """End the worker process now instead of with this process; the next call that needs it starts another."""
+    _POOL.close()
 
 
 def _refuse(response: str, answer: str) -> bool:

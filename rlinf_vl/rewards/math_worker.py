@@ -1,7 +1,8 @@
 """The grading worker: reads [response, answer] as JSON, one a line, and writes {"same": bool} (run by `GradingPool`).
 
-Its parent kills it when an answer takes too long. For the case that the parent is gone, a timer of the kernel's does so
-even while Python is stuck in one big-number operation, and memory is limited.
+A timer of the kernel's ends it when a question takes too much processor time: even while Python is stuck in one
+big-number operation, whether or not its parent still lives, and not because the machine is busy with something else.
+Memory is limited too.
 """
 
 import json
@@ -62,7 +63,7 @@ def _value(text: str, formula) -> Fraction | None:
 
 
 def main(limit_s: float) -> None:
-    """Answer questions until the input ends."""
+    """Answer questions until the input ends, each within `limit_s` seconds of processor time."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # nothing that a library prints gets between the replies
     try:
@@ -76,14 +77,14 @@ def main(limit_s: float) -> None:
         replies.write(json.dumps({"error": f"{type(e).__name__}: {e}"}) + "\n")
         return
     replies.write("{}\n")
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, limit_s + 1)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         try:
             verdict = same(*json.loads(line), algebra)
         except Exception:  # MemoryError and RecursionError too: what can't be understood is wrong
             verdict = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps({"same": verdict}) + "\n")
 
 

@@ -66,6 +66,12 @@ class RolloutPool:
                 streams[worker.generate.remote([queue.popleft()])] = worker
         return [results[task.group_id] for task in tasks]
 
+    def release(self, summaries: Sequence[GroupSummary]) -> None:
+        """Let the groups of these summaries go from the object store, once nobody reads them any more."""
+        ids = [summary.id for summary in summaries]
+        for worker in self.workers:
+            worker.release.remote(ids)
+
     def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Have every worker take the published weights."""
         ray.get([worker.load_weights.remote(list(buckets), version) for worker in self.workers])

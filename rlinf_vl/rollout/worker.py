@@ -96,6 +96,7 @@ class RolloutRank:
             )
         }
         self.grade = grader(config.reward.reward_type)
+        self.held: dict[str, ray.ObjectRef] = {}
 
     async def ready(self) -> dict[str, int]:
         """Rows of each split; answering means that model and data are loaded."""
@@ -125,7 +126,15 @@ class RolloutRank:
             running.append(asyncio.ensure_future(self._finish(p, asyncio.wrap_future(future))))
         for finished in asyncio.as_completed(running):
             group = await finished
-            yield GroupSummary.of(group), ray.put(group)
+            # Held here until `release`: a reference that only travels inside a streamed result can be counted out of
+            # existence before its receiver has registered it.
+            reference = self.held[group.id] = ray.put(group)
+            yield GroupSummary.of(group), reference
+
+    async def release(self, group_ids: Sequence[str]) -> None:
+        """These groups are no longer needed: their memory may go."""
+        for group_id in group_ids:
+            self.held.pop(group_id, None)
 
     def _prepare(self, task: Task) -> _Prepared:
         problem = self.datasets[task.split][task.row]

@@ -70,6 +70,7 @@ RIGHT = [
     (r"10\sqrt{3}", "17.3", "a reference of three digits likewise"),
     ("44.1", "44.09", "within 0.1 %"),
     (r"5\sqrt{3} \approx 8.66", "8.66", "exact and rounded, both right"),
+    (r"\approx 8.66", "8.66", "a sign of approximation alone"),
     # --- dressing
     ("x = 7", "7", "a variable's name"),
     ("x=7", "x=7", "a name on both sides"),
@@ -134,6 +135,7 @@ WRONG = [
     ("6.5", "6", "a decimal that begins with the answer"),
     ("1 2", "12", "two numbers side by side"),
     ("12", "1 2", "two numbers side by side in the reference"),
+    ("6_7", "6", "an index"),
     ("1,2", "12", "a list, no thousands"),
     ("1,44", "144", "no thousands"),
     ("2", r"\frac{1}{2}", "the reciprocal"),

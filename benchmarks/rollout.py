@@ -1,0 +1,169 @@
+"""Generation: the torch engine against transformers' `generate(num_return_sequences=…)`, same prompts, same run.
+
+    python benchmarks/rollout.py [--groups 64] [--samples 8] [--new-tokens 24] [--repeats 5] [--json FILE]
+
+Greedy ids are compared first and must be identical; then both sample, in turn, and the medians of tokens per second are set
+against each other. transformers counts every row until its own end, as the engine does.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForImageTextToText
+
+from rlinf_vl.data.dataset import ProblemDataset
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import load_model, vocab_size
+from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.rollout.torch_engine import TorchEngine
+from rlinf_vl.types import Request, SamplingParams
+
+
+def left_padded(requests: list[Request], processor: Processor, device: str) -> dict[str, torch.Tensor]:
+    """The batch that `generate` wants: prompts padded on the left, every image's pixels."""
+    longest = max(len(r.ids) for r in requests)
+    ids = torch.full((len(requests), longest), processor.pad_id)
+    mask = torch.zeros_like(ids)
+    for row, r in enumerate(requests):
+        ids[row, longest - len(r.ids) :] = torch.from_numpy(r.ids.astype(np.int64))
+        mask[row, longest - len(r.ids) :] = 1
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "mm_token_type_ids": (ids == processor.image_token_id).int(),
+        "pixel_values": torch.from_numpy(np.concatenate([processor.pixels(i) for r in requests for i in r.images])),
+        "image_grid_thw": torch.from_numpy(np.concatenate([r.image_grids for r in requests]).astype(np.int64)),
+    }
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def responses(out: torch.Tensor, prompt: int, stop: tuple[int, ...]) -> list[list[int]]:
+    """Response ids of each row, up to and with its stop id."""
+    rows = []
+    for row in out[:, prompt:].tolist():
+        end = next((i for i, token in enumerate(row) if token in stop), len(row) - 1)
+        rows.append(row[: end + 1])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="toy", help="checkpoint folder in HF format, or `toy`")
+    parser.add_argument("--data", default="toy", help="dataset, as in data.val_data_paths")
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    path = args.model
+    if path == "toy":
+        from rlinf_vl.models.toy import toy_checkpoint_path
+
+        path = str(toy_checkpoint_path())
+    family = family_of("qwen3_vl")
+    processor = Processor(path, family)
+    dataset = ProblemDataset.open([args.data], split="train")
+    sampling = SamplingParams(max_new_tokens=args.new_tokens, stop_ids=processor.stop_ids)
+    requests = []
+    for i in range(args.groups):
+        problem = dataset[i * 7 % len(dataset)]
+        ids, grids = processor.prompt(problem.messages, problem.images)
+        requests.append(Request(ids, problem.images, grids, sampling, tuple(range(i * 1000, i * 1000 + args.samples))))
+
+    model = load_model(path, family, torch.float32)
+    banned = processor.banned_ids(vocab_size(model))
+    pixels = PixelCache(processor.pixels)
+    engine = TorchEngine(
+        model,
+        family,
+        banned=banned,
+        pixels=pixels,
+        image_token_id=processor.image_token_id,
+        merge_size=processor.merge_size,
+        max_running=args.groups * args.samples,
+        device=args.device,
+    )
+    baseline = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    baseline = baseline.to(args.device).eval()
+    options = {
+        "max_new_tokens": args.new_tokens,
+        "eos_token_id": list(processor.stop_ids),
+        "pad_token_id": processor.pad_id,
+        "suppress_tokens": np.flatnonzero(banned).tolist(),
+        "top_k": 0,
+        "top_p": 1.0,
+        "temperature": 1.0,
+    }
+
+    def transformers_generate(**kwargs) -> list[list[int]]:
+        batch = left_padded(requests, processor, args.device)
+        baseline.model.rope_deltas = None
+        with torch.inference_mode():
+            out = baseline.generate(**batch, **(options | kwargs))
+        return responses(out, batch["input_ids"].shape[1], processor.stop_ids)
+
+    def engine_generate(greedy: bool = False) -> list[list[int]]:
+        if greedy:
+            zero = SamplingParams(0.0, max_new_tokens=args.new_tokens, stop_ids=processor.stop_ids)
+            todo = [Request(r.ids, r.images, r.image_grids, zero, (0,)) for r in requests]
+        else:
+            todo = requests
+        return [s.ids.tolist() for c in engine.generate(todo) for s in c.samples]
+
+    same = engine_generate(greedy=True) == transformers_generate(do_sample=False, temperature=None, top_p=None, top_k=None)
+    speeds: dict[str, list[float]] = {"torch engine": [], "transformers generate": []}
+    for repeat in range(args.repeats + 1):  # the first is a warm-up
+        for name, run in (
+            ("torch engine", engine_generate),
+            ("transformers generate", lambda: transformers_generate(do_sample=True, num_return_sequences=args.samples)),
+        ):
+            start = time.perf_counter()
+            tokens = sum(len(row) for row in run())
+            if repeat:
+                speeds[name].append(tokens / (time.perf_counter() - start))
+    engine.close()
+
+    ratios = [a / b for a, b in zip(speeds["torch engine"], speeds["transformers generate"], strict=True)]
+    figures = {
+        "greedy_ids_identical": same,
+        "torch_engine_tokens_per_second": statistics.median(speeds["torch engine"]),
+        "transformers_tokens_per_second": statistics.median(speeds["transformers generate"]),
+        "ratio_vs_transformers": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "groups": args.groups,
+        "samples": args.samples,
+        "threads": args.threads,
+        "device": args.device,
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+    }
+    table = Table(title=f"{args.groups} groups × {args.samples} samples, {args.new_tokens} new tokens at most")
+    for column in ("generator", "tokens/s (median)", "ratio"):
+        table.add_column(column)
+    table.add_row("torch engine", f"{figures['torch_engine_tokens_per_second']:,.0f}", f"{figures['ratio_vs_transformers']:.2f}")
+    table.add_row("transformers generate", f"{figures['transformers_tokens_per_second']:,.0f}", "1.00")
+    console = Console()
+    console.print(table)
+    console.print("greedy ids identical" if same else "[red]greedy ids differ[/red]")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

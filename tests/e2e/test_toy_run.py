@@ -1,0 +1,144 @@
+"""Whole runs, as a user starts them: real Ray, two FSDP2 ranks, one rollout worker, files on disk."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+FIXED_METRICS = {
+    "reward/mean", "reward/std", "reward/zero_std_groups", "actor/loss", "actor/grad_norm", "actor/entropy",
+    "actor/clip_fraction", "actor/rollout_train_kl", "actor/rollout_train_k3", "actor/rollout_train_abs_diff_mean",
+    "actor/rollout_train_abs_diff_max", "actor/tis_mean", "actor/tis_clip_fraction", "actor/tis_ess",
+    "rollout/response_length_mean", "rollout/response_length_max", "rollout/truncated", "rollout/tokens_per_second",
+    "actor/tokens_per_second", "packing/fill", "data/object_store_bytes", "time/step", "time/generate", "time/train",
+    "time/sync",
+}  # fmt: skip
+
+
+def train(folder: Path, *overrides: str, expect: int = 0) -> str:
+    """`python -m rlinf_vl train toy-grpo-cpu …`; what it wrote to the terminal."""
+    command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", f"runner.output_dir={folder}", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "toy-grpo-cpu/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Three steps at temperature 0.7 with everything on: reference KL, two mini-batches, checkpoints."""
+    folder = tmp_path_factory.mktemp("run")
+    train(
+        folder,
+        "runner.max_steps=3",
+        "runner.val_check_interval=2",
+        "runner.save_interval=2",
+        "data.val_samples=40",
+        "algorithm.sampling_params.temperature=0.7",
+        "algorithm.kl_beta=0.01",
+        "algorithm.n_minibatches=2",
+        "runner.max_tokens_per_mbs=1000",
+    )
+    return folder
+
+
+def test_metrics_have_their_fixed_names(run):
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows[1:]:
+        assert row.keys() >= FIXED_METRICS | {"actor/ref_kl"}
+        assert all(value is not None for value in row.values())
+    assert [row["step"] for row in rows if "val/accuracy" in row] == [0, 2, 3]
+    assert [row["step"] for row in rows if "time/checkpoint" in row] == [2, 3]
+
+
+def test_engine_and_trainer_agree_at_temperature_07(run):
+    for row in metrics(run)[1:]:
+        assert row["actor/rollout_train_abs_diff_mean"] <= 2e-5
+        assert 0 < row["actor/rollout_train_abs_diff_max"] <= 2e-4
+        assert abs(row["actor/rollout_train_kl"]) <= 1e-5
+
+
+def test_weights_are_versioned_and_move(run):
+    rows = metrics(run)[1:]
+    assert [(row["rollout/weight_version_min"], row["rollout/weight_version_max"]) for row in rows] == [
+        (0, 0), (1, 1), (2, 2)
+    ]  # fmt: skip
+    assert rows[0]["actor/grad_norm"] > 0
+
+
+def test_the_runs_folder_is_complete(run):
+    folder = run / "toy-grpo-cpu"
+    assert "experiment_name: toy-grpo-cpu" in (folder / "config.yaml").read_text()
+    assert list((folder / "tensorboard").glob("events.*"))
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["global_step_2", "global_step_3"]
+
+
+def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    from rlinf_vl.models.toy import toy_checkpoint_path
+
+    out = tmp_path / "exported"
+    command = [sys.executable, "-m", "rlinf_vl", "export", str(run / "toy-grpo-cpu"), str(out), "--dtype", "fp32"]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    trained = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).state_dict()
+    start = AutoModelForImageTextToText.from_pretrained(toy_checkpoint_path(), dtype=torch.float32).state_dict()
+    assert trained.keys() == start.keys()
+    moved = {name for name in trained if not torch.equal(trained[name], start[name])}
+    assert any("language_model.layers" in name for name in moved)
+    assert (out / "preprocessor_config.json").exists() and (out / "chat_template.jinja").exists()
+    assert AutoTokenizer.from_pretrained(out).eos_token_id is not None
+
+
+def test_resume_auto_goes_on_where_it_stopped(run):
+    before = metrics(run)
+    output = train(
+        run,
+        "runner.max_steps=5",
+        "runner.resume_dir=auto",
+        "runner.val_check_interval=-1",
+        "algorithm.n_minibatches=1",
+    )
+    assert "resumed from" in output
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert rows[: len(before)] == before
+    assert [row["rollout/weight_version_min"] for row in rows[-2:]] == [3, 4]
+
+
+def test_reward_climbs(tmp_path):
+    train(tmp_path, "runner.max_steps=40", "runner.val_check_interval=40", "runner.save_interval=-1")
+    rows = metrics(tmp_path)
+    assert rows[-1]["val/accuracy"] > rows[0]["val/accuracy"] + 0.15
+    assert max(row["actor/rollout_train_abs_diff_mean"] for row in rows[1:]) <= 2e-5
+
+
+def test_real_geometry_runs_through(tmp_path, geo3k_dir):
+    train(
+        tmp_path,
+        f"data.train_data_paths=[{geo3k_dir / 'train.parquet'}]",
+        f"data.val_data_paths=[{geo3k_dir / 'test.parquet'}]",
+        "runner.max_steps=2",
+        "data.rollout_batch_size=8",
+        "data.val_samples=16",
+        "data.max_prompt_length=400",
+        "runner.seq_length=440",
+    )
+    rows = metrics(tmp_path)
+    assert len(rows) == 3 and rows[-1]["rollout/errors"] == 0
+    assert max(row["actor/rollout_train_abs_diff_mean"] for row in rows[1:]) <= 2e-5
+
+
+def test_a_mistake_is_told_in_a_moment_before_ray_starts(tmp_path):
+    output = train(tmp_path, "algorithm.grup_size=4", expect=2)
+    assert "algorithm.grup_size" in output and "algorithm.group_size" in output
+    assert not list(tmp_path.iterdir())

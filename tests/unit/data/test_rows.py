@@ -1,0 +1,147 @@
+"""Rows become problems: where images stand, what is kept verbatim, and which rows are refused."""
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from rlinf_vl.data.images import decode
+from rlinf_vl.data.rows import RowError, row_to_problem
+from rlinf_vl.types import ImageRef, Problem
+
+
+def png(grey: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("L", (6, 4), grey).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+A, B = png(10), png(200)
+
+
+def problem(prompt: Any, images: Any = None, answer: Any = "6", **options: Any) -> Problem:
+    return row_to_problem({"problem": prompt, "images": images, "answer": answer}, row_id="d:0", **options)
+
+
+def contents(p: Problem) -> list[list[str]]:
+    """Per message: texts, and images as their URLs."""
+    return [[part.get("text") or part["image_url"]["url"] for part in m["content"]] for m in p.messages]
+
+
+def url(data: bytes) -> str:
+    return ImageRef.of(data).url
+
+
+def test_an_image_stands_where_its_placeholder_does() -> None:
+    p = problem("Compare <image> \nwith <image>.", [A, {"bytes": B, "path": None}])
+    assert p.id == "d:0" and p.answer == "6" and p.images == (ImageRef.of(A), ImageRef.of(B))
+    assert p.messages == (
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Compare "},
+                {"type": "image_url", "image_url": {"url": url(A)}},
+                {"type": "text", "text": " \nwith "},
+                {"type": "image_url", "image_url": {"url": url(B)}},
+                {"type": "text", "text": "."},
+            ],
+        },
+    )
+
+
+def test_no_empty_text_is_left_around_placeholders() -> None:
+    assert contents(problem("<image><image>Find x.", [A, B])) == [[url(A), url(B), "Find x."]]
+    assert contents(problem("<image>", A)) == [[url(A)]]
+
+
+def test_without_placeholders_images_stand_first() -> None:
+    assert contents(problem("Find x.", [A, B])) == [[url(A), url(B), "Find x."]]
+
+
+def test_a_row_may_have_no_image() -> None:
+    for none in (None, [], [None]):
+        p = problem("Find x.", none)
+        assert contents(p) == [["Find x."]] and p.images == ()
+    assert row_to_problem({"q": "1+1", "a": 2}, row_id="r", prompt_key="q", answer_key="a", image_keys=[]).answer == "2"
+
+
+def test_an_image_that_appears_twice_is_listed_twice() -> None:
+    p = problem("<image><image>", [A, A])
+    assert p.images == (ImageRef.of(A), ImageRef.of(A)) and contents(p) == [[url(A), url(A)]]
+
+
+def test_several_image_columns_follow_each_other() -> None:
+    row = {"problem": "<image> and <image>", "first": A, "more": [B], "answer": "6"}
+    p = row_to_problem(row, row_id="d:0", image_keys=["more", "first"])
+    assert p.images == (ImageRef.of(B), ImageRef.of(A))
+
+
+def test_system_prompt_and_suffix() -> None:
+    p = problem("<image>Find x.", A, system_prompt="Be brief.", prompt_suffix=" Box it.")
+    assert [m["role"] for m in p.messages] == ["system", "user"]
+    assert contents(p) == [["Be brief."], [url(A), "Find x. Box it."]]
+    assert contents(problem("<image>", A, prompt_suffix=" <image>?")) == [[url(A), " <image>?"]]
+
+
+def test_a_prompt_may_be_a_chat() -> None:
+    chat = [
+        {"role": "system", "content": "Yours."},
+        {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Find x"}]},
+        {"role": "assistant", "content": "Which?"},
+        {"role": "user", "content": "In <image>."},
+    ]
+    p = problem(chat, [A, B], prompt_suffix=" Go.")
+    assert [m["role"] for m in p.messages] == ["system", "user", "assistant", "user"]
+    assert contents(p) == [["Yours."], [url(A), "Find x"], ["Which?"], ["In ", url(B), ". Go."]]
+    replaced = problem(chat, [A, B], system_prompt="Mine.")
+    assert contents(replaced)[0] == ["Mine."] and len(replaced.messages) == 4
+    bare = [m for m in chat if m["role"] == "system"] + [{"role": "user", "content": "Find x"}]
+    assert contents(problem(bare, [A])) == [["Yours."], [url(A), "Find x"]]
+
+
+@pytest.mark.parametrize(("value", "stored"), [(6, "6"), (6.5, "6.5"), (r"\boxed{6}", r"\boxed{6}"), (" 6", " 6")])
+def test_answers_are_stored_as_given(value: Any, stored: str) -> None:
+    assert problem("Find x.", answer=value).answer == stored
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", True, float("nan"), ["6"], {"value": 6}])
+def test_unusable_answers_are_the_rows_error(value: Any) -> None:
+    with pytest.raises(RowError, match="row d:0: column 'answer'"):
+        problem("Find x.", answer=value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "message"),
+    [
+        ("<image>Find x.", [A, B], "the prompt has 1 <image> and the row 2 images"),
+        ("<image>Find x.", None, "the prompt has 1 <image> and the row 0 images"),
+        ("<image><image>Find x.", [A], "the prompt has 2 <image> and the row 1 images"),
+        ("Find x.", [A, b"text"], "column 'images', image 1: 4 bytes beginning b'text'"),
+        ("Find x.", "https://example.org/a.png", "not fetched from the network"),
+        (None, [A], "column 'problem' holds None"),
+        ([], [A], "column 'problem' holds \\[\\]"),
+        ([{"role": "user"}], [A], "no chat message with role and content"),
+        ([{"role": "assistant", "content": "x"}], [A], "last message is of role 'assistant'"),
+        ([{"role": "user", "content": None}], [A], "content part"),
+        ([{"role": "user", "content": [{"type": "video"}]}], [A], "neither text nor a placeholder"),
+        ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], [A], "data.image_keys"),
+    ],
+)
+def test_unusable_rows_name_themselves_and_the_reason(prompt: Any, images: Any, message: str) -> None:
+    with pytest.raises(RowError, match="row d:0: .*" + message) as caught:
+        problem(prompt, images)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_missing_column_is_named_with_the_nearest() -> None:
+    with pytest.raises(RowError, match="data.image_keys: column 'imgs' not in the row; .*did you mean 'images'"):
+        problem("Find x.", A, image_keys=["imgs"])
+
+
+def test_blank_images_keep_place_and_size() -> None:
+    p = problem("Find <image>.", A, blank_images=True)
+    assert contents(p) == [["Find ", p.images[0].url, "."]] and p.images[0] != ImageRef.of(A)
+    picture = decode(p.images[0])
+    assert picture.size == (6, 4) and picture.getcolors() == [(24, (128, 128, 128))]
