@@ -28,12 +28,14 @@ def bash(script: Path, *arguments: str, cwd: Path | None = None, **environment: 
 @pytest.fixture
 def fake_python(tmp_path: Path) -> Path:
     """Stands in for Python: prints its arguments and where it runs as JSON, and exits with FAKE_EXIT."""
-    fake = tmp_path / "python"
-    fake.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
+    tell = tmp_path / "tell.py"
+    tell.write_text(
+        "import json, os, sys\n"
         "print(json.dumps({'argv': sys.argv[1:], 'cwd': os.getcwd(), 'threads': os.environ['OMP_NUM_THREADS']}))\n"
         "sys.exit(int(os.environ.get('FAKE_EXIT', 0)))\n"
     )
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tell}" "$@"\n')
     fake.chmod(0o755)
     return fake
 

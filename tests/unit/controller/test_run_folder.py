@@ -1,0 +1,51 @@
+"""Checkpoint folders: complete or not there."""
+
+from pathlib import Path
+
+import pytest
+
+from rlinf_vl.controller.run_folder import ACTOR_FOLDER, checkpoints, find_checkpoint, load_state, save_checkpoint
+
+
+def write(folder: str) -> None:
+    (Path(folder) / "weights").write_text("w")
+
+
+def test_save_find_and_prune(tmp_path):
+    for step in (2, 4, 10):
+        save_checkpoint(tmp_path, step, write, {"step": step}, keep_last=2)
+    assert [step for step, _ in checkpoints(tmp_path)] == [4, 10]
+    newest = find_checkpoint(tmp_path, "auto")
+    assert load_state(newest) == {"step": 10}
+    assert (newest / ACTOR_FOLDER / "weights").read_text() == "w"
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_a_write_that_fails_leaves_the_last_one(tmp_path):
+    save_checkpoint(tmp_path, 1, write, {"step": 1}, keep_last=1)
+
+    def fail(folder):
+        write(folder)
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError):
+        save_checkpoint(tmp_path, 2, fail, {"step": 2}, keep_last=1)
+    assert find_checkpoint(tmp_path, "auto").name == "global_step_1"
+
+
+def test_auto_passes_over_half_written_ones(tmp_path):
+    (tmp_path / "checkpoints/global_step_7" / ACTOR_FOLDER).mkdir(parents=True)
+    (tmp_path / "checkpoints/.global_step_8.tmp").mkdir()
+    assert find_checkpoint(tmp_path, "auto") is None
+    assert find_checkpoint(tmp_path, None) is None
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="runner.resume_dir"):
+        find_checkpoint(tmp_path, str(tmp_path))
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save_checkpoint(tmp_path, 3, write, {"a": 1}, keep_last=-1)
+    save_checkpoint(tmp_path, 3, write, {"a": 2}, keep_last=-1)
+    assert load_state(find_checkpoint(tmp_path, "auto")) == {"a": 2}

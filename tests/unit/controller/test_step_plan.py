@@ -1,0 +1,76 @@
+"""From summaries to a step's plan: advantages, mini-batches, denominators."""
+
+import math
+
+import pytest
+
+from rlinf_vl.controller.step_plan import advantages_of, plan_step
+from rlinf_vl.types import GroupSummary
+
+
+def summary(name, rewards, lengths, errors=None, patches=0):
+    n = len(rewards)
+    return GroupSummary(
+        id=name,
+        problem_id=name,
+        prompt_tokens=20,
+        tokens=tuple(20 + k for k in lengths),
+        response_tokens=tuple(lengths),
+        rewards=tuple(rewards),
+        correct=tuple(r > 0 for r in rewards),
+        finish_reasons=("stop",) * n,
+        errors=tuple(errors or (None,) * n),
+        min_version=0,
+        max_version=0,
+        images=1,
+        patches=patches,
+        image_bytes=0,
+        object_bytes=0,
+    )
+
+
+GROUPS = [
+    summary("a", [1.0, 0.0, 0.0], [5, 6, 7]),
+    summary("b", [0.9, 0.9, 0.9], [4, 4, 4]),
+    summary("c", [1.0, 0.0, 1.0], [3, 0, 2]),  # an empty response
+    summary("d", [1.0, 0.0, 0.0], [3, 5, 2], errors=(None, None, "timed out")),
+]
+
+
+def plan(groups=GROUPS, **changes):
+    options = {"ranks": 2, "n_minibatches": 1, "budget": 60, "micro_batch_size": None}
+    options |= {"normalize_advantages": True, "aggregation": "token-mean"} | changes
+    return plan_step(groups, **options)
+
+
+def test_advantages_leave_out_what_is_not_trained():
+    a, b, c, d = advantages_of(GROUPS, normalize=True)
+    std = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
+    assert a == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std], rel=1e-5)
+    assert b == (0.0, 0.0, 0.0)
+    assert c == (0.0, 0.0, 0.0)  # without the empty one the rewards tie
+    assert d[2] == 0.0 and d[0] == pytest.approx(-d[1]) and d[0] > 0
+
+
+@pytest.mark.parametrize("mode, expected", [("token-mean", 18 + 12 + 5 + 8), ("seq-mean-token-mean", 3 + 3 + 2 + 2)])
+def test_denominators_are_global_counts_of_what_is_trained(mode, expected):
+    step = plan(aggregation=mode)
+    assert {mini.denominator for ranks in step.minibatches for mini in ranks} == {expected}
+
+
+def test_minibatches_hold_whole_groups_and_everything_once():
+    step = plan(n_minibatches=2)
+    seen = []
+    for m, ranks in enumerate(step.minibatches):
+        items = [item for mini in ranks for micro in mini.micro_batches for item in micro]
+        assert {item.group for item in items} == ({0, 1}, {2, 3})[m]
+        assert len({len(mini.micro_batches) for mini in ranks}) == 1
+        seen += [(item.group, item.index) for item in items]
+    assert sorted(seen) == [(g, i) for g in range(4) for i in range(3) if (g, i) not in {(2, 1), (3, 2)}]
+
+
+def test_a_step_where_a_minibatch_has_nothing_to_train():
+    failed = [summary(str(i), [0.0], [0], errors=("bad",)) for i in range(2)]
+    step = plan(failed + GROUPS[:2], n_minibatches=2)
+    assert [mini.denominator for mini in step.minibatches[0]] == [1, 1]
+    assert all(micro == () for mini in step.minibatches[0] for micro in mini.micro_batches)
