@@ -24,11 +24,11 @@ def problems(*overrides: str) -> tuple[str, ...]:
 
 
 RULES = [
-    (["runner.max_tokens_per_mbs=95"], ["runner.seq_length=96", "runner.max_tokens_per_mbs=95", "raise"]),
-    ([STATIC, "actor.micro_batch_size=43"], ["actor.micro_batch_size=43", "runner.seq_length=96", "=4096", "lower"]),
-    (["data.max_prompt_length=96"], ["data.max_prompt_length=96", "runner.seq_length=96", "lower it"]),
-    (["algorithm.sampling_params.max_new_tokens=33"], ["algorithm.sampling_params.max_new_tokens=33", "=64", "=96"]),
-    (["algorithm.val_sampling_params.max_new_tokens=33"], ["algorithm.val_sampling_params.max_new_tokens=33", "null"]),
+    (["runner.max_tokens_per_mbs=535"], ["runner.seq_length=536", "runner.max_tokens_per_mbs=535", "raise"]),
+    ([STATIC, "actor.micro_batch_size=8"], ["actor.micro_batch_size=8", "runner.seq_length=536", "=4096", "lower"]),
+    (["data.max_prompt_length=536"], ["data.max_prompt_length=536", "runner.seq_length=536", "lower it"]),
+    (["algorithm.sampling_params.max_new_tokens=25"], ["algorithm.sampling_params.max_new_tokens=25", "=512", "=536"]),
+    (["algorithm.val_sampling_params.max_new_tokens=25"], ["algorithm.val_sampling_params.max_new_tokens=25", "null"]),
     (["algorithm.sampling_params.max_new_tokens=0"], ["algorithm.sampling_params.max_new_tokens: 0", "at least 1"]),
     (["algorithm.group_size=1"], ["algorithm.group_size: 1", "algorithm.adv_type=grpo", "zero", "at least 2"]),
     (["algorithm.n_minibatches=3"], ["data.rollout_batch_size=16", "algorithm.n_minibatches=3", "change one"]),
@@ -132,9 +132,9 @@ def test_wandb_must_be_installed(monkeypatch, installed):
         ["algorithm.val_sampling_params.temperature=0", "algorithm.val_sampling_params.top_k=5"],
         [FROM_ENGINE, NO_TIS],
         [NO_LOGPROBS, NO_TIS],
-        [STATIC, "actor.micro_batch_size=42"],
+        [STATIC, "actor.micro_batch_size=7"],
         ["runner.resume_dir=auto"],
-        ["algorithm.sampling_params.max_new_tokens=32"],
+        ["algorithm.sampling_params.max_new_tokens=24"],
         ["actor.optim.lr_scheduler=cosine", "actor.optim.min_lr_ratio=0.1"],
         ["cluster.num_nodes=2", "cluster.ray_address=auto"],
         ["data.image_min_pixels=4", "data.image_max_pixels=4", "data.image_keys=[]"],
