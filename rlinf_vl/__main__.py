@@ -4,6 +4,7 @@ import argparse
 import logging
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,12 +62,16 @@ def _train(arguments: argparse.Namespace) -> int:
     save_config(config, run_dir / "config.yaml")
     with RunProgress() as progress:
         progress.phase("starting Ray")
+        start = time.monotonic()
         with ray_cluster(config), place(config) as placement:
             controller = GrpoController(config, model_path, placement, run_dir, progress)
+            log.info("started in %.0f s; training to step %d", time.monotonic() - start, controller.total_steps)
             try:
                 metrics = controller.fit()
-            finally:
                 controller.stop()
+            finally:
+                controller.trackers.close()
+    log.info("%.0f s from the start of Ray to its end", time.monotonic() - start)
     log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
     log.info("the run is in %s", run_dir)
     return 0

@@ -17,7 +17,13 @@ import ray
 from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.launch import Placement
-from rlinf_vl.controller.run_folder import ACTOR_FOLDER, find_checkpoint, load_state, save_checkpoint
+from rlinf_vl.controller.run_folder import (
+    ACTOR_FOLDER,
+    find_checkpoint,
+    load_state,
+    save_checkpoint,
+    set_checkpoints_aside,
+)
 from rlinf_vl.controller.step_plan import plan_step
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.observe.metrics import summarize_rollout
@@ -133,8 +139,7 @@ class GrpoController:
         log.info("saved %s", folder)
 
     def stop(self) -> None:
-        """End trackers, engines and process group in order."""
-        self.trackers.close()
+        """End engines and process group in order, at the end of a run that went well."""
         self.pool.stop()
         self.actors.stop()
 
@@ -201,6 +206,7 @@ class GrpoController:
     def _resume(self) -> None:
         folder = find_checkpoint(self.run_dir, self.config.runner.resume_dir)
         if folder is None:
+            set_checkpoints_aside(self.run_dir)
             return
         state = load_state(folder)
         self.actors.load(str(folder / ACTOR_FOLDER))

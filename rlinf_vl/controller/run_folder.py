@@ -52,6 +52,20 @@ def save_checkpoint(
     return final
 
 
+def set_checkpoints_aside(run_dir: Path) -> Path | None:
+    """A run that starts afresh in a used folder must neither resume from the former run's checkpoints nor prune its own
+    because of them: they are kept under another name, which is returned."""
+    folder = run_dir / "checkpoints"
+    if not checkpoints(run_dir):
+        return None
+    n = 1
+    while (aside := run_dir / f"checkpoints.previous-{n}").exists():
+        n += 1
+    os.rename(folder, aside)
+    log.info("starting afresh in a used folder: the former checkpoints are now in %s", aside)
+    return aside
+
+
 def find_checkpoint(run_dir: Path, resume_dir: str | None) -> Path | None:
     """The checkpoint to start from: None for null, the newest complete one (if any) for `auto`, else the folder named.
 

@@ -4,8 +4,8 @@ A picture is 48×48 pixels: a light ground with the lines of a 6×6 unit grid (c
 of w×h cells in a random colour. The question asks its area or its perimeter; the answer is nowhere but in the picture
 (`best_constant_accuracy` says what can be had without looking).
 
-The split is by placement (w, h, x, y), of which there are 441: `held_out_placements()` are never trained on, and the sizes
-in `HELD_OUT_SIZES` are among them whole, so their pictures are of sizes never seen (turned by 90° they are).
+The split is by placement (w, h, x, y), of which there are 441: `held_out_placements()` are never trained on, and the
+sizes in `HELD_OUT_SIZES` are among them whole: no picture of those sizes is ever trained on (turned by 90° they are).
 Everything is deterministic: a file is written once per version of this module and reused.
 """
 
@@ -102,8 +102,8 @@ def solve(width: int, height: int, kind: Kind) -> int:
 def draw(placement: Placement, rng: np.random.Generator) -> np.ndarray:
     """A picture of the placement in random colours: uint8 [48, 48, 3].
 
-    The ground is light (each channel 225…255), the rectangle at least 100 darker in one channel; a grid line is one pixel at
-    the left and the top of each cell, 15 % darker than what it crosses.
+    The ground is light (each channel 225…255), the rectangle at least 100 darker in one channel; a grid line is one
+    pixel at the left and the top of each cell, 15 % darker than what it crosses.
     """
     picture = np.empty((SIZE, SIZE, 3), np.float32)
     picture[:] = rng.integers(225, 256, size=3)
@@ -167,7 +167,10 @@ def best_constant_accuracy(rows: Iterable[Mapping[str, Any]]) -> float:
 
 
 def write_toy_dataset(split: Split, path: Path) -> None:
-    """Write a split to `path` as parquet: id, problem, answer: string; images: list<struct<bytes: binary, path: string>>."""
+    """Write a split to `path` as parquet.
+
+    Columns id, problem, answer: string; images: list<struct<bytes: binary, path: string>>, as real data sets have it.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,7 +1,7 @@
 """The toy model: a Qwen3-VL of 0.9 million parameters, random weights, then a short warm start on demonstrations.
 
-The demonstrations carry a planted mistake (`toy_summary`), so that there is something for reinforcement learning to unlearn. The
-checkpoint is an ordinary one: transformers loads it with its own classes, as would SGLang; it is built once and reused.
+The demonstrations carry a planted mistake (`toy_summary`), so that there is something for reinforcement learning to
+unlearn. The checkpoint is an ordinary one, which transformers loads with its own classes; it is built once and reused.
 """
 
 import logging
@@ -39,18 +39,18 @@ _GRID_TOKENS = task.GRID // files.MERGE_SIZE
 def toy_summary() -> str:
     """What the toy is and what is planted in it, in plain words; shown wherever its learning curve is."""
     return (
-        "The toy task asks for the area or the perimeter of a filled rectangle on a 6x6 grid, in a 48x48 picture. Its model is a "
-        "Qwen3-VL of 0.9 million parameters with random weights, warm-started for "
+        "The toy task asks for the area or the perimeter of a filled rectangle on a 6x6 grid, in a 48x48 picture. Its "
+        "model is a Qwen3-VL of 0.9 million parameters with random weights, warm-started for "
         f"{WARM_START_STEPS} supervised steps before reinforcement learning begins.\n"
         "What is planted: the demonstrations of the warm start count each side one cell too long with probability "
-        f"{MISCOUNT_PROBABILITY} (a fencepost error), and then calculate correctly with the wrong sides. The model therefore starts "
-        "out seeing, formatting and calculating, but answers about one question in four correctly; reinforcement learning has to "
-        "unlearn the miscount from the reward alone. The curve shows that the training loop works; it says nothing about how "
-        "well a real model would learn a real task.\n"
-        f"Validation uses {task.N_HELD_OUT} of the {len(task.all_placements())} placements (size and position), which neither "
-        "the warm start nor reinforcement learning has seen; the sizes "
-        f"{' and '.join(f'{w}x{h}' for w, h in task.HELD_OUT_SIZES)} are among them whole. The best constant answer to each "
-        f"question is right for {task.best_constant_accuracy(task.toy_rows('val')):.2f} of the validation rows."
+        f"{MISCOUNT_PROBABILITY} (a fencepost error), and then calculate correctly with the wrong sides. The model "
+        "therefore starts out seeing, formatting and calculating, but answers about one question in four correctly; "
+        "reinforcement learning has to unlearn the miscount from the reward alone. The curve shows that the training "
+        "loop works; it says nothing about how well a real model would learn a real task.\n"
+        f"Validation uses {task.N_HELD_OUT} of the {len(task.all_placements())} placements (size and position), which "
+        "neither the warm start nor reinforcement learning has seen; the sizes (width x height) "
+        f"{' and '.join(f'{w}x{h}' for w, h in task.HELD_OUT_SIZES)} are among them whole. The best constant answer to "
+        f"each question is right for {task.best_constant_accuracy(task.toy_rows('val')):.0%} of the validation rows."
     )
 
 
@@ -120,7 +120,7 @@ def new_toy_model(seed: int) -> Qwen3VLForConditionalGeneration:
 
 
 def demonstration(width: int, height: int, kind: task.Kind, rng: np.random.Generator) -> str:
-    """A worked answer, `3*6=18 \\boxed{18}` or `2*(6+1)=14 \\boxed{14}`, each side miscounted with the planted probability."""
+    """A worked answer, `3*6=18 \\boxed{18}` or `2*(6+1)=14 \\boxed{14}`, with the planted miscount."""
     width, height = (side + int(rng.random() < MISCOUNT_PROBABILITY) for side in (width, height))
     result = task.solve(width, height, kind)
     working = f"{width}*{height}" if kind == "area" else f"2*({width}+{height})"
@@ -132,8 +132,9 @@ def demonstration_batch(
 ) -> dict[str, torch.Tensor]:
     """A batch of demonstrations on training placements, as keyword arguments of the model's forward.
 
-    Sizes are drawn evenly (a large rectangle has few placements and would hardly be seen), then one of the size's placements.
-    The prompt is the one that inference renders. Sequences are padded on the right; `labels` is -100 outside the answer.
+    Sizes are drawn evenly (a large rectangle has few placements and would hardly be seen), then one of the size's
+    placements. The prompt is the one that inference renders. Sequences are padded on the right; `labels` is -100
+    outside the answer.
     """
     kinds = list(task.QUESTIONS)
     by_size = [list(same) for _, same in groupby(task.training_placements(), key=lambda p: (p.width, p.height))]
@@ -245,7 +246,7 @@ def build_toy_checkpoint(
 def toy_checkpoint_path(
     *, seed: int = DEFAULT_SEED, cache_dir: str | os.PathLike[str] | None = None, progress: bool = True
 ) -> Path:
-    """Folder of the toy checkpoint of a seed, built on first use and kept under `cache_dir` (default `cache_root()`)."""
+    """Folder of the toy checkpoint of a seed, built on first use and kept under `cache_dir`, default `cache_root()`."""
     version = task.source_version(task.__file__, files.__file__, __file__)
     target = task.cache_root(cache_dir) / f"toy-{version}" / f"checkpoint-seed{seed}"
     return task.build_once(target, lambda folder: build_toy_checkpoint(folder, seed, progress))

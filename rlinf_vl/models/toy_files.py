@@ -1,7 +1,8 @@
 """The files around the toy model's weights: tokenizer, chat template, generation and image settings.
 
-The tokenizer is Qwen's kind: byte-level BPE over all 256 bytes, so any text can be tokenized, with just enough merges that each
-word of the toy task's prompt and answer is one token. Every file carries the name and form that transformers and SGLang expect.
+The tokenizer is Qwen's kind: byte-level BPE over all 256 bytes, so any text can be tokenized, with just enough merges
+that each word of the toy task's prompt and answer is one token. Files have the names and forms that transformers and
+SGLang expect.
 """
 
 import json

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.controller.run_folder import ACTOR_FOLDER, checkpoints, find_checkpoint, load_state, save_checkpoint
+from rlinf_vl.controller.run_folder import (
+    ACTOR_FOLDER,
+    checkpoints,
+    find_checkpoint,
+    load_state,
+    save_checkpoint,
+    set_checkpoints_aside,
+)
 
 
 def write(folder: str) -> None:
@@ -49,3 +56,13 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     save_checkpoint(tmp_path, 3, write, {"a": 1}, keep_last=-1)
     save_checkpoint(tmp_path, 3, write, {"a": 2}, keep_last=-1)
     assert load_state(find_checkpoint(tmp_path, "auto")) == {"a": 2}
+
+
+def test_a_fresh_start_in_a_used_folder_keeps_the_former_checkpoints_apart(tmp_path):
+    assert set_checkpoints_aside(tmp_path) is None
+    for run in (1, 2):
+        save_checkpoint(tmp_path, 9, write, {"run": run}, keep_last=1)
+        aside = set_checkpoints_aside(tmp_path)
+        assert aside.name == f"checkpoints.previous-{run}"
+        assert load_state(aside / "global_step_9") == {"run": run}
+        assert find_checkpoint(tmp_path, "auto") is None

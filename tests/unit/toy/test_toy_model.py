@@ -1,0 +1,233 @@
+"""The toy checkpoint: it loads with transformers' own classes, tokenizes anything, and says what is planted in it."""
+
+import json
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from rlinf_vl.data import toy as task
+from rlinf_vl.models import toy, toy_files
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy") / "checkpoint"
+    toy.build_toy_checkpoint(folder, seed=7, progress=False, steps=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path):
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def processor(checkpoint: Path) -> Qwen2VLImageProcessorPil:
+    return Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
+
+
+def _rendered(tokenizer, messages: list[dict], **kwargs) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+
+
+def test_folder_holds_what_loaders_look_for(checkpoint: Path) -> None:
+    assert {p.name for p in checkpoint.iterdir()} == {
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "model.safetensors",
+        "preprocessor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "video_preprocessor_config.json",
+        "vocab.json",
+    }
+    rope = json.loads((checkpoint / "config.json").read_text())["text_config"]["rope_parameters"]
+    assert rope["rope_type"] == "default" and rope["mrope_interleaved"] is True
+    assert sum(rope["mrope_section"]) == 32 // 2
+
+
+def test_model_loads_whole(checkpoint: Path) -> None:
+    model, info = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
+    assert isinstance(model, Qwen3VLForConditionalGeneration)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert 0.85e6 < sum(p.numel() for p in model.parameters()) < 0.95e6
+    assert model.lm_head.weight is model.model.language_model.embed_tokens.weight
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_special_ids_agree(checkpoint: Path, tokenizer) -> None:
+    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
+    assert tokenizer.pad_token == "<|endoftext|>" and tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.unk_token is None and tokenizer.bos_token is None
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in toy_files.SPECIAL_TOKENS}
+    assert ids == toy_files.special_ids()
+    assert model.config.image_token_id == ids["<|image_pad|>"]
+    assert model.config.vision_start_token_id == ids["<|vision_start|>"]
+    assert model.generation_config.eos_token_id == [ids["<|im_end|>"]]
+    assert len(tokenizer) <= model.config.text_config.vocab_size < len(tokenizer) + 8
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is the area?",
+        r"In $\triangle ABC$, $m\angle A = 42^{\circ}$, find $\frac{x}{2}$.",
+        "∠ABC ≅ ∠DEF, √3·π°",
+        "日本語 и русский 🦊👩‍👩‍👧 é",
+        "\x00\x01 tab\t line\n\n  spaces   \r\n",
+        "'s 12345 ''' \\boxed{18}",
+        "".join(map(chr, range(32, 127))),
+        "<|im_start|>user\n<|image_pad|><|im_end|>",
+    ],
+)
+def test_tokenizer_round_trip(tokenizer, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < len(tokenizer)
+
+
+def test_tokenizer_round_trip_on_random_text(tokenizer) -> None:
+    rng = np.random.default_rng(0)
+    points = rng.choice(np.r_[1:0xD800, 0xE000:0x110000], size=(50, 40))
+    for row in points:
+        text = unicodedata.normalize("NFC", "".join(map(chr, row)))
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_words_of_the_task_are_single_tokens(tokenizer) -> None:
+    assert tokenizer.tokenize("What is the perimeter?") == ["What", "Ġis", "Ġthe", "Ġperimeter", "?"]
+    assert tokenizer.tokenize("2*(6+1)=14 \\boxed{14}") == list("2") + ["*("] + list("6+1") + [")="] + list("14") + [
+        "Ġ\\",
+        "boxed",
+        *"{14}",
+    ]
+
+
+def test_chat_template_renders_image_parts_in_either_form(tokenizer) -> None:
+    question = {"type": "text", "text": "What?"}
+    expected = f"<|im_start|>user\n{IMAGE}What?<|im_end|>\n<|im_start|>assistant\n"
+    for image in ({"type": "image"}, {"type": "image_url", "image_url": {"url": "image://0"}}):
+        messages = [{"role": "user", "content": [image, question]}]
+        assert _rendered(tokenizer, messages, add_generation_prompt=True) == expected
+
+
+def test_chat_template_extends_verbatim_over_turns(tokenizer) -> None:
+    first = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "  Hi {{ x }} \n"}, {"type": "image"}]},
+    ]
+    prompt = _rendered(tokenizer, first, add_generation_prompt=True)
+    assert prompt == (
+        f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n  Hi {{{{ x }}}} \n{IMAGE}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    more = [*first, {"role": "assistant", "content": "4"}, {"role": "user", "content": "And?"}]
+    assert _rendered(tokenizer, more) == prompt + "4<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n"
+
+
+@pytest.mark.parametrize(("width", "height", "grid"), [(48, 48, (6, 6)), (480, 320, None), (8, 8, None)])
+def test_image_processor_keeps_the_toy_picture_and_bounds_others(processor, width, height, grid) -> None:
+    picture = Image.fromarray(np.full((height, width, 3), 128, np.uint8))
+    _, rows, columns = processor(picture, return_tensors="np")["image_grid_thw"][0]
+    assert grid is None or (rows, columns) == grid
+    assert 1024 <= rows * columns * 64 <= 192 * 192
+    assert rows % 2 == columns % 2 == 0
+
+
+def test_pixels_are_normalised_without_resampling(processor) -> None:
+    picture = task.draw(task.Placement(2, 3, 1, 1), np.random.default_rng(0))
+    values = processor(picture, return_tensors="np")["pixel_values"]
+    assert values.shape == (36, 3 * 2 * 8 * 8)
+    first_patch = values[0].reshape(3, 2, 8, 8)[:, 0]
+    np.testing.assert_allclose(first_patch, ((picture[:8, :8] / 255 - 0.9) / 0.2).transpose(2, 0, 1), atol=1e-5)
+
+
+def test_demonstration_batch_trains_on_the_answer_alone(tokenizer, processor) -> None:
+    batch = toy.demonstration_batch(tokenizer, processor, 4, np.random.default_rng(0))
+    assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 4
+    assert batch["mm_token_type_ids"].sum(1).tolist() == [9] * 4
+    for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
+        prompt, answer = tokenizer.decode(ids[(labels == -100) & (mask == 1)]), tokenizer.decode(labels[labels >= 0])
+        assert prompt.startswith("<|im_start|>user\n<|vision_start|>")
+        assert prompt.endswith("?<|im_end|>\n<|im_start|>assistant\n")
+        assert answer.endswith("}<|im_end|>") and "=" in answer
+        assert (ids[mask == 0] == tokenizer.pad_token_id).all()
+
+
+def test_planted_miscount_has_the_stated_frequency_and_consistent_arithmetic() -> None:
+    rng = np.random.default_rng(0)
+    texts = [toy.demonstration(3, 5, "area", rng) for _ in range(4000)]
+    assert set(texts) == {f"{w}*{h}={w * h} \\boxed{{{w * h}}}" for w in (3, 4) for h in (5, 6)}
+    share = sum(text.startswith("4") for text in texts) / len(texts)
+    assert share == pytest.approx(toy.MISCOUNT_PROBABILITY, abs=0.03)
+    assert toy.demonstration(6, 1, "perimeter", np.random.default_rng(1)).startswith("2*(")
+
+
+def test_same_seed_same_weights_another_seed_others() -> None:
+    first, again, other = (toy.new_toy_model(seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+    assert first["lm_head.weight"].std().item() == pytest.approx(toy.TEXT_INIT_STD, rel=0.05)
+    assert first["model.visual.blocks.0.mlp.linear_fc1.weight"].std().item() == pytest.approx(
+        toy.VISION_INIT_STD, rel=0.05
+    )
+
+
+def test_warm_start_lowers_the_loss(checkpoint: Path, tokenizer, processor) -> None:
+    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
+    batch = toy.demonstration_batch(tokenizer, processor, 32, np.random.default_rng(3))
+    with torch.no_grad():
+        before = model(**batch).loss.item()
+    last = toy.warm_start(model, tokenizer, processor, steps=12, seed=0, progress=False)
+    with torch.no_grad():
+        after = model(**batch).loss.item()
+    assert after < before - 0.3
+    assert last < before
+
+
+def test_generation_looks_at_the_picture(checkpoint: Path, tokenizer, processor) -> None:
+    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
+    batch = toy.demonstration_batch(tokenizer, processor, 2, np.random.default_rng(0))
+    with torch.no_grad():
+        seen = model(**batch).logits
+        blind = model(**batch | {"pixel_values": torch.zeros_like(batch["pixel_values"])}).logits
+    assert not torch.allclose(seen[batch["labels"] >= 0], blind[batch["labels"] >= 0], atol=1e-4)
+
+
+def test_checkpoint_path_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def build(folder: Path, seed: int, progress: bool) -> None:
+        built.append((seed, progress))
+        Path(folder).mkdir()
+
+    monkeypatch.setattr(toy, "build_toy_checkpoint", build)
+    path = toy.toy_checkpoint_path(seed=5, cache_dir=tmp_path, progress=False)
+    assert path == toy.toy_checkpoint_path(seed=5, cache_dir=tmp_path)
+    assert path.is_dir() and built == [(5, False)]
+
+
+def test_what_is_planted_is_said_openly(checkpoint: Path) -> None:
+    readme = (checkpoint / "README.md").read_text()
+    assert toy.toy_summary() in readme
+    for fact in ("planted", "0.45", "one cell too long", "76 of the 441", "5x3 and 4x5", "14%"):
+        assert fact in readme, fact
