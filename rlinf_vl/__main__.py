@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = parser.parse_args(argv)
     setup_logging()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that Ray and its processes end with us
+    _unwind_on_sigterm()
     try:
         return arguments.run(arguments) or 0
     except ConfigError as error:
@@ -64,6 +64,7 @@ def _train(arguments: argparse.Namespace) -> int:
         progress.phase("starting Ray")
         start = time.monotonic()
         with ray_cluster(config), place(config) as placement:
+            _unwind_on_sigterm()  # Ray has put a handler of its own
             controller = GrpoController(config, model_path, placement, run_dir, progress)
             log.info("started in %.0f s; training to step %d", time.monotonic() - start, controller.total_steps)
             try:
@@ -75,6 +76,11 @@ def _train(arguments: argparse.Namespace) -> int:
     log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
     log.info("the run is in %s", run_dir)
     return 0
+
+
+def _unwind_on_sigterm() -> None:
+    """Let SIGTERM end the run like an exception does, so that Ray and its processes end with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _prepare_toy(config) -> str:

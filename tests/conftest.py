@@ -29,6 +29,16 @@ def geo3k_dir() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def toy_folder(tmp_path_factory) -> Path:
+    """A toy checkpoint after a single step of warm start: real files, made in a moment, but it has learned nothing."""
+    from rlinf_vl.models.toy import build_toy_checkpoint
+
+    folder = tmp_path_factory.mktemp("toy") / "checkpoint"
+    build_toy_checkpoint(folder, progress=False, steps=1)
+    return folder
+
+
 def _left_running() -> list[psutil.Process]:
     """Processes that carry this session's mark: children, and those whose parent has already gone."""
     found = []

@@ -1,10 +1,14 @@
 """Whole runs, as a user starts them: real Ray, two FSDP2 ranks, one rollout worker, files on disk."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.e2e
@@ -130,12 +134,51 @@ def test_real_geometry_runs_through(tmp_path, geo3k_dir):
         "runner.max_steps=2",
         "data.rollout_batch_size=8",
         "data.val_samples=16",
-        "data.max_prompt_length=400",
-        "runner.seq_length=440",
+        "cluster.component_placement={actor: 0-1, rollout: 2}",  # disaggregated
     )
     rows = metrics(tmp_path)
     assert len(rows) == 3 and rows[-1]["rollout/errors"] == 0
     assert max(row["actor/rollout_train_abs_diff_mean"] for row in rows[1:]) <= 2e-5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_stop_leaves_no_process(tmp_path, number):
+    mark = {"RLINF_VL_TEST_RUN": str(tmp_path)}
+    command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", f"runner.output_dir={tmp_path}"]
+    run = subprocess.Popen(
+        [*command, "data.val_samples=8"],
+        env=os.environ | mark,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        written = tmp_path / "toy-grpo-cpu/metrics.jsonl"
+        deadline = time.monotonic() + 150
+        while not (written.exists() and len(written.read_text().splitlines()) > 2):
+            assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
+            time.sleep(0.2)
+        assert len(marked(mark)) > 5  # Ray's own, and three actors
+        run.send_signal(number)
+        assert run.wait(timeout=40) == 128 + number
+    finally:
+        run.kill()
+        run.stderr.close()
+    psutil.wait_procs(marked(mark), timeout=15)
+    assert not marked(mark)
+
+
+def marked(mark: dict[str, str]) -> list[psutil.Process]:
+    """Processes whose environment carries the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if mark.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
 def test_a_mistake_is_told_in_a_moment_before_ray_starts(tmp_path):

@@ -8,13 +8,12 @@ from PIL import Image
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.models.toy import toy_checkpoint_path
 from rlinf_vl.types import ImageRef
 
 
 @pytest.fixture(scope="module")
-def processor():
-    return Processor(toy_checkpoint_path(), family_of("qwen3_vl"))
+def processor(toy_folder):
+    return Processor(toy_folder, family_of("qwen3_vl"))
 
 
 def picture(height: int, width: int, seed: int = 0) -> ImageRef:
@@ -72,8 +71,8 @@ def test_banned_ids(processor):
     assert not banned[ordinary].any()
 
 
-def test_pixel_limits_are_honoured_and_checked():
-    path, family = toy_checkpoint_path(), family_of("qwen3_vl")
+def test_pixel_limits_are_honoured_and_checked(toy_folder):
+    path, family = toy_folder, family_of("qwen3_vl")
     small = Processor(path, family, max_pixels=64 * 64)
     t, h, w = small.grid(picture(600, 600))
     patch = small.image_processor.patch_size
