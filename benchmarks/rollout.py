@@ -126,7 +126,9 @@ def main() -> None:
             todo = requests
         return [s.ids.tolist() for c in engine.generate(todo) for s in c.samples]
 
-    same = engine_generate(greedy=True) == transformers_generate(do_sample=False, temperature=None, top_p=None, top_k=None)
+    same = engine_generate(greedy=True) == transformers_generate(
+        do_sample=False, temperature=None, top_p=None, top_k=None
+    )
     speeds: dict[str, list[float]] = {"torch engine": [], "transformers generate": []}
     for repeat in range(args.repeats + 1):  # the first is a warm-up
         for name, run in (
@@ -156,7 +158,9 @@ def main() -> None:
     table = Table(title=f"{args.groups} groups × {args.samples} samples, {args.new_tokens} new tokens at most")
     for column in ("generator", "tokens/s (median)", "ratio"):
         table.add_column(column)
-    table.add_row("torch engine", f"{figures['torch_engine_tokens_per_second']:,.0f}", f"{figures['ratio_vs_transformers']:.2f}")
+    table.add_row(
+        "torch engine", f"{figures['torch_engine_tokens_per_second']:,.0f}", f"{figures['ratio_vs_transformers']:.2f}"
+    )
     table.add_row("transformers generate", f"{figures['transformers_tokens_per_second']:,.0f}", "1.00")
     console = Console()
     console.print(table)

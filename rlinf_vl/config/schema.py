@@ -141,6 +141,8 @@ class RolloutConfig:
     max_running_requests: int = 256
     """Responses decoded at once by one worker; further ones wait."""
     model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
+    heartbeat_timeout: float = 120.0
+    """Seconds without an answer after which a rollout worker is taken for hung, and replaced."""
     env_class: str = "single_turn"
     """Environment, by its registered name."""
 

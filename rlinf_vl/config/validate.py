@@ -73,6 +73,7 @@ LIMITS: dict[str, _Limit] = {
     "algorithm.val_sampling_params.top_k": _NOT_NEGATIVE,
     "rollout.gpu_memory_utilization": _SHARE_NOT_0,
     "rollout.max_running_requests": _AT_LEAST_1,
+    "rollout.heartbeat_timeout": _POSITIVE,
     "data.max_prompt_length": _AT_LEAST_1,
     "data.rollout_batch_size": _AT_LEAST_1,
     "data.val_samples": _OFF_OR_POSITIVE,

@@ -88,7 +88,9 @@ class GrpoController:
         with self.timed("generate"):
             results = self.pool.generate(self.tasks("train", rows, algorithm.group_size))
         summaries, groups = zip(*results, strict=True)
-        metrics = {"data/epoch": epoch} | summarize_rollout(summaries, self.timings["time/generate"])
+        metrics = {"data/epoch": epoch, "rollout/worker_restarts": self.pool.restarts} | summarize_rollout(
+            summaries, self.timings["time/generate"]
+        )
         self.stop_if_all_failed(summaries)
         plan = plan_step(
             summaries,

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.data import toy as task
 from rlinf_vl.models import toy_files as files
@@ -232,6 +233,7 @@ def build_toy_checkpoint(
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     model = new_toy_model(seed)
     loss = warm_start(model, tokenizer, processor, steps=steps, seed=seed, progress=progress)
+    disable_progress_bar()  # transformers' bar for one file of 4 MB
     model.save_pretrained(folder)
     files.write_toy_generation_config(folder, files.special_ids())
     parameters = sum(p.numel() for p in model.parameters())
@@ -240,7 +242,7 @@ def build_toy_checkpoint(
         f"{parameters:,} parameters in float32.\n",
         encoding="utf-8",
     )
-    logger.info("toy checkpoint in %s: seed %d, %d steps, last loss %.3f", folder, seed, steps, loss)
+    logger.info("toy checkpoint made: seed %d, %d steps of warm start, last loss %.3f", seed, steps, loss)
 
 
 def toy_checkpoint_path(

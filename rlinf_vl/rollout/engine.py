@@ -39,5 +39,8 @@ class Engine(Protocol):
     def restore_memory(self) -> None:
         """Take it again."""
 
+    def alive(self) -> bool:
+        """False once the engine can't answer any more. Returns within seconds."""
+
     def close(self) -> None:
         """End the engine; unfinished futures fail."""

@@ -139,6 +139,9 @@ class TorchEngine:
     def restore_memory(self) -> None:
         self.model.to(self.device)
 
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._closed
+
     def close(self) -> None:
         with self._wake:
             self._closed = True

@@ -6,6 +6,7 @@ whose trajectories carry the reason; it is counted and never trained on.
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,10 @@ class _Prepared:
     problem: Problem
     envs: tuple[Env, ...]
     request: Request
+
+
+class EngineDied(RuntimeError):
+    """The engine under a worker is gone; the worker is of no use any more, and its work must go to another."""
 
 
 class RolloutRank:
@@ -102,6 +107,14 @@ class RolloutRank:
         """Rows of each split; answering means that model and data are loaded."""
         return {split: len(dataset) for split, dataset in self.datasets.items()}
 
+    async def process(self) -> tuple[str, int]:
+        """(node id, process id) of this worker."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    async def heartbeat(self) -> bool:
+        """Whether the engine lives; that it answers at all says that the worker does."""
+        return await asyncio.to_thread(self.engine.alive)
+
     async def filter_rows(self, split: str, rows: Sequence[int]):
         """Which of `rows` have a prompt within data.max_prompt_length, expanded ids counted; a `FilterResult`."""
         return await asyncio.to_thread(
@@ -121,7 +134,10 @@ class RolloutRank:
             except Exception as e:
                 log.warning("%s row %d: %s", task.split, task.row, e)
                 running.append(asyncio.ensure_future(self._failed(task, f"{type(e).__name__}: {e}")))
-        futures = self.engine.submit([p.request for p in prepared])
+        try:
+            futures = self.engine.submit([p.request for p in prepared])
+        except RuntimeError as e:
+            raise EngineDied(f"its engine takes no requests: {e}") from e
         for p, future in zip(prepared, futures, strict=True):
             running.append(asyncio.ensure_future(self._finish(p, asyncio.wrap_future(future))))
         for finished in asyncio.as_completed(running):
@@ -161,6 +177,8 @@ class RolloutRank:
         try:
             completion = await future
         except Exception as e:
+            if not await asyncio.to_thread(self.engine.alive):
+                raise EngineDied(f"its engine died: {e}") from e
             log.warning("%s row %d: generation failed: %s", prepared.task.split, prepared.task.row, e)
             return await self._failed(prepared.task, f"{type(e).__name__}: {e}")
         trajectories = await asyncio.gather(

@@ -22,7 +22,9 @@ def offences(value, path="") -> list[str]:
         return [o for k, v in value.items() for o in offences(v, f"{path}[{k}]")]
     if isinstance(value, (list, tuple, set)):
         # a row of many numbers would be tokens by another name
-        many = [f"{path}: {len(value)} numbers"] if len(value) > 64 and isinstance(next(iter(value)), (int, float)) else []
+        many = (
+            [f"{path}: {len(value)} numbers"] if len(value) > 64 and isinstance(next(iter(value)), (int, float)) else []
+        )
         return many + [o for i, v in enumerate(value) for o in offences(v, f"{path}[{i}]")]
     if dataclasses.is_dataclass(value):
         fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
@@ -37,7 +39,12 @@ def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch)
     from rlinf_vl.models.toy import toy_checkpoint_path
     from rlinf_vl.observe.progress import RunProgress
 
-    overrides = ["runner.max_steps=1", "data.val_samples=8", "data.rollout_batch_size=4", f"runner.output_dir={tmp_path}"]
+    overrides = [
+        "runner.max_steps=1",
+        "data.val_samples=8",
+        "data.rollout_batch_size=4",
+        f"runner.output_dir={tmp_path}",
+    ]
     config = load_config("toy-grpo-cpu", overrides)
     received = []
     get = ray.get

@@ -1,0 +1,92 @@
+"""Rollout workers that are killed or stopped in the middle of a rollout: every group comes back exactly once."""
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+import ray
+
+from rlinf_vl.config import load_config
+from rlinf_vl.rollout.worker import Task
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def pool(toy_folder):
+    from rlinf_vl.controller.launch import place, ray_cluster
+    from rlinf_vl.rollout.pool import RolloutPool
+
+    overrides = [
+        "cluster.component_placement={actor: 0, rollout: 0-1}",
+        "rollout.heartbeat_timeout=8",
+        "algorithm.sampling_params.max_new_tokens=24",
+        "rollout.max_running_requests=16",  # slow enough to be caught in the middle
+    ]
+    config = load_config("toy-grpo-cpu", overrides)
+    with ray_cluster(config), place(config) as placement:
+        pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
+        ray.get(pool.start())
+        yield pool
+        pool.stop()
+
+
+def tasks(n: int) -> list[Task]:
+    return [Task(f"g{i}", "train", i, tuple(range(8 * i, 8 * i + 8))) for i in range(n)]
+
+
+def generate(pool, n: int):
+    results = pool.generate(tasks(n))
+    assert [summary.id for summary, _ in results] == [f"g{i}" for i in range(n)]
+    groups = ray.get([reference for _, reference in results])
+    pool.release([summary for summary, _ in results])
+    return [[t.ids.tolist() for t in group.trajectories] for group in groups]
+
+
+def test_a_pool_answers_every_task_in_order(pool):
+    assert len(generate(pool, 30)) == 30
+    assert pool.restarts == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_killed_or_stopped_is_replaced(pool, number):
+    undisturbed, before = generate(pool, 60), pool.restarts
+    _, pid = ray.get(pool.workers[0].process.remote())
+    seen = []
+
+    def strike(summary):
+        seen.append(summary.id)
+        if len(seen) == 5:
+            os.kill(pid, number)
+
+    results = pool.generate(tasks(60), strike)
+    assert pool.restarts == before + 1
+    assert sorted(summary.id for summary, _ in results) == sorted(f"g{i}" for i in range(60))
+    groups = ray.get([reference for _, reference in results])
+    # the random stream of a sample is its own, so even what was sent again is the same
+    assert [[t.ids.tolist() for t in group.trajectories] for group in groups] == undisturbed
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert all(not t.is_alive() for t in threading.enumerate() if t.name == "torch-engine")
+
+
+def test_the_replacement_has_the_current_weights(pool, toy_folder):
+    import torch
+
+    from rlinf_vl.models.families import family_of
+    from rlinf_vl.models.loading import load_model
+    from rlinf_vl.weights import pack
+
+    start = generate(pool, 4)
+    model = load_model(toy_folder, family_of("qwen3_vl"), torch.float32)
+    with torch.no_grad():
+        shaken = [(name, p + 0.3 * torch.randn_like(p)) for name, p in model.named_parameters()]
+    pool.load_weights([ray.put(bucket) for bucket in pack(shaken)], version=7)
+    moved = generate(pool, 4)
+    assert moved != start
+    _, pid = ray.get(pool.workers[0].process.remote())
+    os.kill(pid, signal.SIGKILL)
+    assert generate(pool, 4) == moved
+    results = pool.generate(tasks(2))
+    assert {summary.min_version for summary, _ in results} == {7}
