@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import time
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
+    if not config.cluster.ray_address:
+        # Whoever reaches a cluster's port can run code in it. Ray reads this when it is imported, and makes the token.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.controller.launch import place, ray_cluster

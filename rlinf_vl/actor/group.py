@@ -50,6 +50,16 @@ class ActorGroup:
             metrics["actor/tis_ess"] = metrics["actor/tis_mean"] ** 2 / square if square > 0 else 0.0
         return metrics
 
+    def score(
+        self, minibatch: Sequence[RankMiniBatch], groups: Sequence[ray.ObjectRef]
+    ) -> list[tuple[int, int, float, float]]:
+        """`ActorRank.score` of every trajectory that `minibatch[rank]` names."""
+        pending = []
+        for actor, mine in zip(self.ranks, minibatch, strict=True):
+            named = sorted({item.group for items in mine.micro_batches for item in items})
+            pending.append(actor.score.remote(mine, {g: groups[g] for g in named}))
+        return [row for rows in ray.get(pending) for row in rows]
+
     def publish_weights(self) -> list[ray.ObjectRef]:
         """References to buckets of the trainable weights, in the engine's dtype."""
         return ray.get([rank.publish_weights.remote() for rank in self.ranks])[0]

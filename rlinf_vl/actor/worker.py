@@ -3,10 +3,11 @@
 import logging
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import ray
 import torch
 import torch.distributed as dist
@@ -167,17 +168,49 @@ class ActorRank:
             self.reference,
             self.optimizer,
             self.scheduler,
-            [MiniBatch(lambda m=m: self._batches(m, held, advantages), m.denominator) for m in minibatches],
+            [
+                MiniBatch(lambda m=m: self._batches(m, held, advantages, self.collate), m.denominator)
+                for m in minibatches
+            ],
             loss_settings(self.config.algorithm),
             world_size=self.world_size,
             max_grad_norm=self.config.actor.optim.clip_grad,
         )
         return sums.state()
 
-    def _batches(self, mini: RankMiniBatch, held: dict[int, Group], advantages) -> Iterator[MicroBatch]:
+    def _batches(
+        self, mini: RankMiniBatch, held: dict[int, Group], advantages: dict[int, tuple[float, ...]], collate: Collator
+    ) -> Iterator[MicroBatch]:
         for items, run_vision in zip(mini.micro_batches, mini.run_vision, strict=True):
             members = [Member(held[i.group], i.index, advantages[i.group][i.index]) for i in items]
-            yield self.collate(members, run_vision=run_vision)
+            yield collate(members, run_vision=run_vision)
+
+    @torch.no_grad()
+    def score(self, mini: RankMiniBatch, groups: dict[int, ray.ObjectRef]) -> list[tuple[int, int, float, float]]:
+        """Compare the engine's logprobs of trajectories with this policy's, as they are and with blank images. Collective.
+
+        Returns, per trajectory, (group, sampled tokens, Σ|rollout - train|, the same with blank images).
+        """
+        held = {g: ray.get(ref) for g, ref in groups.items()}
+        no_advantage = {g: (0.0,) * len(group.trajectories) for g, group in held.items()}
+        blank = replace(self.collate, pixels=lambda image: np.zeros_like(self.collate.pixels(image)))
+        out = []
+        batches = zip(
+            self._batches(mini, held, no_advantage, self.collate),
+            self._batches(mini, held, no_advantage, blank),
+            mini.micro_batches,
+            strict=True,
+        )
+        for seen, unseen, items in batches:
+            differences = [
+                np.abs(batch.rollout_logprobs - self.policy(batch)[0].cpu().numpy()) if items else self.policy(batch)
+                for batch in (seen, unseen)
+            ]
+            for segment, item in enumerate(items):
+                where = seen.segments == segment
+                sums = [float(d[where].sum()) for d in differences]
+                out.append((item.group, int(where.sum()), *sums))
+        return out
 
     def publish_weights(self) -> list[ray.ObjectRef]:
         """Gather trainable weights, cast once to the engine's dtype, into the object store. Collective; refs come from rank 0."""

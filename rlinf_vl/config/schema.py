@@ -55,6 +55,9 @@ class RunnerConfig:
     """Training steps; -1 leaves it to max_epochs."""
     val_check_interval: int = 10
     """Validate every so many steps, and before the first and after the last; -1 never validates."""
+    mismatch_check_interval: int = 20
+    """Compare engine and trainer logprobs, with images and with blank ones, on the first step and every so many; a blind
+    or stale engine stops the run. -1 never checks."""
     save_interval: int = -1
     """Checkpoint every so many steps, and after the last; -1 never saves."""
     keep_last: int = 2

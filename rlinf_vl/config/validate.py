@@ -53,6 +53,7 @@ LIMITS: dict[str, _Limit] = {
     "runner.max_epochs": _AT_LEAST_1,
     "runner.max_steps": _OFF_OR_POSITIVE,
     "runner.val_check_interval": _OFF_OR_POSITIVE,
+    "runner.mismatch_check_interval": _OFF_OR_POSITIVE,
     "runner.save_interval": _OFF_OR_POSITIVE,
     "runner.keep_last": _OFF_OR_POSITIVE,
     "algorithm.group_size": _AT_LEAST_1,

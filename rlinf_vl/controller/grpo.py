@@ -15,8 +15,10 @@ from pathlib import Path
 import ray
 
 from rlinf_vl.actor.group import ActorGroup
+from rlinf_vl.actor.worker import RankMiniBatch
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.launch import Placement
+from rlinf_vl.controller.mismatch import NOISE, Score, judge, pick
 from rlinf_vl.controller.run_folder import (
     ACTOR_FOLDER,
     find_checkpoint,
@@ -29,6 +31,7 @@ from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.tracker import make_trackers
+from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.rollout.worker import Task
 
@@ -42,7 +45,7 @@ class GrpoController:
         self, config: Config, model_path: str, placement: Placement, run_dir: Path, progress: RunProgress
     ) -> None:
         self.config, self.run_dir, self.progress = config, run_dir, progress
-        self.step, self.version, self.timings = 0, 0, {}
+        self.step, self.version, self.timings, self.checked = 0, 0, {}, False
         progress.phase("starting rollout workers and actor ranks")
         self.pool = RolloutPool(config, model_path, placement.device, placement.rollout)
         self.actors = ActorGroup(config, model_path, placement.device, placement.actor)
@@ -92,6 +95,7 @@ class GrpoController:
             summaries, self.timings["time/generate"]
         )
         self.stop_if_all_failed(summaries)
+        metrics |= self.check_engine(summaries, groups)
         plan = plan_step(
             summaries,
             ranks=self.actors.world_size,
@@ -178,6 +182,23 @@ class GrpoController:
         yield
         if self.shares_gpu:
             self.pool.restore_memory()
+
+    def check_engine(self, summaries, groups) -> dict[str, float]:
+        """The mismatch guard, on the run's first step and every so many after it; raises `EngineMismatch`."""
+        interval = self.config.runner.mismatch_check_interval
+        items = pick(summaries)
+        if interval < 1 or not items or not self.config.rollout.return_logprobs:
+            return {}
+        if self.checked and self.step % interval:
+            return {}
+        self.checked = True
+        plan = plan_micro_batches(items, ranks=self.actors.world_size, budget=self.config.runner.max_tokens_per_mbs)
+        shares = [RankMiniBatch(micro, plan.run_vision, 1) for micro in plan.micro_batches]
+        with self.timed("check"):
+            rows = self.actors.score(shares, groups)
+        scores = [Score(summaries[g].images, tokens, seen, blank) for g, tokens, seen, blank in rows]
+        trained = self.config.actor.fsdp_config.mixed_precision.param_dtype
+        return judge(scores, max(trained, self.config.rollout.model.precision, key=NOISE.__getitem__))
 
     def stop_if_all_failed(self, summaries) -> None:
         if all(error for s in summaries for error in s.errors):

@@ -49,7 +49,6 @@ def ray_cluster(config: Config) -> Iterator[None]:
     else:
         for name, value in _actor_environment(cluster).items():
             os.environ[name] = value  # workers of a private cluster inherit them
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # who reaches its port can run code; Ray makes the token
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, _slots_named(cluster)),

@@ -1,0 +1,104 @@
+"""The mismatch guard on a real engine and a real actor rank: what agrees passes, a blind and a stale engine are named."""
+
+import socket
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from rlinf_vl.actor.worker import ActorRank, RankMiniBatch
+from rlinf_vl.config import load_config
+from rlinf_vl.controller.launch import ray_cluster
+from rlinf_vl.controller.mismatch import EngineMismatch, Score, judge, pick
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import load_model, vocab_size
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.packing.planner import plan_micro_batches
+from rlinf_vl.rollout.torch_engine import TorchEngine
+from rlinf_vl.types import Group, GroupSummary, Request, SamplingParams, Trajectory
+
+pytestmark = pytest.mark.integration
+FAMILY = family_of("qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def rank(toy_folder):
+    config = load_config("toy-grpo-cpu", [f"rollout.model.model_path={toy_folder}"])
+    with ray_cluster(config):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        rank = ActorRank(config, str(toy_folder), "cpu", 0, 1)
+        rank.start("127.0.0.1", port, 1)
+        yield rank
+        rank.stop()
+
+
+def sampled_groups(folder, *, blind=False, stale=False) -> list[Group]:
+    """Two prompts each with no, one and two images, answered by an engine that may be broken."""
+    from rlinf_vl.data.dataset import ProblemDataset
+
+    processor = Processor(folder, FAMILY)
+    model = load_model(folder, FAMILY, torch.float32)
+    if stale:
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    pixels = (lambda image: np.zeros_like(processor.pixels(image))) if blind else processor.pixels
+    engine = TorchEngine(
+        model,
+        FAMILY,
+        banned=processor.banned_ids(vocab_size(model)),
+        pixels=pixels,
+        image_token_id=processor.image_token_id,
+        merge_size=processor.merge_size,
+        max_running=64,
+    )
+    dataset, requests = ProblemDataset.open(["toy"], split="val"), []
+    for k in range(6):
+        images = tuple(dataset[k + i].images[0] for i in range(k // 2))
+        parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
+        parts.append({"type": "text", "text": "area?"})
+        ids, grids = processor.prompt([{"role": "user", "content": parts}], images)
+        requests.append(Request(ids, images, grids, SamplingParams(max_new_tokens=12), (k, k + 100)))
+    completions = engine.generate(requests)
+    engine.close()
+    return [
+        Group(
+            str(k),
+            str(k),
+            r.ids,
+            r.images,
+            r.image_grids,
+            tuple(Trajectory(s.ids, np.ones(len(s.ids), bool), s.logprobs, s.versions, 0.0, "stop") for s in c.samples),
+        )
+        for k, (r, c) in enumerate(zip(requests, completions, strict=True))
+    ]
+
+
+def verdict(rank, groups):
+    summaries = [GroupSummary.of(g) for g in groups]
+    items = pick(summaries)
+    assert len(items) == 6
+    plan = plan_micro_batches(items, ranks=1, budget=200)
+    share = RankMiniBatch(plan.micro_batches[0], plan.run_vision, 1)
+    rows = rank.score(share, {g: ray.put(group) for g, group in enumerate(groups)})
+    return judge([Score(summaries[g].images, n, seen, blank) for g, n, seen, blank in rows], "fp32")
+
+
+def test_a_sound_engine_passes_and_its_images_matter(rank, toy_folder):
+    metrics = verdict(rank, sampled_groups(toy_folder))
+    assert metrics.keys() == {f"mismatch/{k}" for k in ("no_image", "one_image", "more_images", "blank_images")}
+    assert max(metrics[f"mismatch/{k}"] for k in ("no_image", "one_image", "more_images")) < 2e-5
+    assert metrics["mismatch/blank_images"] > 5e-3
+
+
+def test_a_blind_engine_is_called_blind(rank, toy_folder):
+    with pytest.raises(EngineMismatch, match="the engine is blind"):
+        verdict(rank, sampled_groups(toy_folder, blind=True))
+
+
+def test_an_engine_with_other_weights_is_called_stale(rank, toy_folder):
+    with pytest.raises(EngineMismatch, match="stale"):
+        verdict(rank, sampled_groups(toy_folder, stale=True))
