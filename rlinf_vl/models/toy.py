@@ -232,7 +232,12 @@ def build_toy_checkpoint(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     model = new_toy_model(seed)
-    loss = warm_start(model, tokenizer, processor, steps=steps, seed=seed, progress=progress)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums in another order make another checkpoint
+    try:
+        loss = warm_start(model, tokenizer, processor, steps=steps, seed=seed, progress=progress)
+    finally:
+        torch.set_num_threads(threads)
     disable_progress_bar()  # transformers' bar for one file of 4 MB
     model.save_pretrained(folder)
     files.write_toy_generation_config(folder, files.special_ids())
