@@ -29,7 +29,7 @@ fi
 python="${RLINF_VL_PYTHON:-}"
 if [[ -n "$python" ]]; then
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-elif [[ "$name" == *-sglang ]]; then
+elif [[ " $* " == *" rollout.rollout_backend=sglang "* ]] || grep -qE '^ *rollout_backend: *sglang' "$configs/$name.yaml"; then
     bash "$root/requirements/install.sh" --sglang
     python="$root/.venv-sglang/bin/python"
 else

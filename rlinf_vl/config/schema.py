@@ -55,6 +55,8 @@ class RunnerConfig:
     """Training steps; -1 leaves it to max_epochs."""
     val_check_interval: int = 10
     """Validate every so many steps, and before the first and after the last; -1 never validates."""
+    weight_sync_interval: int = 1
+    """Training steps between weight syncs. Above 1 the engine samples from older weights, which TIS corrects for."""
     mismatch_check_interval: int = 20
     """Compare engine and trainer logprobs, with images and with blank ones, on the first step and every so many; a blind
     or stale engine stops the run. -1 never checks."""
@@ -133,9 +135,26 @@ class RolloutModelConfig:
 
 
 @dataclass
+class SglangConfig:
+    attention_backend: str | None = None
+    """SGLang's attention_backend; null leaves the choice to SGLang (on CPU: torch_native, the only one there)."""
+    log_level: str = "error"
+    """How much SGLang's processes say."""
+    server_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of SGLang's server, by their own names, over what is chosen for it."""
+
+
+@dataclass
 class RolloutConfig:
     rollout_backend: str = "torch"
-    """Engine: torch."""
+    """Engine: torch (embedded, everywhere) or sglang (bash requirements/install.sh --sglang)."""
+    tensor_parallel_size: int = 1
+    """Slots that one SGLang engine spans; the torch engine takes one."""
+    deterministic: bool = False
+    """SGLang's batch-invariant kernels and the trainer's formulas (CUDA only): slower, but engine and trainer agree closely."""
+    request_timeout: float = 600.0
+    """Seconds after which SGLang gives up one request; it is then an error of its group."""
+    sglang: SglangConfig = field(default_factory=SglangConfig)
     return_logprobs: bool = True
     """Keep the engine's logprobs on every trajectory (needed by TIS and by the rollout/train metrics)."""
     gpu_memory_utilization: float = 0.6

@@ -23,7 +23,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl_penalty_type": ("k1", "k2", "k3", "abs"),
     "algorithm.recompute_logprobs": ("auto", "true", "false"),
     "algorithm.importance_sampling_level": ("token", "sequence", "geometric"),
-    "rollout.rollout_backend": ("torch",),
+    "rollout.rollout_backend": ("torch", "sglang"),
+    "rollout.sglang.log_level": ("debug", "info", "warning", "error", "critical"),
     "rollout.model.precision": ("fp32", "bf16", "fp16"),
     "rollout.env_class": ("single_turn",),
     "actor.fsdp_config.strategy": ("fsdp2",),
@@ -53,6 +54,7 @@ LIMITS: dict[str, _Limit] = {
     "runner.max_epochs": _AT_LEAST_1,
     "runner.max_steps": _OFF_OR_POSITIVE,
     "runner.val_check_interval": _OFF_OR_POSITIVE,
+    "runner.weight_sync_interval": _AT_LEAST_1,
     "runner.mismatch_check_interval": _OFF_OR_POSITIVE,
     "runner.save_interval": _OFF_OR_POSITIVE,
     "runner.keep_last": _OFF_OR_POSITIVE,
@@ -75,6 +77,8 @@ LIMITS: dict[str, _Limit] = {
     "rollout.gpu_memory_utilization": _SHARE_NOT_0,
     "rollout.max_running_requests": _AT_LEAST_1,
     "rollout.heartbeat_timeout": _POSITIVE,
+    "rollout.tensor_parallel_size": _AT_LEAST_1,
+    "rollout.request_timeout": _POSITIVE,
     "data.max_prompt_length": _AT_LEAST_1,
     "data.rollout_batch_size": _AT_LEAST_1,
     "data.val_samples": _OFF_OR_POSITIVE,
@@ -96,7 +100,7 @@ LIMITS: dict[str, _Limit] = {
 
 def validate_config(config: Config) -> None:
     """Raise `ConfigError` with every problem of a typed, normalised config (`load_config` makes one)."""
-    rules = (_values, _cluster, _runner, _lengths, _algorithm, _correction, _data, _actor_and_reward)
+    rules = (_values, _cluster, _rollout, _runner, _lengths, _algorithm, _correction, _data, _actor_and_reward)
     problems = [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(*problems)
@@ -127,8 +131,38 @@ def _cluster(config: Config) -> Iterator[str]:
         )
 
 
+def _rollout(config: Config) -> Iterator[str]:
+    rollout, device = config.rollout, config.cluster.device
+    if rollout.rollout_backend == "torch":
+        for key, value in (
+            ("tensor_parallel_size", rollout.tensor_parallel_size > 1),
+            ("deterministic", rollout.deterministic),
+            ("sglang.attention_backend", rollout.sglang.attention_backend is not None),
+            ("sglang.server_args", bool(rollout.sglang.server_args)),
+        ):
+            if value:
+                yield f"rollout.{key} is for SGLang, but rollout.rollout_backend is torch; leave it out, or set sglang"
+    if rollout.rollout_backend != "sglang":
+        return
+    if importlib.util.find_spec("sglang") is None:
+        yield (
+            "rollout.rollout_backend: sglang is not installed here; run 'bash requirements/install.sh --sglang' and use its "
+            "environment (.venv-sglang), or set rollout.rollout_backend=torch"
+        )
+    if rollout.deterministic and device == "cpu":
+        yield (
+            "rollout.deterministic: true needs a GPU (cluster.device is cpu): SGLang's deterministic kernels exist for "
+            "CUDA attention backends, not for torch_native, the only one on a CPU"
+        )
+
+
 def _runner(config: Config) -> Iterator[str]:
     runner = config.runner
+    if runner.weight_sync_interval > 1 and runner.mismatch_check_interval > 0:
+        yield (
+            f"runner.weight_sync_interval: {runner.weight_sync_interval} makes the engine's weights old on purpose, which "
+            "runner.mismatch_check_interval would stop the run for; set runner.mismatch_check_interval=-1"
+        )
     name = runner.experiment_name
     if name in ("", ".", "..") or "/" in name or "\\" in name:
         yield f"runner.experiment_name: {name!r} is not a plain folder name; put folders into runner.output_dir"

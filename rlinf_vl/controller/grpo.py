@@ -45,7 +45,7 @@ class GrpoController:
         self, config: Config, model_path: str, placement: Placement, run_dir: Path, progress: RunProgress
     ) -> None:
         self.config, self.run_dir, self.progress = config, run_dir, progress
-        self.step, self.version, self.timings, self.checked = 0, 0, {}, False
+        self.step, self.timings, self.checked = 0, {}, False
         progress.phase("starting rollout workers and actor ranks")
         self.pool = RolloutPool(config, model_path, placement.device, placement.rollout)
         self.actors = ActorGroup(config, model_path, placement.device, placement.actor)
@@ -109,14 +109,14 @@ class GrpoController:
             metrics |= plan.metrics | self.actors.update(plan.minibatches, groups, plan.advantages)
         self.pool.release(summaries)
         metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in summaries) / self.timings["time/train"]
-        with self.timed("sync"):
-            self.sync_weights(self.version + 1)
+        if self.due(runner.weight_sync_interval):
+            with self.timed("sync"):
+                self.sync_weights()
         return metrics
 
-    def sync_weights(self, version: int) -> None:
-        """Publish the actors' weights and have every engine take them."""
-        self.pool.load_weights(self.actors.publish_weights(), version)
-        self.version = version
+    def sync_weights(self) -> None:
+        """Publish the actors' weights and have every engine take them. Their version is the step that made them."""
+        self.pool.load_weights(self.actors.publish_weights(), version=self.step)
 
     def validate(self) -> dict[str, float]:
         """Accuracy on the validation rows, one sample each, drawn from the same streams every time."""
@@ -140,7 +140,7 @@ class GrpoController:
     def save(self) -> None:
         """Write a checkpoint that a run can be resumed from."""
         with self.timed("checkpoint"):
-            state = {"step": self.step, "version": self.version, "sampler": self.sampler.state_dict()}
+            state = {"step": self.step, "sampler": self.sampler.state_dict()}
             folder = save_checkpoint(self.run_dir, self.step, self.actors.save, state, self.config.runner.keep_last)
         log.info("saved %s", folder)
 
@@ -235,7 +235,7 @@ class GrpoController:
         self.actors.load(str(folder / ACTOR_FOLDER))
         self.step = state["step"]
         self.sampler.load_state_dict(state["sampler"])
-        self.sync_weights(state["version"])
+        self.sync_weights()
         log.info("resumed from %s", folder)
 
 

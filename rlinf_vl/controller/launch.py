@@ -11,6 +11,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.config.placement import parse_placement, placement_slots
 from rlinf_vl.config.schema import ClusterConfig, Config
 
@@ -91,27 +92,30 @@ def place(config: Config) -> Iterator[Placement]:
     resource = "GPU" if device == "cuda" else "CPU"
     offered = int(ray.cluster_resources().get(resource, 0))
     slots = placement_slots(cluster.component_placement, offered)
-    used = sorted({slot for component in slots.values() for slot in component})
-    bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
-    group = placement_group([bundle] * len(used), strategy="PACK")
+    shared = bool(set(slots["actor"]) & set(slots["rollout"]))
+    engines = _chunks(slots["rollout"], config.rollout.tensor_parallel_size, shared)
+    seats = {"actor": [(slot,) for slot in slots["actor"]], "rollout": engines}
+    used = sorted({seat for component in seats.values() for seat in component})  # one bundle each
+    bundles = [{"CPU": len(seat)} | ({"GPU": len(seat)} if device == "cuda" else {}) for seat in used]
+    group = placement_group(bundles, strategy="PACK")
     try:
         if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
             raise RuntimeError(
-                f"cluster.component_placement needs {len(used)} {resource} slots; the cluster offers "
+                f"cluster.component_placement needs {sum(map(len, used))} {resource} slots; the cluster offers "
                 f"{ray.cluster_resources().get(resource, 0):g}, of which {ray.available_resources().get(resource, 0):g} "
                 "are free"
             )
         nodes = sum(1 for node in ray.nodes() if node["Alive"])
         if nodes < cluster.num_nodes:
             raise RuntimeError(f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {nodes}")
-        tenants = {slot: sum(slot in component for component in slots.values()) for slot in used}
+        tenants = {seat: sum(seat in component for component in seats.values()) for seat in used}
 
         def options(component: str) -> tuple[dict[str, Any], ...]:
             out = []
-            for slot in slots[component]:
-                share = 1 / tenants[slot]
+            for seat in seats[component]:
+                share = len(seat) / tenants[seat]
                 option: dict[str, Any] = {
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(group, used.index(slot)),
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(group, used.index(seat)),
                     "num_cpus": share,
                 }
                 if device == "cuda":
@@ -121,7 +125,25 @@ def place(config: Config) -> Iterator[Placement]:
                 out.append(option)
             return tuple(out)
 
-        shared = bool(set(slots["actor"]) & set(slots["rollout"]))
         yield Placement(device, options("actor"), options("rollout"), shared)
     finally:
         remove_placement_group(group)
+
+
+def _chunks(slots: tuple[int, ...], size: int, shared: bool) -> list[tuple[int, ...]]:
+    """The slots of each engine, `size` apiece.
+
+    Raises:
+        ConfigError: they do not come out even, or engines of several slots share them with actor ranks.
+    """
+    if size > 1 and shared:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size: {size} needs slots of its own, but cluster.component_placement puts actor and "
+            "rollout on the same ones; split them, as in {actor: 0-3, rollout: 4-7}"
+        )
+    if len(slots) % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size: {size} does not divide the {len(slots)} slots of rollout in "
+            "cluster.component_placement"
+        )
+    return [tuple(slots[i : i + size]) for i in range(0, len(slots), size)]

@@ -1,4 +1,4 @@
-"""What every generation engine offers, and the engines by name."""
+"""What every generation engine offers."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -7,6 +7,10 @@ from typing import Protocol
 import torch
 
 from rlinf_vl.types import Completion, Request
+
+
+class EngineDied(RuntimeError):
+    """The engine is gone, or never came up: it answers nothing any more, and its work must go to another."""
 
 
 class Engine(Protocol):

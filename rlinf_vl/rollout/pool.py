@@ -18,7 +18,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlinf_vl.config.schema import Config
-from rlinf_vl.rollout.worker import EngineDied, RolloutWorker, Task
+from rlinf_vl.rollout.engine import EngineDied
+from rlinf_vl.rollout.worker import RolloutWorker, Task
 from rlinf_vl.types import GroupSummary
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from torch import nn
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.families import Family
 from rlinf_vl.models.policy import hidden_states, vision_inputs
+from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.sampling import Sampler, uniforms
 from rlinf_vl.rollout.torch_decode import DecodeCache
 from rlinf_vl.types import Completion, ImageRef, Request, Sample
@@ -99,7 +100,7 @@ class TorchEngine:
         entries = [_Waiting(r, Future(), [None] * len(r.seeds), len(r.seeds)) for r in requests]
         with self._wake:
             if self._closed:
-                raise RuntimeError("the engine is closed")
+                raise EngineDied("the engine is closed")
             self.waiting.extend(entries)
             self._wake.notify()
         return [entry.future for entry in entries]
@@ -151,7 +152,7 @@ class TorchEngine:
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        error: BaseException = RuntimeError("the engine was closed")
+        error: BaseException = EngineDied("the engine was closed")
         try:
             while True:
                 with self._wake:

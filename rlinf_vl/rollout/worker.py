@@ -18,10 +18,10 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.envs import Env, make_env
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import DTYPES, load_model, vocab_size
-from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.models.processing import Processor
 from rlinf_vl.rewards import grader
-from rlinf_vl.rollout.torch_engine import TorchEngine
+from rlinf_vl.rollout.engine import EngineDied
+from rlinf_vl.rollout.make_engine import make_engine
 from rlinf_vl.types import Completion, Group, GroupSummary, Problem, Request, Sample, SamplingParams, Trajectory
 from rlinf_vl.weights import unpack
 
@@ -46,10 +46,6 @@ class _Prepared:
     request: Request
 
 
-class EngineDied(RuntimeError):
-    """The engine under a worker is gone; the worker is of no use any more, and its work must go to another."""
-
-
 class RolloutRank:
     """The worker itself; `RolloutWorker` is the same as a Ray actor."""
 
@@ -57,28 +53,14 @@ class RolloutRank:
         torch.set_num_threads(config.cluster.cpu_threads)
         self.config = config
         data, model_config = config.data, config.rollout.model
-        family = family_of(model_config.model_type)
         self.processor = Processor(
             model_path,
-            family,
+            family_of(model_config.model_type),
             min_pixels=data.image_min_pixels,
             max_pixels=data.image_max_pixels,
             trust_remote_code=model_config.trust_remote_code,
         )
-        model = load_model(
-            model_path, family, DTYPES[model_config.precision], trust_remote_code=model_config.trust_remote_code
-        )
-        self.engine = TorchEngine(
-            model,
-            family,
-            banned=self.processor.banned_ids(vocab_size(model)),
-            pixels=PixelCache(self.processor.pixels),
-            image_token_id=self.processor.image_token_id,
-            merge_size=self.processor.merge_size,
-            max_running=config.rollout.max_running_requests,
-            memory_share=config.rollout.gpu_memory_utilization,
-            device=device,
-        )
+        self.engine = make_engine(config, model_path, self.processor, device)
         self.datasets = {
             split: ProblemDataset.open(
                 paths,
@@ -137,7 +119,7 @@ class RolloutRank:
         try:
             futures = self.engine.submit([p.request for p in prepared])
         except RuntimeError as e:
-            raise EngineDied(f"its engine takes no requests: {e}") from e
+            raise EngineDied(f"it takes no requests: {e}") from e
         for p, future in zip(prepared, futures, strict=True):
             running.append(asyncio.ensure_future(self._finish(p, asyncio.wrap_future(future))))
         for finished in asyncio.as_completed(running):
@@ -178,7 +160,7 @@ class RolloutRank:
             completion = await future
         except Exception as e:
             if not await asyncio.to_thread(self.engine.alive):
-                raise EngineDied(f"its engine died: {e}") from e
+                raise EngineDied(f"the engine died: {e}") from e
             log.warning("%s row %d: generation failed: %s", prepared.task.split, prepared.task.row, e)
             return await self._failed(prepared.task, f"{type(e).__name__}: {e}")
         trajectories = await asyncio.gather(
@@ -200,7 +182,8 @@ class RolloutRank:
     def _grade(self, env: Env, sample: Sample) -> Trajectory:
         assert not (sample.ids == self.processor.image_token_id).any(), "an image placeholder was sampled"
         text = self.processor.decode(sample.ids)
-        reward, correct, error = 0.0, False, None
+        reward, correct = 0.0, False
+        error = "the engine gave up on this sample" if sample.finish_reason == "error" else None
         try:
             result = env.step(text)
             reward, correct = result.reward, bool(result.info.get("correct", False))

@@ -24,6 +24,11 @@ def problems(*overrides: str) -> tuple[str, ...]:
 
 
 RULES = [
+    (["runner.weight_sync_interval=4"], ["runner.weight_sync_interval: 4", "runner.mismatch_check_interval=-1"]),
+    (["rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size", "SGLang", "torch"]),
+    (["rollout.sglang.server_args={disable_radix_cache: true}"], ["rollout.sglang.server_args", "SGLang"]),
+    (["rollout.deterministic=true"], ["rollout.deterministic", "SGLang"]),
+    (["rollout.rollout_backend=sglag"], ["rollout.rollout_backend", "'sglag'", "torch, sglang"]),
     (["runner.max_tokens_per_mbs=535"], ["runner.seq_length=536", "runner.max_tokens_per_mbs=535", "raise"]),
     ([STATIC, "actor.micro_batch_size=8"], ["actor.micro_batch_size=8", "runner.seq_length=536", "=4096", "lower"]),
     (["data.max_prompt_length=536"], ["data.max_prompt_length=536", "runner.seq_length=536", "lower it"]),
@@ -149,3 +154,12 @@ def test_allowed(overrides):
 
 def test_existing_checkpoint_folder_is_accepted(tmp_path):
     assert problems(f"runner.resume_dir={tmp_path}") == ()
+
+
+def test_sglang_must_be_installed_and_is_not_deterministic_on_a_cpu(monkeypatch):
+    overrides = ["rollout.rollout_backend=sglang", "rollout.deterministic=true"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    text = "\n".join(problems(*overrides))
+    assert "requirements/install.sh --sglang" in text and "needs a GPU" in text
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert problems("rollout.rollout_backend=sglang") == ()

@@ -1,0 +1,52 @@
+"""`rollout.rollout_backend` → an engine."""
+
+from transformers import AutoConfig
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import DTYPES, load_model
+from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.rollout.engine import Engine
+
+
+def make_engine(config: Config, model_path: str, processor: Processor, device: str) -> Engine:
+    """Start the engine that the config asks for, on the checkpoint at `model_path`. Both kinds see the same pixels."""
+    rollout = config.rollout
+    family, dtype = family_of(rollout.model.model_type), DTYPES[rollout.model.precision]
+    trust = rollout.model.trust_remote_code
+    vocab = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
+    common = {
+        "banned": processor.banned_ids(vocab),
+        "pixels": PixelCache(processor.pixels),
+        "max_running": rollout.max_running_requests,
+        "memory_share": rollout.gpu_memory_utilization,
+        "device": device,
+    }
+    if rollout.rollout_backend == "torch":
+        from rlinf_vl.rollout.torch_engine import TorchEngine
+
+        return TorchEngine(
+            load_model(model_path, family, dtype, trust_remote_code=trust),
+            family,
+            image_token_id=processor.image_token_id,
+            merge_size=processor.merge_size,
+            **common,
+        )
+    from rlinf_vl.rollout.sglang_engine import SglangEngine
+
+    arguments = {"log_level": rollout.sglang.log_level}
+    if rollout.sglang.attention_backend:
+        arguments["attention_backend"] = rollout.sglang.attention_backend
+    return SglangEngine(
+        model_path,
+        family,
+        context_length=config.runner.seq_length,
+        dtype=dtype,
+        tp_size=rollout.tensor_parallel_size,
+        cpu_threads=config.cluster.cpu_threads,
+        request_timeout_s=rollout.request_timeout,
+        deterministic=rollout.deterministic,
+        trust_remote_code=trust,
+        server_arguments=arguments | rollout.sglang.server_args,
+        **common,
+    )

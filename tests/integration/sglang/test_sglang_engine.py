@@ -1,0 +1,278 @@
+"""The real SGLang engine on the CPU, in float32, against transformers' own forward and the torch engine."""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import load_model
+from rlinf_vl.rollout.engine import EngineDied
+from rlinf_vl.rollout.sglang_engine import SglangEngine
+from rlinf_vl.rollout.torch_engine import TorchEngine
+from rlinf_vl.types import ImageRef, Request
+
+pytestmark = pytest.mark.integration
+FAMILY = family_of("qwen3_vl")
+TOLERANCE = 5e-5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_transformers(engine, toy, temperature):
+    """0 to 3 images of different sizes, alone and as groups, all in one batch."""
+    requests = [toy.request(k, n, temperature=temperature) for k in range(4) for n in (1, 3)]
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        assert len(completion.samples) == len(request.seeds)
+        for sample in completion.samples:
+            assert sample.ids.dtype == np.int32 and sample.logprobs.dtype == np.float32
+            assert sample.versions.tolist() == [0] * len(sample.ids)
+            np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample, temperature), atol=TOLERANCE)
+
+
+def test_images_matter(toy):
+    """Or the test above would pass with a blind engine."""
+    request, other = toy.request(1), toy.request(1, seed=1)
+    sample_ids = np.arange(5, 10, dtype=np.int32)
+    assert (toy.logp(request, sample_ids) - toy.logp(other, sample_ids))[:, ~toy.banned].abs().max() > 0.05
+
+
+def test_a_group_of_8_differs_and_ends_as_the_torch_engine_ends(engine, toy):
+    request = toy.request(1, 8, max_new_tokens=60)
+    samples = engine.generate([request])[0].samples
+    assert len({tuple(s.ids.tolist()) for s in samples}) == 8
+    eos = toy.processor.stop_ids[0]
+    for sample in samples:
+        assert (sample.ids[:-1] != eos).all()
+        assert sample.finish_reason == ("stop" if sample.ids[-1] == eos else "length")
+        assert sample.finish_reason == "stop" or len(sample.ids) == 60
+        np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample), atol=TOLERANCE)
+
+
+def test_a_stop_id_as_last_token_allowed_is_a_stop(engine, toy):
+    first = int(engine.generate([toy.request(1, temperature=0.0, max_new_tokens=1)])[0].samples[0].ids[0])
+    request = toy.request(1, temperature=0.0, max_new_tokens=1, stop_ids=(first,))
+    sample = engine.generate([request])[0].samples[0]
+    assert sample.ids.tolist() == [first] and sample.finish_reason == "stop"
+
+
+def test_greedy_ids_are_those_of_the_torch_engine(engine, toy):
+    requests = [toy.request(k, 2, temperature=0.0, max_new_tokens=24) for k in range(4)]
+    other = TorchEngine(
+        load_model(toy.path, FAMILY, torch.float32),
+        FAMILY,
+        banned=toy.banned,
+        pixels=toy.pixels,
+        image_token_id=toy.processor.image_token_id,
+        merge_size=toy.processor.merge_size,
+        max_running=32,
+    )
+    try:
+        expected = other.generate(requests)
+    finally:
+        other.close()
+    for ours, theirs in zip(engine.generate(requests), expected, strict=True):
+        for a, b in zip(ours.samples, theirs.samples, strict=True):
+            assert a.ids.tolist() == b.ids.tolist() and a.finish_reason == b.finish_reason
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
+
+
+def test_banned_ids_are_never_sampled(engine, toy):
+    """At a temperature that makes all ids alike, 7 in 308 would be banned ones."""
+    done = engine.generate([toy.request(0, 32, temperature=100.0, max_new_tokens=60, seed=s) for s in range(2)])
+    ids = np.concatenate([s.ids for c in done for s in c.samples])
+    assert len(ids) > 1000 and not toy.banned[ids].any()
+
+
+def test_top_p_stays_within_the_nucleus_and_reports_the_logprob_before_it(engine, toy):
+    for sampling in ({"top_p": 0.9, "temperature": 0.7}, {"top_k": 5}):
+        request = toy.request(2, 32, max_new_tokens=1, **sampling)
+        p = toy.logp(request, np.zeros(1, np.int32), sampling.get("temperature", 1.0))[0].exp()
+        order = p.argsort(descending=True)
+        before = p[order].cumsum(0) - p[order]
+        kept = order[:5] if "top_k" in sampling else order[before < 0.9 + 1e-5]
+        assert len(kept) < 0.95 * (p > 0).sum()
+        for sample in engine.generate([request])[0].samples:
+            assert int(sample.ids[0]) in kept.tolist()
+            assert sample.logprobs[0] == pytest.approx(float(p[sample.ids[0]].log()), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("part", ["visual", "language_model"])
+def test_new_weights_are_followed_and_marked(engine, toy, part):
+    """On images and prompts seen before: neither the vision cache nor the prefix cache may answer for the old weights."""
+    requests = [toy.request(k, 2) for k in range(4)]
+    engine.generate(requests)
+    other, changed = toy.perturbed(part)
+    names = list(changed)
+    engine.load_weights([{n: changed[n] for n in part} for part in (names[::2], names[1::2])], version=7)
+    assert engine.version == 7
+    moved = 0.0
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        for sample in completion.samples:
+            assert (sample.versions == 7).all()
+            expected = toy.of_tokens(request, sample, model=other)
+            np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+            moved = max(moved, float(np.abs(expected - toy.of_tokens(request, sample)).max()))
+    assert moved > 0.05
+
+
+def test_weights_change_in_the_middle_of_a_generation(engine, toy):
+    """Each token carries the weights that sampled it, and the old weights' cache serves no later request."""
+    requests = [toy.request(1, 8, seed=s, max_new_tokens=400, stop_ids=()) for s in range(2)]
+    other, changed = toy.perturbed("language_model")
+    futures = engine.submit(requests)
+    time.sleep(0.5)
+    assert not any(f.done() for f in futures)
+    engine.load_weights([changed], version=4)
+    after = engine.submit([toy.request(1, 2, seed=0)])[0].result(60)
+    spans = [s.versions for f in futures for s in f.result(120).samples]
+    assert all((np.diff(v) >= 0).all() and set(v.tolist()) <= {0, 4} for v in spans)
+    assert any(set(v.tolist()) == {0, 4} for v in spans)
+    for sample in after.samples:
+        expected = toy.of_tokens(toy.request(1, 2, seed=0), sample, model=other)
+        np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+
+
+def test_wrong_weights_are_refused_and_the_engine_goes_on(engine, toy):
+    with pytest.raises(ValueError, match="no such weight"):
+        engine.load_weights([{"nonsense": torch.zeros(3)}], version=1)
+    name = next(iter(toy.weights()))
+    with pytest.raises(ValueError, match="does not fit"):
+        engine.load_weights([{name: torch.zeros(3)}], version=1)
+    engine.load_weights([toy.weights()], version=1)
+    assert (engine.generate([toy.request(1)])[0].samples[0].versions == 1).all()
+
+
+def test_a_bad_request_is_its_own_error(engine, toy):
+    good, long = toy.request(1, 2), toy.request(1, max_new_tokens=500)
+    bad = ImageRef.of(b"no picture")
+    broken = Request(good.ids, (bad,), good.image_grids, good.sampling, good.seeds)
+    futures = engine.submit([good, broken, long, good])
+    with pytest.raises(Exception, match="image"):
+        futures[1].result(60)
+    with pytest.raises(ValueError, match="context of 512"):
+        futures[2].result(60)
+    assert all(len(futures[i].result(60).samples) == 2 for i in (0, 3))
+
+
+def test_exactly_the_context_fits(engine, toy):
+    request = toy.request(1)
+    request = toy.request(1, 1, max_new_tokens=512 - len(request.ids), stop_ids=())
+    sample = engine.generate([request])[0].samples[0]
+    assert sample.finish_reason == "stop" or len(sample.ids) == request.sampling.max_new_tokens
+
+
+def test_pause_holds_and_resume_goes_on(engine, toy):
+    futures = engine.submit([toy.request(1, 8, max_new_tokens=300)])
+    time.sleep(0.2)
+    engine.pause()
+    futures += engine.submit([toy.request(0)])
+    time.sleep(0.5)
+    assert not futures[1].done()
+    engine.resume()
+    assert all(future.result(60).samples for future in futures)
+
+
+def test_release_and_restore_memory(engine, toy, caplog):
+    with caplog.at_level(logging.INFO, "rlinf_vl"):
+        engine.release_memory()
+    assert "frees none" in caplog.text
+    engine.restore_memory()
+    request = toy.request(1)
+    sample = engine.generate([request])[0].samples[0]
+    np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample), atol=TOLERANCE)
+
+
+def test_timeout_and_cancellation_abort(engine, toy, monkeypatch):
+    monkeypatch.setattr(engine, "request_timeout_s", 0.1)
+    timed = engine.submit([toy.request(1, 16, max_new_tokens=450)])[0]
+    with pytest.raises(TimeoutError, match="0.1 s"):
+        timed.result(30)
+    monkeypatch.setattr(engine, "request_timeout_s", 60)
+    cancelled = engine.submit([toy.request(1, 16, max_new_tokens=450)])[0]
+    time.sleep(0.3)
+    assert cancelled.cancel()
+    engine.release_memory()  # waits until SGLang is idle, and fails if it never is
+    engine.restore_memory()
+    assert engine.generate([toy.request(1)])[0].samples
+
+
+def test_more_requests_than_fit_at_once(engine, toy):
+    requests = [toy.request(k % 2, 4, seed=k, max_new_tokens=4) for k in range(40)]
+    assert all(len(c.samples) == 4 for c in engine.generate(requests))
+    assert engine.in_flight == 0
+
+
+def test_the_process_stays_ours(engine):
+    """SGLang changes logging and the start method for the whole process, and dies by a child's SIGQUIT: not here."""
+    os.kill(os.getpid(), signal.SIGQUIT)
+    assert multiprocessing.get_start_method(allow_none=True) != "spawn"
+    assert any("pytest" in type(h).__module__ for h in logging.getLogger().handlers)
+
+
+def test_the_deterministic_option_needs_a_gpu(toy):
+    with pytest.raises(ValueError, match="deterministic.*GPU"):
+        SglangEngine(
+            toy.path,
+            FAMILY,
+            banned=toy.banned,
+            pixels=toy.pixels,
+            context_length=64,
+            max_running=1,
+            deterministic=True,
+        )
+
+
+def test_an_engine_that_can_not_start_says_so_and_leaves_nothing(engine, toy, tmp_path):
+    shutil.copytree(toy.path, tmp_path / "broken", ignore=shutil.ignore_patterns("*.safetensors"))
+    before = set(multiprocessing.active_children())
+    with pytest.raises(EngineDied, match="did not start"):
+        SglangEngine(
+            str(tmp_path / "broken"),
+            FAMILY,
+            banned=toy.banned,
+            pixels=toy.pixels,
+            context_length=64,
+            max_running=1,
+            dtype=torch.float32,
+        )
+    assert set(multiprocessing.active_children()) == before
+    assert engine.generate([toy.request(1)])[0].samples
+
+
+def test_a_stopped_scheduler_is_not_alive(running):
+    assert running.alive()
+    for pid in running.pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert not running.alive(timeout_s=1.0)
+    finally:
+        for pid in running.pids:
+            os.kill(pid, signal.SIGCONT)
+    assert running.alive()
+
+
+def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(running, toy):
+    """The last test: the engine does not survive it."""
+    pids = running.pids
+    futures = running.submit([toy.request(1, 8, seed=s, max_new_tokens=450) for s in range(8)])
+    time.sleep(0.5)
+    scheduler = next(p for p in pids if "scheduler" in " ".join(psutil.Process(p).cmdline()))
+    os.kill(scheduler, signal.SIGKILL)
+    start = time.monotonic()
+    for future in futures:
+        with pytest.raises(EngineDied, match="died"):
+            future.result(15)
+    assert time.monotonic() - start < 10
+    assert not running.alive()
+    for use in (lambda: running.submit([toy.request(0)]), running.pause, lambda: running.load_weights([{}], 1)):
+        with pytest.raises(EngineDied):
+            use()
+    running.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
