@@ -70,6 +70,18 @@ def make_scheduler(optimizer, kind: str, *, warmup: int, total: int, min_ratio: 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+def move(policy: nn.Module, optimizer: torch.optim.Optimizer | None, device: str) -> None:
+    """Move a sharded model's parameters and its optimizer's state to `device`: host memory while the engines use the GPU,
+    and back. Between steps only: no gradient may be alive."""
+    policy.to(device)
+    for state in optimizer.state.values() if optimizer else ():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                state[name] = value.to(device)
+    if device == "cpu" and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
     """Clip to `max_norm` by the norm over all shards of all ranks; returns that norm, before clipping (float32)."""
     norm = nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.requires_grad], max_norm)

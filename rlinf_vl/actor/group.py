@@ -64,6 +64,12 @@ class ActorGroup:
         """References to buckets of the trainable weights, in the engine's dtype."""
         return ray.get([rank.publish_weights.remote() for rank in self.ranks])[0]
 
+    def offload(self) -> None:
+        ray.get([rank.offload.remote() for rank in self.ranks])
+
+    def onload(self) -> None:
+        ray.get([rank.onload.remote() for rank in self.ranks])
+
     def save(self, folder: str) -> None:
         ray.get([rank.save.remote(folder) for rank in self.ranks])
 

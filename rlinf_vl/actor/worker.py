@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlinf_vl.actor import checkpoint
-from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, shard, whole_weights
+from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, move, shard, whole_weights
 from rlinf_vl.actor.update import LossSettings, MiniBatch, update
 from rlinf_vl.config.schema import AlgorithmConfig, Config
 from rlinf_vl.models.families import family_of
@@ -220,6 +220,18 @@ class ActorRank:
         for _ in weights:
             pass
         return []
+
+    def offload(self) -> None:
+        """Give the device's memory to a collocated engine: weights and optimizer state go to host memory."""
+        move(self.policy, self.optimizer, "cpu")
+        if self.reference is not None:
+            move(self.reference, None, "cpu")
+
+    def onload(self) -> None:
+        """Take what `offload` put aside back to the device."""
+        move(self.policy, self.optimizer, self.device)
+        if self.reference is not None:
+            move(self.reference, None, self.device)
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint. Collective."""

@@ -263,6 +263,8 @@ class OptimConfig:
 class ActorConfig:
     micro_batch_size: int = 1
     """Trajectories per micro-batch when runner.enable_dynamic_batch_size is false."""
+    enable_offload: bool = False
+    """Keep weights and optimizer state in host memory while collocated engines generate (CUDA only)."""
     logprob_chunk_tokens: int = 1024
     """Response positions whose logits exist at once."""
     model: ActorModelConfig = field(default_factory=ActorModelConfig)

@@ -284,6 +284,10 @@ def _actor_and_reward(config: Config) -> Iterator[str]:
         yield "actor.model.is_lora: true is not available yet; set it false"
     if actor.fsdp_config.cpu_offload and config.cluster.device == "cpu":
         yield "actor.fsdp_config.cpu_offload: true with cluster.device=cpu has nothing to offload; set it false"
+    if actor.enable_offload and config.cluster.device == "cpu":
+        yield "actor.enable_offload: true with cluster.device=cpu has nowhere to move weights to; set it false"
+    if actor.enable_offload and actor.fsdp_config.cpu_offload:
+        yield "actor.enable_offload: true and actor.fsdp_config.cpu_offload: true do the same at two times; set one false"
     if actor.fsdp_config.mixed_precision.param_dtype == "fp16":
         yield (
             "actor.fsdp_config.mixed_precision.param_dtype: fp16 needs a loss scaler, and there is none: small"

@@ -95,7 +95,6 @@ class GrpoController:
             summaries, self.timings["time/generate"]
         )
         self.stop_if_all_failed(summaries)
-        metrics |= self.check_engine(summaries, groups)
         plan = plan_step(
             summaries,
             ranks=self.actors.world_size,
@@ -105,8 +104,10 @@ class GrpoController:
             normalize_advantages=algorithm.normalize_advantages,
             aggregation=algorithm.loss_agg_func,
         )
-        with self.timed("train"), self.engines_asleep():
-            metrics |= plan.metrics | self.actors.update(plan.minibatches, groups, plan.advantages)
+        with self.engines_asleep():
+            metrics |= plan.metrics | self.check_engine(summaries, groups)
+            with self.timed("train"):
+                metrics |= self.actors.update(plan.minibatches, groups, plan.advantages)
         self.pool.release(summaries)
         metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in summaries) / self.timings["time/train"]
         if self.due(runner.weight_sync_interval):
@@ -176,10 +177,15 @@ class GrpoController:
 
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:
-        """Where engines and trainer share GPUs, the engines give their memory back while the trainer runs."""
+        """Where engines and trainer share GPUs, each gives its memory to the other in turn."""
+        offload = self.shares_gpu and self.config.actor.enable_offload
         if self.shares_gpu:
             self.pool.release_memory()
+        if offload:
+            self.actors.onload()
         yield
+        if offload:
+            self.actors.offload()
         if self.shares_gpu:
             self.pool.restore_memory()
 

@@ -27,6 +27,7 @@ RULES = [
     (["runner.weight_sync_interval=4"], ["runner.weight_sync_interval: 4", "runner.mismatch_check_interval=-1"]),
     (["rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size", "SGLang", "torch"]),
     (["rollout.sglang.server_args={disable_radix_cache: true}"], ["rollout.sglang.server_args", "SGLang"]),
+    (["actor.enable_offload=true"], ["actor.enable_offload", "cluster.device=cpu"]),
     (["rollout.deterministic=true"], ["rollout.deterministic", "SGLang"]),
     (["rollout.rollout_backend=sglag"], ["rollout.rollout_backend", "'sglag'", "torch, sglang"]),
     (["runner.max_tokens_per_mbs=535"], ["runner.seq_length=536", "runner.max_tokens_per_mbs=535", "raise"]),
