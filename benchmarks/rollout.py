@@ -1,9 +1,10 @@
-"""Generation: the torch engine against transformers' `generate(num_return_sequences=…)`, same prompts, same run.
+"""Generation: the torch engine (and SGLang) against transformers' `generate(num_return_sequences=…)`, same prompts, same run.
 
-    python benchmarks/rollout.py [--groups 64] [--samples 8] [--new-tokens 24] [--repeats 5] [--json FILE]
+    python benchmarks/rollout.py [--sglang] [--groups 64] [--samples 8] [--new-tokens 24] [--repeats 5] [--json FILE]
 
-Greedy ids are compared first and must be identical; then both sample, in turn, and the medians of tokens per second are set
-against each other. transformers counts every row until its own end, as the engine does.
+Greedy ids are compared first and must be identical; then all sample, in turn, and the medians of tokens per second are set
+against each other. transformers counts every row until its own end, as the engines do. `--sglang` needs the environment that
+`bash requirements/install.sh --sglang` makes.
 """
 
 import argparse
@@ -12,12 +13,14 @@ import os
 import platform
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText
@@ -67,6 +70,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sglang", action="store_true", help="measure the SGLang engine too")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -99,6 +103,21 @@ def main() -> None:
         max_running=args.groups * args.samples,
         device=args.device,
     )
+    engines = {"torch engine": engine}
+    if args.sglang:
+        from rlinf_vl.rollout.sglang_engine import SglangEngine
+
+        engines["SGLang"] = SglangEngine(
+            path,
+            family,
+            banned=banned,
+            pixels=pixels,
+            context_length=max(len(r.ids) for r in requests) + args.new_tokens,
+            max_running=args.groups * args.samples,
+            dtype=torch.float32,
+            device=args.device,
+            cpu_threads=args.threads,
+        )
     baseline = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     baseline = baseline.to(args.device).eval()
     options = {
@@ -118,53 +137,56 @@ def main() -> None:
             out = baseline.generate(**batch, **(options | kwargs))
         return responses(out, batch["input_ids"].shape[1], processor.stop_ids)
 
-    def engine_generate(greedy: bool = False) -> list[list[int]]:
+    def engine_generate(name: str, greedy: bool = False) -> list[list[int]]:
         if greedy:
             zero = SamplingParams(0.0, max_new_tokens=args.new_tokens, stop_ids=processor.stop_ids)
             todo = [Request(r.ids, r.images, r.image_grids, zero, (0,)) for r in requests]
         else:
             todo = requests
-        return [s.ids.tolist() for c in engine.generate(todo) for s in c.samples]
+        return [s.ids.tolist() for c in engines[name].generate(todo) for s in c.samples]
 
-    same = engine_generate(greedy=True) == transformers_generate(
-        do_sample=False, temperature=None, top_p=None, top_k=None
-    )
-    speeds: dict[str, list[float]] = {"torch engine": [], "transformers generate": []}
+    expected = transformers_generate(do_sample=False, temperature=None, top_p=None, top_k=None)
+    same = {name: engine_generate(name, greedy=True) == expected for name in engines}
+    runs = {name: partial(engine_generate, name) for name in engines}
+    runs["transformers"] = partial(transformers_generate, do_sample=True, num_return_sequences=args.samples)
+    speeds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(args.repeats + 1):  # the first is a warm-up
-        for name, run in (
-            ("torch engine", engine_generate),
-            ("transformers generate", lambda: transformers_generate(do_sample=True, num_return_sequences=args.samples)),
-        ):
+        for name, run in runs.items():
             start = time.perf_counter()
             tokens = sum(len(row) for row in run())
             if repeat:
                 speeds[name].append(tokens / (time.perf_counter() - start))
-    engine.close()
+    for engine in engines.values():
+        engine.close()
 
-    ratios = [a / b for a, b in zip(speeds["torch engine"], speeds["transformers generate"], strict=True)]
     figures = {
-        "greedy_ids_identical": same,
-        "torch_engine_tokens_per_second": statistics.median(speeds["torch engine"]),
-        "transformers_tokens_per_second": statistics.median(speeds["transformers generate"]),
-        "ratio_vs_transformers": statistics.median(ratios),
-        "ratio_min": min(ratios),
         "groups": args.groups,
         "samples": args.samples,
         "threads": args.threads,
         "device": args.device,
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "transformers_tokens_per_second": statistics.median(speeds["transformers"]),
     }
+    for name in engines:
+        key = name.lower().replace(" ", "_")
+        ratios = [a / b for a, b in zip(speeds[name], speeds["transformers"], strict=True)]
+        figures |= {
+            f"{key}_greedy_ids_identical": same[name],
+            f"{key}_tokens_per_second": statistics.median(speeds[name]),
+            f"{key}_ratio_vs_transformers": statistics.median(ratios),
+            f"{key}_ratio_min": min(ratios),
+        }
     table = Table(title=f"{args.groups} groups × {args.samples} samples, {args.new_tokens} new tokens at most")
-    for column in ("generator", "tokens/s (median)", "ratio"):
+    for column in ("generator", "tokens/s (median)", "ratio", "greedy ids"):
         table.add_column(column)
-    table.add_row(
-        "torch engine", f"{figures['torch_engine_tokens_per_second']:,.0f}", f"{figures['ratio_vs_transformers']:.2f}"
-    )
-    table.add_row("transformers generate", f"{figures['transformers_tokens_per_second']:,.0f}", "1.00")
-    console = Console()
-    console.print(table)
-    console.print("greedy ids identical" if same else "[red]greedy ids differ[/red]")
+    base = statistics.median(speeds["transformers"])
+    for name, measured in speeds.items():
+        median = statistics.median(measured)
+        verdict = {True: "identical", False: "DIFFERENT"}.get(same.get(name), "-")
+        table.add_row(name, f"{median:,.0f}", f"{median / base:.2f}", verdict)
+    Console().print(table)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
