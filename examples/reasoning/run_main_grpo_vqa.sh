@@ -25,11 +25,17 @@ if [[ "$name" == */* || ! -f "$configs/$name.yaml" ]]; then
     usage
 fi
 
+# The engine decides on the environment: an override names it, or the config does.
+backend="$(sed -nE 's/^ *rollout_backend: *([a-z]+).*/\1/p' "$configs/$name.yaml")"
+for override in "$@"; do
+    if [[ "$override" == rollout.rollout_backend=* ]]; then backend="${override#*=}"; fi
+done
+
 # RLINF_VL_PYTHON names a Python that has the requirements (a cluster's image); otherwise an environment is made.
 python="${RLINF_VL_PYTHON:-}"
 if [[ -n "$python" ]]; then
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-elif [[ " $* " == *" rollout.rollout_backend=sglang "* ]] || grep -qE '^ *rollout_backend: *sglang' "$configs/$name.yaml"; then
+elif [[ "$backend" == sglang ]]; then
     bash "$root/requirements/install.sh" --sglang
     python="$root/.venv-sglang/bin/python"
 else
