@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from rlinf_vl.config import schema
+import rlinf_vl.config.schema as schema
 
 
 class ConfigError(ValueError):
