@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
 # Makes the environment with the test tools and runs the tests. Arguments go to pytest: bash tests/run.sh tests/unit -k algo
+# With --sglang first: the environment that has SGLang (11 GB), and the tests that need it; without, those are skipped.
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-bash "$root/requirements/install.sh" --dev
+venv="$root/.venv" with=() tests=()
+if [[ "${1:-}" == --sglang ]]; then
+    shift
+    venv="$root/.venv-sglang" with=(--sglang) tests=(tests/integration/sglang tests/e2e/test_sglang_run.py)
+fi
+bash "$root/requirements/install.sh" ${with[@]+"${with[@]}"} --dev
 
 # One thread a process: the tests start several, and busy threads that outnumber the cores cost more than they give.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 cd -- "$root"
-exec .venv/bin/python -m pytest "$@"
+exec "$venv/bin/python" -m pytest ${tests[@]+"${tests[@]}"} "$@"

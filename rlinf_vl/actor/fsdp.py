@@ -30,7 +30,11 @@ def shard(
     """
     family, model = policy.family, policy.model
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        how = {"use_reentrant": use_reentrant}
+        if hasattr(model, "activation_checkpointing_enable"):  # its name in newer versions of transformers
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype]),
@@ -88,8 +92,8 @@ def clip_gradients(policy: nn.Module, max_norm: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def whole_weights(policy: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole value of every trainable weight, in the transformers model's own names, cast once to `dtype`, on the CPU.
+def whole_weights(policy: PolicyModel, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole value of every trainable weight, in the transformers model's own names, cast once to `dtype`, on `device`.
 
     Collective: every rank must exhaust it. A tied weight appears once.
     """
@@ -97,4 +101,11 @@ def whole_weights(policy: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str
         if param.requires_grad:
             value = param.detach()
             value = value.full_tensor() if isinstance(value, DTensor) else value
-            yield name, value.to(device="cpu", dtype=dtype)
+            yield name, value.to(dtype=dtype).to(device)
+
+
+def weight_shapes(policy: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `whole_weights` would yield, as tensors on the meta device. Not collective."""
+    for name, param in policy.model.named_parameters():
+        if param.requires_grad:
+            yield name, torch.empty(param.shape, dtype=dtype, device="meta")

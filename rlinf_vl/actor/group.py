@@ -60,9 +60,26 @@ class ActorGroup:
             pending.append(actor.score.remote(mine, {g: groups[g] for g in named}))
         return [row for rows in ray.get(pending) for row in rows]
 
-    def publish_weights(self) -> list[ray.ObjectRef]:
-        """References to buckets of the trainable weights, in the engine's dtype."""
-        return ray.get([rank.publish_weights.remote() for rank in self.ranks])[0]
+    def set_weight_sync(self, way: str, bucket_bytes: int) -> None:
+        """How the weights will be sent: a value that `rlinf_vl.weights.choose` returns, and how much at once."""
+        ray.get([rank.set_weight_sync.remote(way, bucket_bytes) for rank in self.ranks])
+
+    def offer_weights(self, check: bool) -> list[Any]:
+        """Labels of the buckets of the trainable weights, with fingerprints if `check`: for the rollout workers to take."""
+        offers = ray.get([rank.offer_weights.remote(check) for rank in self.ranks])
+        return [label for offer in offers for label in offer]
+
+    def deliver_weights(self) -> list[ray.ObjectRef]:
+        """Send what was offered, while the workers take it; references to wait for."""
+        return [rank.deliver_weights.remote() for rank in self.ranks]
+
+    def release_weights(self) -> None:
+        """Every worker has taken what was offered."""
+        ray.get([rank.release_weights.remote() for rank in self.ranks])
+
+    def spare_weights(self) -> list[ray.ObjectRef]:
+        """The weights sent last, as buckets in the object store."""
+        return ray.get(self.ranks[0].spare_weights.remote())
 
     def offload(self) -> None:
         ray.get([rank.offload.remote() for rank in self.ranks])

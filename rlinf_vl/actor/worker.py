@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlinf_vl.actor import checkpoint
-from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, move, shard, whole_weights
+from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, move, shard, weight_shapes, whole_weights
 from rlinf_vl.actor.update import LossSettings, MiniBatch, update
 from rlinf_vl.config.schema import AlgorithmConfig, Config
 from rlinf_vl.models.families import family_of
@@ -24,7 +25,10 @@ from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import Group, MicroBatch
-from rlinf_vl.weights import pack
+from rlinf_vl.weights import Sender
+from rlinf_vl.weights.collective import CollectiveSender, WeightGroup
+from rlinf_vl.weights.handles import HandleSender
+from rlinf_vl.weights.strategy import ObjectStoreSender
 
 log = logging.getLogger(__name__)
 
@@ -212,14 +216,42 @@ class ActorRank:
                 out.append((item.group, int(where.sum()), *sums))
         return out
 
-    def publish_weights(self) -> list[ray.ObjectRef]:
-        """Gather trainable weights, cast once to the engine's dtype, into the object store. Collective; refs come from rank 0."""
-        weights = whole_weights(self.policy, DTYPES[self.config.rollout.model.precision])
-        if self.rank == 0:
-            return [ray.put(bucket) for bucket in pack(weights)]
-        for _ in weights:
-            pass
-        return []
+    def set_weight_sync(self, way: str, bucket_bytes: int) -> None:
+        """How `offer_weights` and those after it send the trainable weights, cast once to the engine's dtype. Collective."""
+        dtype = DTYPES[self.config.rollout.model.precision]
+
+        def gather(device: str) -> Iterator[tuple[str, torch.Tensor]]:
+            return whole_weights(self.policy, dtype, device)
+
+        self.sender: Sender
+        if way == "nccl":
+            self.sender = CollectiveSender(
+                gather, lambda: weight_shapes(self.policy, dtype), self.rank, self.device, bucket_bytes
+            )
+        elif way == "cuda_ipc":
+            self.sender = HandleSender(gather, self.rank, self.world_size, self.device, bucket_bytes)
+        else:
+            self.sender = ObjectStoreSender(gather, self.rank, bucket_bytes)
+
+    def join_weight_group(self, group: WeightGroup) -> None:
+        """Rank 0, with `nccl`: open the group that the engines join, in place of the one before."""
+        self.sender.join(group)
+
+    def offer_weights(self, check: bool) -> list[Any]:
+        """The first step of a sync (`rlinf_vl.weights.strategy`); collective, like the others."""
+        with torch.no_grad():
+            return self.sender.offer(check)
+
+    def deliver_weights(self) -> None:
+        with torch.no_grad():
+            self.sender.deliver()
+
+    def release_weights(self) -> None:
+        self.sender.release()
+
+    def spare_weights(self) -> list[ray.ObjectRef]:
+        """The weights sent last, as buckets in the object store."""
+        return self.sender.spare()
 
     def offload(self) -> None:
         """Give the device's memory to a collocated engine: weights and optimizer state go to host memory."""

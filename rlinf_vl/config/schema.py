@@ -154,6 +154,10 @@ class RolloutConfig:
     """SGLang's batch-invariant kernels and the trainer's formulas (CUDA only): slower, but engine and trainer agree closely."""
     request_timeout: float = 600.0
     """Seconds after which SGLang gives up one request; it is then an error of its group."""
+    weight_sync: str = "auto"
+    """How weights reach the engines: object_store (through Ray, everywhere), nccl (a broadcast; gloo on the CPU), cuda_ipc
+    (handles of memory on the same GPU; on the CPU of the same node). auto: on CUDA cuda_ipc where actor and rollout share
+    slots and nccl where they don't, on the CPU object_store."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     return_logprobs: bool = True
     """Keep the engine's logprobs on every trajectory (needed by TIS and by the rollout/train metrics)."""

@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.recompute_logprobs": ("auto", "true", "false"),
     "algorithm.importance_sampling_level": ("token", "sequence", "geometric"),
     "rollout.rollout_backend": ("torch", "sglang"),
+    "rollout.weight_sync": ("auto", "object_store", "nccl", "cuda_ipc"),
     "rollout.sglang.log_level": ("debug", "info", "warning", "error", "critical"),
     "rollout.model.precision": ("fp32", "bf16", "fp16"),
     "rollout.env_class": ("single_turn",),

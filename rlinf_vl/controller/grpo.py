@@ -27,6 +27,7 @@ from rlinf_vl.controller.run_folder import (
     set_checkpoints_aside,
 )
 from rlinf_vl.controller.step_plan import plan_step
+from rlinf_vl.controller.weight_sync import WeightSync
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.observe.progress import RunProgress
@@ -34,6 +35,7 @@ from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.rollout.worker import Task
+from rlinf_vl.weights import choose
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +48,16 @@ class GrpoController:
     ) -> None:
         self.config, self.run_dir, self.progress = config, run_dir, progress
         self.step, self.timings, self.checked = 0, {}, False
+        way = choose(config.rollout.weight_sync, placement.device, placement.collocated, placement.beside_actors)
         progress.phase("starting rollout workers and actor ranks")
         self.pool = RolloutPool(config, model_path, placement.device, placement.rollout)
         self.actors = ActorGroup(config, model_path, placement.device, placement.actor)
         self._prepare_data(rows=ray.get(self.pool.start())[0])
         progress.phase("sharding the policy")
         ray.get(self.actors.start(self.total_steps))
+        self.weight_sync = WeightSync(
+            way, self.actors, self.pool, device=placement.device, engine_ranks=config.rollout.tensor_parallel_size
+        )
         self.shares_gpu = placement.collocated and placement.device == "cuda"
         self._resume()
         self.trackers = make_trackers(
@@ -116,8 +122,8 @@ class GrpoController:
         return metrics
 
     def sync_weights(self) -> None:
-        """Publish the actors' weights and have every engine take them. Their version is the step that made them."""
-        self.pool.load_weights(self.actors.publish_weights(), version=self.step)
+        """Have every engine take the actors' weights. Their version is the step that made them."""
+        self.weight_sync(version=self.step)
 
     def validate(self) -> dict[str, float]:
         """Accuracy on the validation rows, one sample each, drawn from the same streams every time."""

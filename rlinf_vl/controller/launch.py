@@ -23,12 +23,14 @@ PLACEMENT_TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Ray options of each actor rank and each rollout worker, the device kind, and whether they share slots."""
+    """Ray options of each actor rank and each rollout worker, the device kind, whether they share slots (`collocated`), and
+    whether every slot of rollout has an actor rank (`beside_actors`)."""
 
     device: str
     actor: tuple[dict[str, Any], ...]
     rollout: tuple[dict[str, Any], ...]
     collocated: bool
+    beside_actors: bool
 
 
 def device_of(cluster: ClusterConfig) -> str:
@@ -125,7 +127,8 @@ def place(config: Config) -> Iterator[Placement]:
                 out.append(option)
             return tuple(out)
 
-        yield Placement(device, options("actor"), options("rollout"), shared)
+        beside_actors = set(slots["rollout"]) <= set(slots["actor"])
+        yield Placement(device, options("actor"), options("rollout"), shared, beside_actors)
     finally:
         remove_placement_group(group)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from rlinf_vl.types import Completion, Request
+from rlinf_vl.weights.collective import Notice, WeightGroup
 
 
 class EngineDied(RuntimeError):
@@ -31,6 +32,16 @@ class Engine(Protocol):
         Raises ValueError for an unknown name or another shape.
         """
 
+    def join_weight_group(self, group: WeightGroup) -> None:
+        """Be the members of `group` from `group.rank` on (one, or one per GPU of the engine), in place of the group joined
+        before. Returns when all members have joined."""
+
+    def load_broadcast(self, notices: Sequence[Notice], version: int) -> None:
+        """`load_weights` of what rank 0 of the joined group broadcasts, bucket by bucket as in `notices`."""
+
+    def fingerprint(self, names: Sequence[str]) -> int | None:
+        """`rlinf_vl.weights.buckets.fingerprint` of the engine's own weights; None where it can't be known."""
+
     def pause(self) -> None:
         """Stop between two decoding steps; running requests keep their place."""
 
@@ -43,8 +54,8 @@ class Engine(Protocol):
     def restore_memory(self) -> None:
         """Take it again."""
 
-    def alive(self) -> bool:
-        """False once the engine can't answer any more. Returns within seconds."""
+    def alive(self, timeout_s: float = 30.0) -> bool:
+        """False once the engine can't answer any more, or does not within `timeout_s`."""
 
     def close(self) -> None:
         """End the engine; unfinished futures fail."""

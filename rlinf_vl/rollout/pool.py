@@ -75,7 +75,7 @@ class RolloutPool:
         self.max_running = config.rollout.max_running_requests
         self.heartbeat_timeout = config.rollout.heartbeat_timeout
         self.restarts = 0
-        self._published: tuple[list[ray.ObjectRef], int] | None = None
+        self._current: tuple[Callable[[], Sequence[ray.ObjectRef]], int] | None = None  # weights in buckets, version
 
         def make(option: dict[str, Any]):
             return RolloutWorker.options(**option).remote(config, model_path, device)
@@ -192,8 +192,9 @@ class RolloutPool:
         self.restarts += 1
         ray.get(slot.worker.ready.remote())
         slot.beat_sent = time.monotonic()
-        if self._published:
-            ray.get(slot.worker.load_weights.remote(*self._published))
+        if self._current:
+            buckets, version = self._current
+            ray.get(slot.worker.load_weights.remote(buckets(), version))
 
     def release(self, summaries: Sequence[GroupSummary]) -> None:
         """Let the groups of these summaries go from the object store, once nobody reads them any more."""
@@ -202,9 +203,19 @@ class RolloutPool:
             worker.release.remote(ids)
 
     def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
-        """Have every worker take the published weights; kept for workers that replace one."""
-        self._published = (list(buckets), version)
-        ray.get([worker.load_weights.remote(*self._published) for worker in self.workers])
+        """Have every worker take weights from the object store; kept for workers that replace one."""
+        ray.get(self.take_weights("object_store", list(buckets), version, lambda: buckets))
+
+    def take_weights(
+        self, way: str, labels: Sequence[Any], version: int, spare: Callable[[], Sequence[ray.ObjectRef]]
+    ) -> list[ray.ObjectRef]:
+        """Have every worker take the weights that were offered; references to wait for.
+
+        Args:
+            spare: the same weights as buckets in the object store, asked for when a worker is replaced.
+        """
+        self._current = (spare, version)
+        return [worker.take_weights.remote(way, labels, version) for worker in self.workers]
 
     def release_memory(self) -> None:
         ray.get([worker.release_memory.remote() for worker in self.workers])

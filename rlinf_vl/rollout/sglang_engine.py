@@ -28,6 +28,7 @@ from rlinf_vl.rollout import sglang_cpu
 from rlinf_vl.rollout import sglang_wire as wire
 from rlinf_vl.rollout.sglang_process import Host, require_sglang
 from rlinf_vl.types import Completion, ImageRef, Request
+from rlinf_vl.weights.collective import Notice, WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ class SglangEngine:
         self.in_flight = 0  # samples that SGLang has
         self._room = asyncio.Condition()
         self._answers: set[asyncio.Task] = set()
+        self._weight_group = ""
         self._control = threading.Lock()  # one of load_weights, pause, resume, release, restore at a time
         self._preparing = ThreadPoolExecutor(1, "sglang-pixels")
         self.host = Host(arguments)
@@ -158,14 +160,64 @@ class SglangEngine:
         return [future.result() for future in self.submit(requests)]
 
     def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        def messages() -> Iterator[UpdateWeightsFromTensorReqInput]:
+            for bucket, last in _with_last(buckets):
+                self._check_fits((name, tuple(value.shape)) for name, value in bucket.items())
+                yield UpdateWeightsFromTensorReqInput(
+                    serialized_named_tensors=[wire.serialized(bucket) for _ in range(self.tp_size)],
+                    load_format="flattened_bucket",
+                    flush_cache=False,
+                    weight_version=str(version) if last else None,
+                )
+
+        self._update("update_weights_from_tensor", messages(), version)
+
+    def join_weight_group(self, group: WeightGroup) -> None:
+        from sglang.srt.managers import io_struct
+
         with self._control:
-            resumes = not self.paused
-            self.host.call(self._pause)
-            try:
-                self._update(buckets, version)
-            finally:
-                if resumes:
-                    self.host.call(self._resume)
+            manager = self.host.manager
+            if self._weight_group:
+                message = io_struct.DestroyWeightsUpdateGroupReqInput(group_name=self._weight_group)
+                self.host.checked(manager.destroy_weights_update_group, message)
+            message = io_struct.InitWeightsUpdateGroupReqInput(
+                master_address=group.host,
+                master_port=group.port,
+                rank_offset=group.rank,
+                world_size=group.world_size,
+                group_name=group.name,
+                backend=group.backend,
+            )
+            self.host.checked(manager.init_weights_update_group, message)
+            self._weight_group = group.name
+
+    def load_broadcast(self, notices: Sequence[Notice], version: int) -> None:
+        """As `Engine.load_broadcast`. What arrives is in SGLang's hands only, so fingerprints are not compared."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+        assert self._weight_group, "no weight group was joined"
+        for notice in notices:  # before anything is sent
+            self._check_fits((name, shape) for name, _, shape in notice.entries)
+
+        def messages() -> Iterator[UpdateWeightsFromDistributedReqInput]:
+            for notice, last in _with_last(notices):
+                names, dtypes, shapes = zip(*notice.entries, strict=True)
+                yield UpdateWeightsFromDistributedReqInput(
+                    names=list(names),
+                    dtypes=list(dtypes),
+                    shapes=[list(shape) for shape in shapes],
+                    group_name=self._weight_group,
+                    load_format="flattened_bucket",
+                    flush_cache=False,
+                    weight_version=str(version) if last else None,
+                )
+
+        self._update("update_weights_from_distributed", messages(), version)
+
+    def fingerprint(self, names: Sequence[str]) -> None:
+        """Not known: SGLang fuses weights and gives none of them out."""
 
     def pause(self) -> None:
         with self._control:
@@ -276,22 +328,26 @@ class SglangEngine:
             async with self._room:
                 self._room.notify_all()
 
-    def _update(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
+    def _update(self, operation: str, messages: Iterable[Any], version: int) -> None:
+        """Have SGLang's `operation` take the messages in turn, paused between two decoding steps."""
+        with self._control:
+            resumes = not self.paused
+            self.host.call(self._pause)
+            try:
+                self._update_paused(operation, messages, version)
+            finally:
+                if resumes:
+                    self.host.call(self._resume)
+
+    def _update_paused(self, operation: str, messages: Iterable[Any], version: int) -> None:
         from sglang.srt.managers import io_struct
 
         session = hasattr(self.host.manager, "begin_weight_update")  # newer versions want an update framed
         if session:
             self.host.checked(self.host.manager.begin_weight_update, io_struct.BeginWeightUpdateReqInput())
         try:
-            for bucket, last in _with_last(buckets):
-                self._check_fits(bucket)
-                message = io_struct.UpdateWeightsFromTensorReqInput(
-                    serialized_named_tensors=[wire.serialized(bucket) for _ in range(self.tp_size)],
-                    load_format="flattened_bucket",
-                    flush_cache=False,
-                    weight_version=str(version) if last else None,
-                )
-                self.host.checked(self.host.manager.update_weights_from_tensor, message)
+            for message in messages:
+                self.host.checked(getattr(self.host.manager, operation), message)
         finally:
             if session:
                 self.host.checked(self.host.manager.end_weight_update, io_struct.EndWeightUpdateReqInput())
@@ -299,12 +355,12 @@ class SglangEngine:
         if not self.in_flight:
             self.host.call(self.host.manager.flush_cache)  # only to make room: old entries are never found again
 
-    def _check_fits(self, bucket: dict[str, torch.Tensor]) -> None:
+    def _check_fits(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """SGLang passes over names that it does not know, so they are looked at here."""
-        for name, value in bucket.items():
+        for name, shape in shapes:
             held = self.shapes.get(name, "no such weight")
-            if held != tuple(value.shape):
-                raise ValueError(f"weight {name!r} {tuple(value.shape)} does not fit the engine's ({held})")
+            if held != shape:
+                raise ValueError(f"weight {name!r} {shape} does not fit the engine's ({held})")
 
     async def _release(self) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput

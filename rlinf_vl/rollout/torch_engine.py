@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.families import Family
@@ -23,6 +24,9 @@ from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.sampling import Sampler, uniforms
 from rlinf_vl.rollout.torch_decode import DecodeCache
 from rlinf_vl.types import Completion, ImageRef, Request, Sample
+from rlinf_vl.weights import collective
+from rlinf_vl.weights.buckets import fingerprint
+from rlinf_vl.weights.collective import Notice, WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +95,7 @@ class TorchEngine:
         self._wake = threading.Condition()
         self._step_lock = threading.Lock()
         self._paused = self._closed = False
+        self._weight_group: ProcessGroup | None = None
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
 
@@ -119,6 +124,20 @@ class TorchEngine:
                     weights[name].copy_(value)
             self.version = version
 
+    def join_weight_group(self, group: WeightGroup) -> None:
+        if self._weight_group is not None:
+            collective.leave(self._weight_group)
+        self._weight_group = collective.join(group)
+
+    def load_broadcast(self, notices: Sequence[Notice], version: int) -> None:
+        assert self._weight_group is not None, "no weight group was joined"
+        self.load_weights(collective.receive(self._weight_group, notices, self.device), version)
+
+    def fingerprint(self, names: Sequence[str]) -> int:
+        weights = dict(self.model.named_parameters())
+        with self._step_lock:
+            return fingerprint(weights[name] for name in names)
+
     def pause(self) -> None:
         with self._wake:
             self._paused = True
@@ -140,7 +159,7 @@ class TorchEngine:
     def restore_memory(self) -> None:
         self.model.to(self.device)
 
-    def alive(self) -> bool:
+    def alive(self, timeout_s: float = 30.0) -> bool:
         return self._thread.is_alive() and not self._closed
 
     def close(self) -> None:
@@ -148,6 +167,9 @@ class TorchEngine:
             self._closed = True
             self._wake.notify()
         self._thread.join()
+        if self._weight_group is not None:
+            collective.leave(self._weight_group)
+            self._weight_group = None
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 

@@ -7,8 +7,9 @@ whose trajectories carry the reason; it is counted and never trained on.
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import ray
@@ -23,7 +24,9 @@ from rlinf_vl.rewards import grader
 from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.make_engine import make_engine
 from rlinf_vl.types import Completion, Group, GroupSummary, Problem, Request, Sample, SamplingParams, Trajectory
-from rlinf_vl.weights import unpack
+from rlinf_vl.weights import WeightsDiffer, handles, unpack
+from rlinf_vl.weights.buckets import Labelled, mismatch, verify
+from rlinf_vl.weights.collective import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class RolloutRank:
 
     def __init__(self, config: Config, model_path: str, device: str) -> None:
         torch.set_num_threads(config.cluster.cpu_threads)
-        self.config = config
+        self.config, self.device = config, device
         data, model_config = config.data, config.rollout.model
         self.processor = Processor(
             model_path,
@@ -95,7 +98,7 @@ class RolloutRank:
 
     async def heartbeat(self) -> bool:
         """Whether the engine lives; that it answers at all says that the worker does."""
-        return await asyncio.to_thread(self.engine.alive)
+        return await asyncio.to_thread(self.engine.alive, self.config.rollout.heartbeat_timeout)
 
     async def filter_rows(self, split: str, rows: Sequence[int]):
         """Which of `rows` have a prompt within data.max_prompt_length, expanded ids counted; a `FilterResult`."""
@@ -159,7 +162,7 @@ class RolloutRank:
         try:
             completion = await future
         except Exception as e:
-            if not await asyncio.to_thread(self.engine.alive):
+            if not await asyncio.to_thread(self.engine.alive, self.config.rollout.heartbeat_timeout):
                 raise EngineDied(f"the engine died: {e}") from e
             log.warning("%s row %d: generation failed: %s", prepared.task.split, prepared.task.row, e)
             return await self._failed(prepared.task, f"{type(e).__name__}: {e}")
@@ -218,8 +221,34 @@ class RolloutRank:
 
     async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Take published weights, bucket by bucket, as `version`."""
-        held = await asyncio.gather(*buckets)  # views of the object store, not copies
-        await asyncio.to_thread(self.engine.load_weights, map(unpack, held), version)
+        await self.take_weights("object_store", buckets, version)
+
+    async def join_weight_group(self, group: WeightGroup) -> None:
+        await asyncio.to_thread(self.engine.join_weight_group, group)
+
+    async def take_weights(self, way: str, labels: Sequence[Any], version: int) -> None:
+        """Take the weights of these labels, as `version`: the receiving side of each strategy (`rlinf_vl.weights`).
+
+        Raises:
+            WeightsDiffer: a label has a fingerprint, and what came, or what the engine then holds, has another.
+        """
+        if way == "object_store":
+            labels = await asyncio.gather(*labels)  # buckets: views of the object store, not copies
+            buckets = zip(labels, map(unpack, labels), strict=True)
+        elif way == "cuda_ipc":
+            labels = handles.at(handles.place_of(self.device), labels)
+            buckets = zip(labels, handles.opened(labels), strict=True)
+        if way == "nccl":
+            await asyncio.to_thread(self.engine.load_broadcast, labels, version)
+        else:
+            await asyncio.to_thread(self.engine.load_weights, _checked(buckets), version)
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # copied, so the sender may take its memory back
+        for label in labels:
+            if label.fingerprint is not None:
+                found = await asyncio.to_thread(self.engine.fingerprint, [name for name, _, _ in label.entries])
+                if found not in (None, label.fingerprint):
+                    raise WeightsDiffer(mismatch(label, found, "in the engine"))
 
     async def release_memory(self) -> None:
         self.engine.release_memory()
@@ -229,6 +258,12 @@ class RolloutRank:
 
     async def stop(self) -> None:
         self.engine.close()
+
+
+def _checked(buckets: Iterable[tuple[Labelled, dict[str, torch.Tensor]]]) -> Iterator[dict[str, torch.Tensor]]:
+    for label, weights in buckets:
+        verify(label, weights, "as received")
+        yield weights
 
 
 RolloutWorker = ray.remote(RolloutRank)

@@ -1,8 +1,13 @@
-"""Weights as flat byte buffers: what goes through Ray's object store is one numpy array per bucket, read zero-copy."""
+"""Weights as flat byte buffers, and the check that they arrived.
+
+Everything that sends weights sends buckets: some weights end to end as bytes, with a list of what is where. Through Ray's
+object store a bucket goes as one numpy array, read zero-copy.
+"""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,51 +15,147 @@ import torch
 #: Bytes after which a bucket is sent.
 BUCKET_BYTES = 256 * 2**20
 
+#: (name, dtype name as in torch, shape) of a weight.
+Entry = tuple[str, str, tuple[int, ...]]
+
+#: Words of eight bytes that `fingerprint` looks at together: few enough to stay in a processor's cache.
+FINGERPRINT_WORDS = 2**16
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some weights end to end. `entries`: (name, dtype name as in torch, shape) in order; `data`: uint8 [bytes]."""
+    """Some weights end to end. `entries`: what they are, in order; `data`: uint8 [bytes]."""
 
-    entries: tuple[tuple[str, str, tuple[int, ...]], ...]
+    entries: tuple[Entry, ...]
     data: np.ndarray = field(repr=False)
+    fingerprint: int | None = None
+    """`fingerprint` of the weights, where the receiver is to check it."""
 
 
-def pack(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Fill buckets with CPU tensors in order. A bucket exceeds `max_bytes` only where one weight alone does."""
+class Labelled(Protocol):
+    """What is known of a bucket, however its bytes travel."""
+
+    entries: tuple[Entry, ...]
+    fingerprint: int | None
+
+
+class WeightsDiffer(RuntimeError):
+    """Weights that arrived, or that an engine holds, are not those that were sent."""
+
+
+def group_by_size(
+    weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int = BUCKET_BYTES
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Weights in order, a bucket's worth at a time. A bucket exceeds `max_bytes` only where one weight alone does."""
     held: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, value in weights:
         if held and size + value.nbytes > max_bytes:
-            yield _bucket(held)
+            yield held
             held, size = [], 0
         held.append((name, value))
         size += value.nbytes
     if held:
-        yield _bucket(held)
+        yield held
 
 
-def _bucket(held: list[tuple[str, torch.Tensor]]) -> Bucket:
-    data = np.empty(sum(value.nbytes for _, value in held), np.uint8)
-    entries, offset = [], 0
-    for name, value in held:
-        flat = value.contiguous().view(-1).view(torch.uint8).numpy() if value.numel() else np.empty(0, np.uint8)
-        data[offset : offset + len(flat)] = flat
-        offset += len(flat)
-        entries.append((name, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
-    return Bucket(tuple(entries), data)
+def entries_of(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[Entry, ...]:
+    return tuple((name, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in weights)
+
+
+def nbytes(entries: Iterable[Entry]) -> int:
+    """Bytes of a bucket with these entries."""
+    return sum(_nbytes(entry) for entry in entries)
+
+
+def flatten(weights: Sequence[tuple[str, torch.Tensor]], out: torch.Tensor | None = None) -> torch.Tensor:
+    """Weights end to end as uint8 [bytes], on their device or written into `out`."""
+    if out is None:
+        out = torch.empty(sum(value.nbytes for _, value in weights), dtype=torch.uint8, device=weights[0][1].device)
+    offset = 0
+    for _, value in weights:
+        if value.numel():
+            out[offset : offset + value.nbytes] = value.contiguous().view(-1).view(torch.uint8)
+        offset += value.nbytes
+    return out
+
+
+def views(entries: Iterable[Entry], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The weights of a bucket as views of its bytes; read-only in spirit: copy before writing."""
+    out, offset = {}, 0
+    for entry in entries:
+        name, dtype, shape = entry
+        torch_dtype = getattr(torch, dtype)
+        piece = flat[offset : offset + _nbytes(entry)]
+        aligned = piece if offset % torch_dtype.itemsize == 0 else piece.clone()
+        out[name] = aligned.view(torch_dtype).view(shape)
+        offset += len(piece)
+    return out
+
+
+def pack(
+    weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int = BUCKET_BYTES, check: bool = False
+) -> Iterator[Bucket]:
+    """Buckets of CPU tensors; with their fingerprints if `check`."""
+    for held in group_by_size(weights, max_bytes):
+        mark = fingerprint(value for _, value in held) if check else None
+        yield Bucket(entries_of(held), flatten(held).numpy(), mark)
 
 
 def unpack(bucket: Bucket) -> dict[str, torch.Tensor]:
     """The weights of a bucket as views of its buffer; read-only in spirit: copy before writing."""
-    out, offset = {}, 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         flat = torch.from_numpy(bucket.data)
-    for name, dtype, shape in bucket.entries:
-        torch_dtype = getattr(torch, dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * torch_dtype.itemsize
-        piece = flat[offset : offset + size]
-        aligned = piece if offset % torch_dtype.itemsize == 0 else piece.clone()
-        out[name] = aligned.view(torch_dtype).view(shape)
-        offset += size
+    return views(bucket.entries, flat)
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
+    """64 bits of what tensors hold, bit for bit and in order; the same on every device.
+
+    A change confined to eight bytes that stand together at a multiple of eight is always seen, any other all but surely.
+    """
+    out = 0
+    for tensor in tensors:
+        value = tensor.detach().contiguous().view(-1)
+        words = _words(value)
+        total = torch.zeros((), dtype=torch.int64, device=words.device)
+        odd = 2 * torch.arange(min(len(words), FINGERPRINT_WORDS), device=words.device) + 1
+        for start in range(0, len(words), FINGERPRINT_WORDS):  # Σ word · (2 place + 1); int64 wraps, alike everywhere
+            some = words[start : start + FINGERPRINT_WORDS]
+            total += (some * odd[: len(some)]).sum() + 2 * start * some.sum()
+        out = (out * 0x9E3779B97F4A7C15 + int(total) + value.nbytes) % 2**64
     return out
+
+
+def _words(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of a flat tensor as int64, zeros behind them to make the last one whole."""
+    raw = value.view(torch.uint8) if value.numel() else value.new_zeros(0, dtype=torch.uint8)
+    if len(raw) % 8 or raw.storage_offset() % 8:
+        whole = raw.new_zeros(-(-len(raw) // 8) * 8)
+        whole[: len(raw)] = raw
+        raw = whole
+    return raw.view(torch.int64)
+
+
+def verify(bucket: Labelled, weights: dict[str, torch.Tensor], where: str) -> None:
+    """WeightsDiffer if `weights` are not what the bucket's fingerprint is of; nothing if it has none."""
+    if bucket.fingerprint is None:
+        return
+    found = fingerprint(weights[name] for name, _, _ in bucket.entries)
+    if found != bucket.fingerprint:
+        raise WeightsDiffer(mismatch(bucket, found, where))
+
+
+def mismatch(bucket: Labelled, found: int, where: str) -> str:
+    """Says which weights differ."""
+    first, last = bucket.entries[0][0], bucket.entries[-1][0]
+    return (
+        f"weights {first} … {last} ({len(bucket.entries)} of them) {where} are not those the trainer sent: fingerprint"
+        f" {found:016x}, not {bucket.fingerprint:016x}"
+    )
+
+
+def _nbytes(entry: Entry) -> int:
+    _, dtype, shape = entry
+    return int(np.prod(shape, dtype=np.int64)) * getattr(torch, dtype).itemsize

@@ -10,17 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from whole_run import FIXED_METRICS, marked
 
 pytestmark = pytest.mark.e2e
-
-FIXED_METRICS = {
-    "reward/mean", "reward/std", "reward/zero_std_groups", "actor/loss", "actor/grad_norm", "actor/entropy",
-    "actor/clip_fraction", "actor/rollout_train_kl", "actor/rollout_train_k3", "actor/rollout_train_abs_diff_mean",
-    "actor/rollout_train_abs_diff_max", "actor/tis_mean", "actor/tis_clip_fraction", "actor/tis_ess",
-    "rollout/response_length_mean", "rollout/response_length_max", "rollout/truncated", "rollout/tokens_per_second",
-    "actor/tokens_per_second", "packing/fill", "data/object_store_bytes", "time/step", "time/generate", "time/train",
-    "time/sync",
-}  # fmt: skip
 
 
 def train(folder: Path, *overrides: str, expect: int = 0) -> str:
@@ -167,18 +159,6 @@ def test_a_run_that_is_told_to_stop_leaves_no_process(tmp_path, number):
         run.stderr.close()
     psutil.wait_procs(marked(mark), timeout=15)
     assert not marked(mark)
-
-
-def marked(mark: dict[str, str]) -> list[psutil.Process]:
-    """Processes whose environment carries the mark."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if mark.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_a_mistake_is_told_in_a_moment_before_ray_starts(tmp_path):

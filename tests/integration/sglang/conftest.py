@@ -17,6 +17,7 @@ FAMILY = family_of("qwen3_vl")
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.name.startswith("test_a_killed_scheduler"))  # it ends the engine: the last to run
     if importlib.util.find_spec("sglang") is None:
         reason = "SGLang is not installed here; `bash requirements/install.sh --sglang --dev` makes an environment"
         for item in items:
@@ -65,6 +66,12 @@ class Toy:
         sampling = {"max_new_tokens": 12, "stop_ids": self.processor.stop_ids} | sampling
         return Request(ids, images, grids, SamplingParams(**sampling), tuple(range(n)))
 
+    @staticmethod
+    def request_of(group):
+        """The request that a group answers."""
+        seeds = tuple(range(len(group.trajectories)))
+        return Request(group.prompt_ids, group.images, group.image_grids, SamplingParams(), seeds)
+
     @torch.no_grad()
     def logp(self, request, ids, temperature=1.0, model=None):
         """float32 [R, V]: transformers' own forward, over the ids that are not banned, at each position of `ids`."""
@@ -97,6 +104,13 @@ class Toy:
                     p.add_(scale * p.std(correction=0) * torch.randn(p.shape, generator=generator))
                     changed[name] = p.detach()
         return other, changed
+
+    def with_weights(self, weights):
+        """A copy of the model that has these weights, and its own where none is named."""
+        other = copy.deepcopy(self.model)
+        _, unknown = other.load_state_dict(weights, strict=False)
+        assert not unknown
+        return other
 
     def weights(self):
         return {name: p.detach() for name, p in self.model.named_parameters()}

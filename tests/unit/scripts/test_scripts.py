@@ -108,6 +108,62 @@ def test_pyproject_and_base_requirements_name_the_same():
         assert names((ROOT / f"requirements/{file}.txt").read_text().splitlines()) == names(declared)
 
 
+# --- tests/run.sh and .ci/run ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(fake_python: Path, tmp_path: Path) -> Path:
+    """The two scripts in a tree of their own, where nothing is installed and Python is a stand-in."""
+    root = tmp_path / "root"
+    for script in (ROOT / "tests/run.sh", ROOT / ".ci/run"):
+        copy = root / script.relative_to(ROOT)
+        copy.parent.mkdir(parents=True)
+        copy.write_text(script.read_text())
+    (root / "requirements").mkdir()
+    (root / "requirements/install.sh").write_text('echo "{\\"install\\": \\"$*\\"}"\n')
+    for venv in (".venv", ".venv-sglang"):
+        (root / venv / "bin").mkdir(parents=True)
+        (root / venv / "bin/python").write_text(
+            f'#!/bin/sh\necho "{{\\"venv\\": \\"{venv}\\"}}"\nexec "{fake_python}" "$@"\n'
+        )
+        (root / venv / "bin/python").chmod(0o755)
+    return root
+
+
+LIGHT = ({"install": "--dev"}, {"venv": ".venv"}, ["-m", "pytest"])
+WITH_SGLANG = (
+    {"install": "--sglang --dev"},
+    {"venv": ".venv-sglang"},
+    ["-m", "pytest", "tests/integration/sglang", "tests/e2e/test_sglang_run.py"],
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "runs"),
+    [
+        ("tests/run.sh", ["-k", "a b"], [LIGHT]),
+        ("tests/run.sh", ["--sglang", "-k", "a b"], [WITH_SGLANG]),
+        (".ci/run", ["-k", "a b"], [LIGHT, WITH_SGLANG]),
+    ],
+)
+def test_the_tests_run_in_their_environments(tree: Path, script: str, arguments: list[str], runs: list):
+    done = bash(tree / script, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    for (install, venv, argv), lines in zip(runs, (told[i : i + 3] for i in range(0, len(told), 3)), strict=True):
+        assert lines[:2] == [install, venv]
+        assert lines[2]["argv"] == [*argv, "-k", "a b"] and lines[2]["cwd"] == str(tree)
+
+
+@pytest.mark.parametrize("failing", [".venv", ".venv-sglang"])
+def test_continuous_integration_fails_if_either_part_does(tree: Path, failing: str):
+    python = tree / failing / "bin/python"
+    python.write_text(python.read_text().replace("exec", "FAKE_EXIT=3 exec"))
+    done = bash(tree / ".ci/run")
+    assert done.returncode == 3
+    assert [venv in done.stdout for venv in ('".venv"', '".venv-sglang"')] == [True, True]
+
+
 # --- run_main_grpo_vqa.sh ---------------------------------------------------------------------------------------------
 
 

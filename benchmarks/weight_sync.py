@@ -1,0 +1,205 @@
+"""Weight sync: seconds and GB/s of each way (`rollout.weight_sync`), against a plain copy of the same bytes in memory.
+
+    python benchmarks/weight_sync.py [--megabytes 512] [--workers 2] [--repeats 5] [--bucket-megabytes 256] [--json FILE]
+
+One sender and `--workers` receivers, each a Ray actor, with weights of the size of a small model's layers; no model and no
+engine, so what is timed is the way itself: from the call to every receiver having copied the weights into its own memory.
+GB/s counts the weights once, however many receive them. The first sync, which compares fingerprints, is timed apart.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import ray
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from rlinf_vl.rollout.worker import RolloutRank
+from rlinf_vl.weights import collective
+from rlinf_vl.weights.collective import CollectiveSender, WeightGroup
+from rlinf_vl.weights.handles import HandleSender
+from rlinf_vl.weights.strategy import ObjectStoreSender
+
+WAYS = ("object_store", "nccl", "cuda_ipc")
+#: Elements of one weight, 16 MiB in float32.
+ELEMENTS = 2**22
+
+
+def make_weights(megabytes: int) -> list[tuple[str, torch.Tensor]]:
+    count = max(1, megabytes * 2**20 // (4 * ELEMENTS))
+    return [(f"layer.{i}", torch.randn(ELEMENTS).view(2048, 2048)) for i in range(count)]
+
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    """The sending side, a group of one rank."""
+
+    def __init__(self, megabytes: int, bucket_bytes: int) -> None:
+        torch.set_num_threads(1)
+        self.weights, self.bucket_bytes = make_weights(megabytes), bucket_bytes
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def use(self, way: str) -> None:
+        self.sender = {
+            "object_store": lambda: ObjectStoreSender(self._gather, 0, self.bucket_bytes),
+            "nccl": lambda: CollectiveSender(self._gather, self._gather_shapes, 0, "cpu", self.bucket_bytes),
+            "cuda_ipc": lambda: HandleSender(self._gather, 0, 1, "cpu", self.bucket_bytes),
+        }[way]()
+
+    def _gather(self, device: str):
+        yield from self.weights
+
+    def _gather_shapes(self):
+        return ((name, value.to("meta")) for name, value in self.weights)
+
+    def join(self, group: WeightGroup) -> None:
+        self.sender.join(group)
+
+    def offer(self, check: bool):
+        return self.sender.offer(check)
+
+    def deliver(self) -> None:
+        self.sender.deliver()
+
+    def release(self) -> None:
+        self.sender.release()
+
+
+class Copying:
+    """An engine's receiving half: it copies what arrives over its own weights."""
+
+    def __init__(self, megabytes: int) -> None:
+        self.weights = dict(make_weights(megabytes))
+
+    def load_weights(self, buckets, version: int) -> None:
+        for bucket in buckets:
+            for name, value in bucket.items():
+                self.weights[name].copy_(value)
+
+    def join_weight_group(self, group: WeightGroup) -> None:
+        self.group = collective.join(group)
+
+    def load_broadcast(self, notices, version: int) -> None:
+        self.load_weights(collective.receive(self.group, notices, torch.device("cpu")), version)
+
+    def fingerprint(self, names) -> int:
+        from rlinf_vl.weights.buckets import fingerprint
+
+        return fingerprint(self.weights[name] for name in names)
+
+
+@ray.remote(num_cpus=0)
+class Worker(RolloutRank):
+    """The receiving side of a rollout worker and nothing else of it."""
+
+    def __init__(self, megabytes: int) -> None:
+        torch.set_num_threads(1)
+        self.device, self.engine = "cpu", Copying(megabytes)
+
+
+def copy_seconds(megabytes: int) -> float:
+    """One thread, from one buffer to another that has been touched before."""
+    source = torch.randint(255, (megabytes * 2**20,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    target.copy_(source)
+    start = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - start
+
+
+def sync(trainer, workers, way: str, check: bool) -> float:
+    start = time.perf_counter()
+    labels = ray.get(trainer.offer.remote(check))
+    pending = [worker.take_weights.remote(way, labels, 1) for worker in workers]
+    ray.get([*pending, trainer.deliver.remote()])
+    ray.get(trainer.release.remote())
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bucket-megabytes", type=int, default=256)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    size = args.megabytes * 2**20
+    # the weights of two syncs may be there at once
+    ray.init(
+        address="local", include_dashboard=False, object_store_memory=max(3 * size, 2**28), logging_level="warning"
+    )
+    trainer = Trainer.remote(args.megabytes, args.bucket_megabytes * 2**20)
+    workers = [Worker.remote(args.megabytes) for _ in range(args.workers)]
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    first, copies = {}, []
+    for way in WAYS:
+        ray.get([trainer.use.remote(way), *(worker.process.remote() for worker in workers)])  # all have started
+        if way == "nccl":
+            with_port = WeightGroup("127.0.0.1", _free_port(), "benchmark", "gloo", 1 + args.workers, 0)
+            joins = [w.join_weight_group.remote(replace(with_port, rank=1 + i)) for i, w in enumerate(workers)]
+            ray.get([trainer.join.remote(with_port), *joins])
+        first[way] = sync(trainer, workers, way, check=True)
+        sync(trainer, workers, way, check=False)  # a warm-up
+        for _ in range(args.repeats):
+            copies.append(copy_seconds(args.megabytes))
+            times[way].append(sync(trainer, workers, way, check=False))
+    ray.shutdown()
+
+    copy = statistics.median(copies)
+    figures: dict[str, float | int | str] = {"copy_seconds": copy, "copy_gb_per_second": size / copy / 1e9}
+    table = Table(title=f"{args.megabytes} MiB of float32 weights to {args.workers} workers, {args.repeats} times")
+    for column in ("way", "seconds (median)", "GB/s", "× plain copy", "first sync, with check"):
+        table.add_column(column)
+    table.add_row("plain copy", f"{copy:.3f}", f"{size / copy / 1e9:.2f}", "1.0", "")
+    for way in WAYS:
+        seconds = statistics.median(times[way])
+        figures |= {
+            f"{way}_seconds": seconds,
+            f"{way}_seconds_min": min(times[way]),
+            f"{way}_seconds_max": max(times[way]),
+            f"{way}_gb_per_second": size / seconds / 1e9,
+            f"{way}_over_copy": seconds / copy,
+            f"{way}_first_seconds": first[way],
+        }
+        table.add_row(
+            way, f"{seconds:.3f}", f"{size / seconds / 1e9:.2f}", f"{seconds / copy:.1f}", f"{first[way]:.3f}"
+        )
+    figures |= {
+        "megabytes": args.megabytes,
+        "bucket_megabytes": args.bucket_megabytes,
+        "workers": args.workers,
+        "repeats": args.repeats,
+        "device": "cpu",
+        "backend": "gloo",
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count() or 0,
+        "torch": torch.__version__,
+    }
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Every way to sync weights, between two FSDP ranks and two workers: engines then sample from the ranks' weights, exactly."""
+
+import gc
+import os
+import signal
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from rlinf_vl.config import load_config
+from rlinf_vl.rollout.worker import Task
+from rlinf_vl.weights import pack
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+WAYS = ["object_store", "nccl", "cuda_ipc"]
+#: Several buckets even for the toy, which has 92 weights.
+BUCKET_BYTES = 2**18
+
+
+@pytest.fixture(scope="module")
+def models(toy_folder, tmp_path_factory):
+    """The toy's model, which the engines start with, and another, in whose folder the ranks find theirs."""
+    import shutil
+
+    from transformers import AutoModelForImageTextToText
+
+    folder = tmp_path_factory.mktemp("other") / "checkpoint"
+    shutil.copytree(toy_folder, folder)
+    old, new = (AutoModelForImageTextToText.from_pretrained(toy_folder, dtype=torch.float32).eval() for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in new.parameters():
+            p.add_(0.3 * p.std(correction=0) * torch.randn(p.shape, generator=generator))
+    new.save_pretrained(folder)
+    return old, new, folder
+
+
+@pytest.fixture(scope="module")
+def parts(toy_folder, models):
+    from rlinf_vl.actor.group import ActorGroup
+    from rlinf_vl.controller.launch import place, ray_cluster
+    from rlinf_vl.rollout.pool import RolloutPool
+
+    overrides = [
+        "cluster.component_placement={actor: 0-1, rollout: 0-1}",
+        "rollout.model.precision=fp32",
+        "actor.model.freeze_vision_tower=false",
+    ]
+    config = load_config("toy-grpo-cpu", overrides)
+    with ray_cluster(config), place(config) as placement:
+        pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
+        actors = ActorGroup(config, str(models[2]), placement.device, placement.actor)
+        ray.get(pool.start())
+        ray.get(actors.start(total_steps=2))
+        yield actors, pool
+        pool.stop()
+        actors.stop()
+
+
+@pytest.fixture
+def synced(parts, models, request):
+    """(sync, actors, pool) for one way, the engines holding the toy's own weights as version 0."""
+    from rlinf_vl.controller.weight_sync import WeightSync
+
+    actors, pool = parts
+    pool.load_weights([ray.put(bucket) for bucket in pack(models[0].named_parameters())], version=0)
+    return (
+        WeightSync(request.param, actors, pool, device="cpu", engine_ranks=1, bucket_bytes=BUCKET_BYTES),
+        actors,
+        pool,
+    )
+
+
+def sampled(pool, n=8):
+    """Groups of two samples to the first n training rows, and the workers that made them: half each."""
+    results = pool.generate([Task(f"g{i}", "train", i, (2 * i, 2 * i + 1)) for i in range(n)])
+    groups = ray.get([reference for _, reference in results])
+    pool.release([summary for summary, _ in results])
+    return groups
+
+
+@torch.no_grad()
+def of_model(model, toy_folder, group, trajectory):
+    """float32 [R]: transformers' own logprobs of a trajectory's tokens."""
+    from rlinf_vl.models.families import family_of
+    from rlinf_vl.models.processing import Processor
+
+    processor = Processor(str(toy_folder), family_of("qwen3_vl"))
+    ids = torch.tensor(np.concatenate([group.prompt_ids, trajectory.ids]), dtype=torch.int64)[None]
+    model.model.rope_deltas = None
+    logits = model(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=torch.from_numpy(np.concatenate([processor.pixels(image) for image in group.images])),
+        image_grid_thw=torch.from_numpy(group.image_grids.astype(np.int64)),
+        mm_token_type_ids=(ids == processor.image_token_id).int(),
+    ).logits[0].float()  # fmt: skip
+    logits[:, torch.from_numpy(processor.banned_ids(logits.shape[-1]))] = -torch.inf
+    table = logits[len(group.prompt_ids) - 1 : -1].log_softmax(-1)
+    return table.gather(1, torch.tensor(trajectory.ids).long()[:, None])[:, 0].numpy()
+
+
+def assert_sampled_from(pool, model, toy_folder, version):
+    for group in sampled(pool):
+        for trajectory in group.trajectories:
+            assert trajectory.error is None
+            assert (trajectory.versions == version).all()
+            np.testing.assert_allclose(trajectory.logprobs, of_model(model, toy_folder, group, trajectory), atol=1e-4)
+
+
+@pytest.mark.parametrize("synced", WAYS, indirect=True)
+def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_folder):
+    sync, _, pool = synced
+    old, new, _ = models
+    assert_sampled_from(pool, old, toy_folder, 0)
+    sync(version=3)  # with fingerprints
+    assert_sampled_from(pool, new, toy_folder, 3)
+    sync(version=4)  # without
+    assert_sampled_from(pool, new, toy_folder, 4)
+
+    restarts = pool.restarts
+    _, pid = ray.get(pool.workers[1].process.remote())
+    os.kill(pid, signal.SIGKILL)
+    assert_sampled_from(pool, new, toy_folder, 4)  # replaced on the way, and given what the other one has
+    assert pool.restarts == restarts + 1
+    pool.load_weights([ray.put(bucket) for bucket in pack(old.named_parameters())], version=0)
+    sync(version=5)  # the new worker takes part
+    assert_sampled_from(pool, new, toy_folder, 5)
+
+
+@pytest.mark.parametrize("synced", WAYS, indirect=True)
+def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
+    """A fingerprint that is not that of what arrives: the error names the weights, and nothing waits for anything."""
+    from dataclasses import replace
+
+    sync, actors, _ = synced
+    offer = actors.offer_weights
+
+    def wrong(check):
+        labels = offer(check)
+        if sync.way == "object_store":
+            buckets = ray.get(labels)
+            return [ray.put(replace(b, fingerprint=b.fingerprint ^ 1)) for b in buckets]
+        return [replace(label, fingerprint=label.fingerprint ^ 1) for label in labels]
+
+    monkeypatch.setattr(actors, "offer_weights", wrong)
+    with pytest.raises(
+        ray.exceptions.RayTaskError, match="(?s)WeightsDiffer: weights .* are not those the trainer sent"
+    ):
+        sync(version=9)
+
+
+@pytest.mark.parametrize("synced", ["cuda_ipc"], indirect=True)
+def test_handles_keep_memory_until_release(synced):
+    """What is offered can be read until `release`, and its memory goes then."""
+    from rlinf_vl.weights import handles
+
+    _, actors, _ = synced
+    labels = actors.offer_weights(check=True)
+    assert len(labels) > 3
+    first = next(handles.opened(labels[:1]))
+    assert len({label.place for label in labels}) == 1  # one node, so one of the two ranks offers
+    actors.release_weights()
+    assert all(torch.isfinite(value).all() for value in first.values())  # still mapped here
+    with pytest.raises(RuntimeError):
+        next(handles.opened(labels[:1]))
+    del first
+    gc.collect()
+    with pytest.raises(ValueError, match="no actor rank is at the place"):
+        handles.at("GPU elsewhere", labels)
