@@ -42,7 +42,12 @@ class WeightSync:
             self._join()
         labels = self.actors.offer_weights(check=not self._checked)
         taken = self.pool.take_weights(self.way, labels, version, spare=self.actors.spare_weights)
-        _wait(taken + self.actors.deliver_weights())
+        delivered = self.actors.deliver_weights()
+        if self.way == "nccl":  # a broadcast needs all of its members: one that dies ends it for everybody
+            _wait(taken + delivered)
+        else:
+            _wait(delivered)
+            self.pool.settle(taken)
         self.actors.release_weights()
         self._checked = True
 

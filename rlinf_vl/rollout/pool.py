@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two heartbeats of a worker that is generating.
 HEARTBEAT_PERIOD_S = 5.0
+#: Seconds that a replacement is given to load its model and start its engine.
+START_TIMEOUT_S = 1800
 #: Workers replaced in one call of `generate` before the pool gives up: what kills every replacement is not chance.
 MAX_REPLACEMENTS = 8
 
@@ -190,7 +192,7 @@ class RolloutPool:
         slot.kill()
         slot.start()
         self.restarts += 1
-        ray.get(slot.worker.ready.remote())
+        ray.get(slot.worker.ready.remote(), timeout=START_TIMEOUT_S)
         slot.beat_sent = time.monotonic()
         if self._current:
             buckets, version = self._current
@@ -204,7 +206,7 @@ class RolloutPool:
 
     def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Have every worker take weights from the object store; kept for workers that replace one."""
-        ray.get(self.take_weights("object_store", list(buckets), version, lambda: buckets))
+        self.settle(self.take_weights("object_store", list(buckets), version, lambda: buckets))
 
     def take_weights(
         self, way: str, labels: Sequence[Any], version: int, spare: Callable[[], Sequence[ray.ObjectRef]]
@@ -216,6 +218,26 @@ class RolloutPool:
         """
         self._current = (spare, version)
         return [worker.take_weights.remote(way, labels, version) for worker in self.workers]
+
+    def settle(self, taken: Sequence[ray.ObjectRef]) -> None:
+        """Wait for what `take_weights` began. A worker that dies or hangs meanwhile is replaced, and given the spare weights."""
+        for slot, reference in zip(self._slots, taken, strict=True):
+            slot.beat, slot.beat_sent = None, time.monotonic()
+            reason = None
+            while reason is None and not ray.wait([reference], timeout=HEARTBEAT_PERIOD_S / 5)[0]:
+                reason = self._heartbeat(slot)
+            try:
+                if reason is None:
+                    ray.get(reference)
+                    continue
+            except RayActorError as error:
+                reason = str(error).splitlines()[0]
+            except RayTaskError as error:
+                if not isinstance(error.cause, EngineDied):
+                    raise
+                reason = str(error.cause)
+            log.warning("a rollout worker is replaced during a weight sync: %s", reason)
+            self._replace(slot)
 
     def release_memory(self) -> None:
         ray.get([worker.release_memory.remote() for worker in self.workers])

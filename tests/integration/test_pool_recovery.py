@@ -90,3 +90,21 @@ def test_the_replacement_has_the_current_weights(pool, toy_folder):
     assert generate(pool, 4) == moved
     results = pool.generate(tasks(2))
     assert {summary.min_version for summary, _ in results} == {7}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_hangs_in_a_weight_sync_is_replaced(pool, toy_folder, number):
+    import torch
+
+    from rlinf_vl.models.families import family_of
+    from rlinf_vl.models.loading import load_model
+    from rlinf_vl.weights import pack
+
+    model = load_model(toy_folder, family_of("qwen3_vl"), torch.float32)
+    buckets = [ray.put(bucket) for bucket in pack((name, p.detach()) for name, p in model.named_parameters())]
+    before, (_, pid) = pool.restarts, ray.get(pool.workers[1].process.remote())
+    os.kill(pid, number)
+    pool.load_weights(buckets, version=20 + number)
+    assert pool.restarts == before + 1
+    results = pool.generate(tasks(6))
+    assert {summary.min_version for summary, _ in results} == {20 + number}
