@@ -41,6 +41,15 @@ def _kill_process(pid: int) -> None:
         pass
 
 
+def _cause_of_death(error: RayActorError | RayTaskError) -> str:
+    """Why a worker must be replaced: it is dead, or its engine is. Any other error of a task is raised again."""
+    if isinstance(error, RayTaskError):
+        if not isinstance(error.cause, EngineDied):
+            raise error
+        return str(error.cause)
+    return str(error).splitlines()[0]
+
+
 class _Slot:
     """One place for a worker: its placement, who is in it, and what that one has been given in the running call."""
 
@@ -154,13 +163,8 @@ class RolloutPool:
             except StopIteration:
                 del streams[stream]
                 continue
-            except RayActorError as error:
-                replace(slot, str(error).splitlines()[0])
-                continue
-            except RayTaskError as error:
-                if not isinstance(error.cause, EngineDied):
-                    raise
-                replace(slot, str(error.cause))
+            except (RayActorError, RayTaskError) as error:
+                replace(slot, _cause_of_death(error))
                 continue
             assert summary.id not in results, f"group {summary.id} came twice"
             results[summary.id] = (summary, group)
@@ -183,7 +187,7 @@ class RolloutPool:
         try:
             alive = ray.get(slot.beat)
         except RayActorError as error:
-            return str(error).splitlines()[0]
+            return _cause_of_death(error)
         slot.beat, slot.beat_sent = None, now
         return None if alive else "its engine is dead"
 
@@ -230,12 +234,8 @@ class RolloutPool:
                 if reason is None:
                     ray.get(reference)
                     continue
-            except RayActorError as error:
-                reason = str(error).splitlines()[0]
-            except RayTaskError as error:
-                if not isinstance(error.cause, EngineDied):
-                    raise
-                reason = str(error.cause)
+            except (RayActorError, RayTaskError) as error:
+                reason = _cause_of_death(error)
             log.warning("a rollout worker is replaced during a weight sync: %s", reason)
             self._replace(slot)
 
