@@ -1,10 +1,16 @@
-"""Training: one GRPO update of a randomly initialised Qwen3-VL on geometry-like lengths. Tokens/s, MFU, peak memory.
+"""Training: one whole GRPO step (old logprobs, reference logprobs, update), shared prompts and images against baselines.
 
-    python benchmarks/trainer.py [--shape 2b|small] [--device cuda|cpu] [--groups 16] [--budget 16384] [--json FILE]
+    python benchmarks/trainer.py [--shape small|2b] [--device cpu|cuda] [--dtype fp32|bf16] [--groups 16] [--budget 4096]
+                                 [--peer-python PYTHON] [--json FILE]
 
-The step is the trainer's own (`actor.update.update` under FSDP2 on one rank). MFU counts multiply-adds that the step needs,
-vision tower included and recomputation excluded, over `--peak-tflops` (or, where that is not given, over the matmul rate
-measured on this device in the same run).
+All in one run, on the same rows, weights and loss (which must agree):
+- shared: this trainer as it is: prompts and images once, no pass that is not needed.
+- packed: the same trainer, each trajectory with its own copy of prompt and image, and a pass for the old logprobs.
+- padded (CPU, or with --padded): transformers' model with eager attention, rows padded, logits of all positions.
+- floor: the multiply-adds that must be done, each shared thing once, at the rate of matrix products of the same shapes.
+- bf16 (a CPU with AMX): shared, computing in bfloat16 with float32 master weights.
+- TRL's GRPOTrainer on the same model, rows and completion lengths, with generation (--peer-python: an interpreter that has
+  trl and torchvision; benchmarks/peers/trl_step.py says which packages).
 """
 
 import argparse
@@ -12,219 +18,361 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() if (os.cpu_count() or 1) <= 4 else 8))
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from baselines import floor_seconds, padded_step
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
+from workload import SHAPES, Workload, drawn_problems, geo3k_problems, make_workload, write_model
 
+from rlinf_vl.actor.batches import BatchMaker
 from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, shard
 from rlinf_vl.actor.update import LossSettings, MiniBatch, update
-from rlinf_vl.controller.step_plan import plan_step
+from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import freeze_vision, use_packed_attention
+from rlinf_vl.models.loading import freeze_vision, load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
-from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.types import Group, GroupSummary, ImageRef, Trajectory
+from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.packing.collator import Collator
+from rlinf_vl.packing.planner import Prices
+from rlinf_vl.rollout.torch_engine import TorchEngine
+from rlinf_vl.types import Group, GroupSummary, ImageRef, Request, SamplingParams
 
-IMAGE, MERGE, PATCH = 5, 2, 16
-SHAPES = {
-    # Qwen3-VL-2B-Instruct's config.json
-    "2b": (
-        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
-        | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
-        {"hidden_size": 1024, "depth": 24, "num_heads": 16, "intermediate_size": 4096, "out_hidden_size": 2048}
-        | {"deepstack_visual_indexes": [5, 11, 17]},
-        [24, 20, 20],
-    ),
-    "small": (
-        {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12}
-        | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64},
-        {"hidden_size": 192, "depth": 6, "num_heads": 4, "intermediate_size": 512, "out_hidden_size": 384}
-        | {"deepstack_visual_indexes": [1, 3]},
-        [12, 10, 10],
-    ),
-}
+FAMILY = family_of("qwen3_vl")
+CLIP, KL_BETA, TIS_CLIP = (0.2, 0.28), 0.04, 2.0
+GEO3K = Path(__file__).resolve().parents[2] / "shared/data/geo3k/train.parquet"
 
 
-def make_model(shape: str) -> Qwen3VLForConditionalGeneration:
-    text, vision, sections = SHAPES[shape]
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
-    config = Qwen3VLConfig(
-        text_config=text | {"rope_parameters": rope, "tie_word_embeddings": True, "max_position_embeddings": 32768},
-        vision_config=vision | {"patch_size": PATCH, "spatial_merge_size": MERGE, "num_position_embeddings": 2304},
-        image_token_id=IMAGE,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    return Qwen3VLForConditionalGeneration(config)
+class Trainer:
+    """Policy, reference and optimizer on one FSDP rank, and the step that `ActorRank.update` takes."""
 
+    def __init__(self, folder: Path, processor: Processor, args: argparse.Namespace, dtype: str) -> None:
+        self.processor, self.args = processor, args
+        self.policy = self._load(folder, dtype, frozen=False)
+        self.reference = self._load(folder, dtype, frozen=True)
+        self.optimizer = make_optimizer(self.policy, lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        self.scheduler = make_scheduler(self.optimizer, "constant", warmup=0, total=1, min_ratio=0.0)
 
-def make_groups(n: int, samples: int, vocab: int, rng: np.random.Generator) -> list[Group]:
-    """One geometry-sized image and 60–160 text ids a prompt; long-tailed responses of 20–1,000 ids."""
-    groups = []
-    for g in range(n):
-        rows, columns = rng.integers(6, 20), rng.integers(6, 24)
-        text = rng.integers(10, vocab, rng.integers(60, 160))
-        prompt = np.concatenate([text[:8], np.full(rows * columns, IMAGE), text[8:]]).astype(np.int32)
-        trajectories = []
-        for _ in range(samples):
-            length = int(np.clip(rng.lognormal(5.3, 0.7), 20, 1000))
-            trajectories.append(
-                Trajectory(
-                    ids=rng.integers(10, vocab, length).astype(np.int32),
-                    response_mask=np.ones(length, bool),
-                    logprobs=np.full(length, -np.log(vocab), np.float32),
-                    versions=np.zeros(length, np.int32),
-                    reward=float(rng.integers(0, 2)),
-                    finish_reason="stop",
+    def _load(self, folder: Path, dtype: str, frozen: bool) -> PolicyModel:
+        model = load_model(folder, FAMILY, torch.float32).requires_grad_(not frozen)
+        if not self.args.train_tower:
+            freeze_vision(model, FAMILY)
+        banned = self.processor.banned_ids(vocab_size(model)) & False
+        policy = PolicyModel(model, FAMILY, banned, temperature=1.0, chunk=None).to(self.args.device)
+        return shard(
+            policy.train(not frozen),
+            init_device_mesh(self.args.device, (1,)),
+            param_dtype=dtype,
+            reduce_dtype="fp32",
+            gradient_checkpointing=self.args.checkpointing and not frozen,
+        )
+
+    def step(self, plan: StepPlan, groups: list[Group], pixels: Callable, *, share: bool) -> float:
+        """One optimizer step, images and all; returns the loss."""
+        p = self.processor
+        cache = None if self.args.train_tower or not share else VisionCache(2**32, self.args.device)
+        make = BatchMaker(
+            self.policy,
+            Collator(FAMILY, p.image_token_id, p.merge_size, None, p.pad_id, share_prompts=share),
+            pixels,
+            cache,
+            max_patches=self.args.budget * p.merge_size**2,
+        )
+        make.prepare(groups)
+        held = dict(enumerate(groups))
+        sums = update(
+            self.policy,
+            self.reference,
+            self.optimizer,
+            self.scheduler,
+            [
+                MiniBatch(
+                    lambda m=m: make.batches(m.micro_batches, m.run_vision, held, plan.advantages),
+                    len(m.micro_batches),
+                    m.denominator,
                 )
-            )
-        grid = np.array([[1, rows * MERGE, columns * MERGE]], np.int32)
-        groups.append(Group(str(g), str(g), prompt, (ImageRef.of(str(g).encode()),), grid, tuple(trajectories)))
-    return groups
-
-
-def step_flops(model, groups: list[Group], frozen_tower: bool) -> float:
-    """Floating-point operations of forward and backward that the packed step needs (2 per multiply-add, ×3 with backward)."""
-    c, v = model.config.text_config, model.config.vision_config
-    blocks = sum(p.numel() for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2)
-    head = c.vocab_size * c.hidden_size
-    tower = sum(p.numel() for n, p in model.named_parameters() if ".visual." in n and p.ndim >= 2)
-    total = 0.0
-    for g in groups:
-        patches = int(g.image_grids.prod())
-        vision = 2 * patches * tower + 4 * v.depth * v.hidden_size * patches**2
-        total += vision * (1 if frozen_tower else 3)
-        for t in g.trajectories:
-            length = len(g.prompt_ids) + len(t.ids)
-            attention = 2 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * length**2  # causal: half of 4
-            total += 3 * (2 * blocks * length + 2 * head * len(t.ids) + attention)
-    return total
-
-
-def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matmul on this device."""
-    n = 8192 if device == "cuda" else 1024
-    a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        a @ b
-        if device == "cuda":
+                for m in (ranks[0] for ranks in plan.minibatches)
+            ],
+            LossSettings("token-mean", *CLIP, None, KL_BETA, "k3", 0.0, TIS_CLIP, "token", "auto" if share else "true"),
+            world_size=1,
+            max_grad_norm=1.0,
+        )
+        if self.args.device == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / statistics.median(times[1:])
+        return sums.compute()["actor/loss"]
+
+    def logprobs(self, plan: StepPlan, groups: list[Group], pixels: Callable) -> torch.Tensor:
+        """Of every response token, for comparing dtypes."""
+        p = self.processor
+        make = BatchMaker(
+            self.policy, Collator(FAMILY, p.image_token_id, p.merge_size, None, p.pad_id), pixels, None, 1
+        )
+        mini = plan.minibatches[0][0]
+        with torch.no_grad():
+            batches = make.batches(mini.micro_batches, mini.run_vision, dict(enumerate(groups)), plan.advantages)
+            return torch.cat([self.policy(batch)[0].cpu() for batch, _ in batches])
+
+
+def plan_of(groups: list[Group], args: argparse.Namespace, *, ranks: int = 1, share: bool = True) -> StepPlan:
+    return plan_step(
+        [GroupSummary.of(g) for g in groups],
+        ranks=ranks,
+        n_minibatches=1,
+        budget=args.budget,
+        micro_batch_size=None,
+        normalize_advantages=True,
+        aggregation="token-mean",
+        share_prompts=share,
+        prices=Prices(),
+    )
+
+
+def own_images(groups: list[Group]) -> list[Group]:
+    """The same groups as many groups of one trajectory with images of its own: what shares nothing."""
+    return [
+        replace(
+            g, id=f"{g.id}/{i}", images=tuple(ImageRef(f"{x.hash}/{i}", x.data) for x in g.images), trajectories=(t,)
+        )
+        for g in groups
+        for i, t in enumerate(g.trajectories)
+    ]
+
+
+def timed(step: Callable[[], float], repeats: int, device: str) -> tuple[float, float, list[float]]:
+    """(median seconds, loss, all seconds) of `repeats` steps after one that warms up."""
+    loss, seconds = step(), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        loss = step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds), loss, seconds
+
+
+def generation_seconds(model, work: Workload, processor: Processor, pixels: Callable, repeats: int) -> float:
+    """Seconds in which the torch engine samples responses of the workload's lengths."""
+    targets = {g * 1000 + i: n for g, lengths in enumerate(work.lengths) for i, n in enumerate(lengths)}
+
+    class ExactLengths(TorchEngine):
+        def _record(self, first, ids, logprobs):
+            super()._record(first, ids, logprobs)
+            for row in self.rows[first:]:
+                if not row.done and len(row.ids) >= targets[row.owner.request.seeds[row.place]]:
+                    self._finish(row, "length")
+
+    engine = ExactLengths(
+        model,
+        FAMILY,
+        banned=processor.banned_ids(vocab_size(model)),
+        pixels=pixels,
+        image_token_id=processor.image_token_id,
+        merge_size=processor.merge_size,
+        max_running=len(targets),
+    )
+    sampling = SamplingParams(max_new_tokens=max(targets.values()))
+    requests = [
+        Request(
+            g.prompt_ids, g.images, g.image_grids, sampling, tuple(k * 1000 + i for i in range(len(g.trajectories)))
+        )
+        for k, g in enumerate(work.groups)
+    ]
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        done = engine.generate(requests)
+        seconds.append(time.perf_counter() - start)
+        assert [[len(s.ids) for s in c.samples] for c in done] == work.lengths
+    engine.close()
+    return statistics.median(seconds)
+
+
+def peer(python: str, folder: Path, work: Workload, args: argparse.Namespace) -> dict:
+    """Run TRL on the same rows; its figures."""
+    (folder / "images").mkdir()
+    rows = []
+    for i, (problem, lengths) in enumerate(zip(work.problems, work.lengths, strict=True)):
+        (folder / f"images/{i}.png").write_bytes(problem.images[0].data)
+        text = "".join(p["text"] for m in problem.messages for p in m["content"] if p["type"] == "text")
+        rows.append({"image": f"images/{i}.png", "text": text, "lengths": lengths})
+    settings = {"groups": rows, "samples": args.samples, "threads": torch.get_num_threads(), "steps": args.repeats}
+    settings |= {"micro_groups": 1, "beta": KL_BETA, "dtype": "float32", "freeze_vision": not args.train_tower}
+    (folder / "rows.json").write_text(json.dumps(settings))
+    script = Path(__file__).with_name("peers") / "trl_step.py"
+    subprocess.run([python, str(script), str(folder)], check=True)
+    return json.loads((folder / "peer.json").read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default=None, help="compute; bf16 on CUDA, fp32 on CPU")
-    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="compute; bf16 on CUDA, fp32 on CPU")
+    parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--budget", type=int, default=16384, help="tokens per micro-batch")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--budget", type=int, default=4096, help="tokens per micro-batch")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--train-tower", action="store_true")
-    parser.add_argument("--peak-tflops", type=float, help="the device's peak in this dtype; measured where not given")
+    parser.add_argument(
+        "--data", type=Path, default=GEO3K, help="train.parquet of Geometry3K; drawn images where absent"
+    )
+    parser.add_argument(
+        "--padded", action=argparse.BooleanOptionalAction, help="the padded baseline (default: on a CPU)"
+    )
+    parser.add_argument("--peer-python", help="interpreter with TRL")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="the device's peak in this dtype, for MFU (default: measured)"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
+    args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
+    args.padded = args.padded if args.padded is not None else args.device == "cpu"
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     store = dist.HashStore()
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    family = family_of("qwen3_vl")
-    model = use_packed_attention(make_model(args.shape), family)
-    if not args.train_tower:
-        freeze_vision(model, family)
-    vocab = model.config.text_config.vocab_size
-    groups = make_groups(args.groups, args.samples, vocab, np.random.default_rng(0))
-    flops = step_flops(model, groups, not args.train_tower)
-    banned = np.arange(vocab) == IMAGE
-    policy = PolicyModel(model, family, banned, temperature=1.0, chunk=1024).to(args.device).train()
-    shard(
-        policy,
-        init_device_mesh(args.device, (1,)),
-        param_dtype=dtype,
-        reduce_dtype="fp32",
-        gradient_checkpointing=not args.no_checkpointing,
-    )
-    optimizer = make_optimizer(policy, lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    scheduler = make_scheduler(optimizer, "constant", warmup=0, total=1, min_ratio=0.0)
-    plan = plan_step(
-        [GroupSummary.of(g) for g in groups],
-        ranks=1,
-        n_minibatches=1,
-        budget=args.budget,
-        micro_batch_size=None,
-        normalize_advantages=True,
-        aggregation="token-mean",
-    )
-    patches = {g.images[0].hash: int(g.image_grids.prod()) for g in groups}
-    noise = np.random.default_rng(1).normal(size=(max(patches.values()), 3 * 2 * PATCH**2)).astype(np.float32)
-    collate = Collator(family, IMAGE, MERGE, lambda image: noise[: patches[image.hash]], 0)
-    mini = plan.minibatches[0][0]
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(Path(folder), args)
+    dist.destroy_process_group()
 
-    def batches():
-        for items, vision in zip(mini.micro_batches, mini.run_vision, strict=True):
-            members = [Member(groups[i.group], i.index, plan.advantages[i.group][i.index]) for i in items]
-            yield collate(members, run_vision=vision)
-
-    settings = LossSettings("token-mean", 0.2, 0.28, None, 0.0, "k3", 0.0, 2.0, "token", "current")
-    seconds = []
-    for step in range(args.steps + 1):  # the first is a warm-up
-        start = time.perf_counter()
-        update(
-            policy,
-            None,
-            optimizer,
-            scheduler,
-            [MiniBatch(batches, mini.denominator)],
-            settings,
-            world_size=1,
-            max_grad_norm=1.0,
-        )
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-        if step:
-            seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds)
-    measured = matmul_rate(args.device, torch.bfloat16 if dtype == "bf16" else torch.float32)
-    peak = args.peak_tflops * 1e12 if args.peak_tflops else measured
-    tokens = sum(len(g.prompt_ids) + len(t.ids) for g in groups for t in g.trajectories)
-    figures = {
-        "shape": args.shape,
-        "parameters": sum(p.numel() for p in policy.parameters()),
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu",
-        "dtype": dtype,
-        "step_seconds": median,
-        "tokens_per_second": tokens / median,
-        "response_tokens_per_second": sum(len(t.ids) for g in groups for t in g.trajectories) / median,
-        "mfu": flops / median / peak,
-        "peak_tflops": peak / 1e12,
-        "measured_matmul_tflops": measured / 1e12,
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else None,
-        "packing_fill": plan.metrics["packing/fill"],
-        "micro_batches": len(mini.micro_batches),
-        "torch": torch.__version__,
-    }
-    table = Table("figure", "value", title=f"{args.shape} on {figures['device']}, {dtype}")
+    table = Table("figure", "value", title=f"{args.shape} on {figures['device']}, {args.dtype}")
     for name, value in figures.items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
-    dist.destroy_process_group()
+
+
+def measure(folder: Path, args: argparse.Namespace) -> dict:
+    console, rng = Console(stderr=True), np.random.default_rng(0)
+    write_model(folder / "model", args.shape)
+    processor = Processor(folder / "model", FAMILY)
+    trainer = Trainer(folder / "model", processor, args, args.dtype)
+    real = args.data.is_file()
+    problems = geo3k_problems(args.data, 8 * args.groups, rng) if real else drawn_problems(8 * args.groups, rng)
+    work = make_workload(problems, processor, processor.banned_ids(vocab_size(trainer.policy.model)), args.samples, rng)
+    if len(work.groups) < args.groups:
+        raise SystemExit(f"--groups: {args.groups} asked for, the data gives {len(work.groups)}")
+    work = Workload(work.problems[: args.groups], work.groups[: args.groups])
+    groups, answers = work.groups, work.response_tokens
+    pixels = PixelCache(processor.pixels)
+    copies = PixelCache(lambda image: pixels(ImageRef(image.hash.split("/")[0], image.data)), 2**33)
+    fresh = processor.pixels  # ours decodes every image anew; the baselines are given theirs
+
+    console.log(f"{args.groups} groups, {answers} response tokens; shared")
+    plan = plan_of(groups, args)
+    two = plan_of(groups, args, ranks=2)
+    shared, loss, all_shared = timed(lambda: trainer.step(plan, groups, fresh, share=True), args.repeats, args.device)
+    figures = {
+        "shape": args.shape,
+        "parameters": sum(p.numel() for p in trainer.policy.parameters()),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "dtype": args.dtype,
+        "rows": "geo3k" if real else "drawn",
+        "groups": args.groups,
+        "samples": args.samples,
+        "budget": args.budget,
+        "prompt_tokens_mean": float(np.mean([len(g.prompt_ids) for g in groups])),
+        "response_tokens_mean": answers / args.groups / args.samples,
+        "shared_seconds": shared,
+        "shared_seconds_min": min(all_shared),
+        "shared_response_tokens_per_second": answers / shared,
+        "packing_fill": plan.metrics["packing/fill"],
+        "packing_repeated": plan.metrics["packing/repeated"],
+        "micro_batches": plan.metrics["packing/micro_batches"],
+        "rank_imbalance": two.metrics["packing/imbalance"],
+    }
+    if args.device == "cuda":
+        figures["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+
+    console.log("floor")
+    floor = floor_seconds(
+        trainer.policy.model,
+        FAMILY,
+        groups,
+        int(figures["micro_batches"]),
+        reference=True,
+        frozen_tower=not args.train_tower,
+        device=args.device,
+        dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32,
+    )
+    seconds = {name: value for name, value in floor.items() if name.endswith("_seconds")}
+    work_done = 2 * sum(value for name, value in floor.items() if name.endswith("_multiply_adds"))
+    rate = work_done / sum(seconds.values())
+    peak = args.peak_tflops * 1e12 if args.peak_tflops else rate
+    figures |= {f"floor_{name}": value for name, value in seconds.items()}
+    figures |= {
+        "floor_seconds": sum(seconds.values()),
+        "floor_fraction": sum(seconds.values()) / shared,
+        "matmul_tflops": rate / 1e12,
+        "mfu": work_done / shared / peak,
+        "peak_tflops": peak / 1e12,
+    }
+
+    console.log("packed")
+    apart = own_images(groups)
+    values = [(a,) for row in plan.advantages for a in row]
+    packed_plan = replace(plan_of(apart, args, share=False), advantages=tuple(values))
+    packed, packed_loss, _ = timed(
+        lambda: trainer.step(packed_plan, apart, copies, share=False), args.repeats, args.device
+    )
+    assert abs(loss - packed_loss) < (1e-4 if args.dtype == "fp32" else 0.05), (loss, packed_loss)
+    figures |= {"packed_seconds": packed, "ratio_shared_vs_packed": packed / shared}
+
+    if args.padded:
+        console.log("padded")
+        model, reference = (
+            AutoModelForImageTextToText.from_pretrained(
+                folder / "model", dtype=torch.float32, attn_implementation="eager"
+            )
+            for _ in range(2)
+        )
+        if not args.train_tower:
+            freeze_vision(model, FAMILY)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        step = lambda: padded_step(  # noqa: E731
+            model, reference, optimizer, groups, plan.advantages, pixels, processor.image_token_id, processor.pad_id,
+            clip=CLIP, kl_beta=KL_BETA, tis_clip=TIS_CLIP,
+        )  # fmt: skip
+        padded, padded_loss, _ = timed(step, max(1, args.repeats - 2), args.device)
+        assert abs(loss - padded_loss) < 1e-4 or args.dtype != "fp32", (loss, padded_loss)
+        figures |= {"padded_seconds": padded, "ratio_shared_vs_padded": padded / shared}
+        del model, reference, optimizer
+
+    if args.device == "cpu" and args.dtype == "fp32" and torch.cpu._is_amx_tile_supported():
+        console.log("bf16")
+        exact = trainer.logprobs(plan, groups, pixels)
+        half = Trainer(folder / "model", processor, args, "bf16")
+        bf16, _, _ = timed(lambda: half.step(plan, groups, fresh, share=True), args.repeats, args.device)
+        difference = (half.logprobs(plan, groups, pixels) - exact).abs()
+        figures |= {"bf16_seconds": bf16, "ratio_bf16_vs_fp32": shared / bf16}
+        figures |= {"bf16_abs_diff_mean": float(difference.mean()), "bf16_abs_diff_max": float(difference.max())}
+
+    if args.peer_python:
+        console.log("TRL")
+        theirs = peer(args.peer_python, folder, work, args)
+        console.log("generation")
+        model = load_model(folder / "model", FAMILY, torch.float32)
+        generate = generation_seconds(model, work, processor, fresh, args.repeats)
+        figures |= {f"trl_{k}": v for k, v in theirs.items()}
+        figures |= {
+            "generate_seconds": generate,
+            "ratio_vs_trl_train": theirs["train_seconds"] / shared,
+            "ratio_vs_trl_step": theirs["step_seconds"] / (generate + shared),
+        }
+    return figures | {"torch": torch.__version__}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,11 @@
 One sender and `--workers` receivers, each a Ray actor, with weights of the size of a small model's layers; no model and no
 engine, so what is timed is the way itself: from the call to every receiver having copied the weights into its own memory.
 GB/s counts the weights once, however many receive them. The first sync, which compares fingerprints, is timed apart.
+
+The plain copy is what the receivers do with the same bytes and nothing else: all of them at once, one thread each, from
+memory of their own into memory that has been written before. `fraction_of_copy` is how fast one receiver gets the weights,
+as a share of that copy (its seconds / the sync's seconds); `fraction_of_copy_per_worker` counts the bytes of each receiver
+(times their number). A sync copies once more than the receivers do, into the memory that they share.
 """
 
 import argparse
@@ -105,16 +110,16 @@ class Worker(RolloutRank):
     def __init__(self, megabytes: int) -> None:
         torch.set_num_threads(1)
         self.device, self.engine = "cpu", Copying(megabytes)
+        self.source = make_weights(megabytes)
 
-
-def copy_seconds(megabytes: int) -> float:
-    """One thread, from one buffer to another that has been touched before."""
-    source = torch.randint(255, (megabytes * 2**20,), dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    target.copy_(source)
-    start = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - start
+    def copy_seconds(self, times: int) -> list[float]:
+        """Of a plain copy of all weights, each time."""
+        out = []
+        for _ in range(times):
+            start = time.perf_counter()
+            self.engine.load_weights([dict(self.source)], 0)
+            out.append(time.perf_counter() - start)
+        return out
 
 
 def sync(trainer, workers, way: str, check: bool) -> float:
@@ -154,16 +159,16 @@ def main() -> None:
         first[way] = sync(trainer, workers, way, check=True)
         sync(trainer, workers, way, check=False)  # a warm-up
         for _ in range(args.repeats):
-            copies.append(copy_seconds(args.megabytes))
+            copies += sum(ray.get([worker.copy_seconds.remote(3) for worker in workers]), [])
             times[way].append(sync(trainer, workers, way, check=False))
     ray.shutdown()
 
     copy = statistics.median(copies)
     figures: dict[str, float | int | str] = {"copy_seconds": copy, "copy_gb_per_second": size / copy / 1e9}
     table = Table(title=f"{args.megabytes} MiB of float32 weights to {args.workers} workers, {args.repeats} times")
-    for column in ("way", "seconds (median)", "GB/s", "× plain copy", "first sync, with check"):
+    for column in ("way", "seconds (median)", "GB/s", "of plain copy", "per worker", "first sync, with check"):
         table.add_column(column)
-    table.add_row("plain copy", f"{copy:.3f}", f"{size / copy / 1e9:.2f}", "1.0", "")
+    table.add_row("plain copy", f"{copy:.3f}", f"{size / copy / 1e9:.2f}", "1.00", "", "")
     for way in WAYS:
         seconds = statistics.median(times[way])
         figures |= {
@@ -171,12 +176,12 @@ def main() -> None:
             f"{way}_seconds_min": min(times[way]),
             f"{way}_seconds_max": max(times[way]),
             f"{way}_gb_per_second": size / seconds / 1e9,
-            f"{way}_over_copy": seconds / copy,
+            f"{way}_fraction_of_copy": copy / seconds,
+            f"{way}_fraction_of_copy_per_worker": args.workers * copy / seconds,
             f"{way}_first_seconds": first[way],
         }
-        table.add_row(
-            way, f"{seconds:.3f}", f"{size / seconds / 1e9:.2f}", f"{seconds / copy:.1f}", f"{first[way]:.3f}"
-        )
+        fractions = f"{copy / seconds:.2f}", f"{args.workers * copy / seconds:.2f}"
+        table.add_row(way, f"{seconds:.3f}", f"{size / seconds / 1e9:.2f}", *fractions, f"{first[way]:.3f}")
     figures |= {
         "megabytes": args.megabytes,
         "bucket_megabytes": args.bucket_megabytes,

@@ -22,10 +22,11 @@ IMAGE_URL_PREFIX = "image://"
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """One image: the SHA-256 of its encoded bytes, and those bytes (PNG/JPEG/… exactly as they came)."""
+    """One image: the SHA-256 of its encoded bytes, and those bytes (PNG/JPEG/… exactly as they came), which a memoryview
+    gives where they lie in the object store."""
 
     hash: str
-    data: bytes = field(repr=False)
+    data: bytes | memoryview = field(repr=False)
 
     @classmethod
     def of(cls, data: bytes) -> "ImageRef":
@@ -94,6 +95,8 @@ class Trajectory:
 class Group:
     """The G trajectories of one problem and, once, what they share.
 
+    Pickled, all of its arrays are one uint8 buffer; loaded, they are views of it, read-only where the buffer is.
+
     Attributes:
         prompt_ids: int32 [P], chat template applied, image placeholders expanded.
         images: the prompt's images in order of their placeholders.
@@ -112,19 +115,60 @@ class Group:
         assert self.prompt_ids.ndim == 1, self.prompt_ids.shape
         assert self.image_grids.shape == (len(self.images), 3), (self.image_grids.shape, len(self.images))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays, images and texts: what it takes in the object store, a few headers aside."""
-        arrays = [self.prompt_ids, self.image_grids]
+    def _arrays(self) -> list[tuple[np.ndarray, type]]:
+        """Every array with its dtype, wider items first, so that end to end all are aligned."""
+        out: list[tuple[np.ndarray, type]] = [(self.prompt_ids, np.int32), (self.image_grids, np.int32)]
         for t in self.trajectories:
-            arrays += [t.ids, t.response_mask, t.versions] + ([] if t.logprobs is None else [t.logprobs])
-        text = sum(len(t.text) for t in self.trajectories) + len(self.answer)
-        return sum(a.nbytes for a in arrays) + text + sum(len(image.data) for image in self.images)
+            out += [(t.ids, np.int32), (t.versions, np.int32)]
+            out += [] if t.logprobs is None else [(t.logprobs, np.float32)]
+        return out + [(t.response_mask, np.bool_) for t in self.trajectories]
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(array.size * np.dtype(dtype).itemsize for array, dtype in self._arrays())
+
+    def __reduce__(self) -> tuple:
+        flat = [array.reshape(-1).astype(dtype, copy=False).view(np.uint8) for array, dtype in self._arrays()]
+        rows = [
+            (len(t.ids), t.logprobs is not None, t.reward, t.finish_reason, t.correct, t.text, t.error)
+            for t in self.trajectories
+        ]
+        sizes = (len(self.prompt_ids), tuple(zip(*rows, strict=True)))
+        return _load_group, (self.id, self.problem_id, self.answer, self.images, *sizes, np.concatenate(flat))
+
+
+def _load_group(name, problem, answer, images, prompt_tokens: int, columns: tuple, buffer: np.ndarray) -> Group:
+    """The inverse of `Group.__reduce__`."""
+    offset = 0
+
+    def take(n: int, dtype: type) -> np.ndarray:
+        nonlocal offset
+        start, offset = offset, offset + n * np.dtype(dtype).itemsize
+        return buffer[start:offset].view(dtype)
+
+    prompt_ids, grids = take(prompt_tokens, np.int32), take(3 * len(images), np.int32).reshape(-1, 3)
+    rows = list(zip(*columns, strict=True))
+    arrays = [
+        (take(n, np.int32), take(n, np.int32), take(n, np.float32) if has_logprobs else None)
+        for n, has_logprobs, *_ in rows
+    ]
+    trajectories = tuple(
+        Trajectory(ids, take(n, np.bool_), logprobs, versions, *rest)
+        for (n, _, *rest), (ids, versions, logprobs) in zip(rows, arrays, strict=True)
+    )
+    return Group(name, problem, prompt_ids, images, grids, trajectories, answer)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """All that the controller learns of a group: numbers, no tokens, no pixels. One tuple entry per trajectory."""
+    """All that the controller learns of a group: numbers, no tokens, no pixels. One tuple entry per trajectory.
+
+    Attributes:
+        image_bytes: encoded bytes of each distinct image, by hash.
+        array_bytes: bytes of the group's arrays.
+        object_bytes: what the group, and each image that no group before it had stored, take in the object store.
+    """
 
     id: str
     problem_id: str
@@ -139,11 +183,12 @@ class GroupSummary:
     max_version: int
     images: int
     patches: int
-    image_bytes: int
-    object_bytes: int
+    image_bytes: dict[str, int]
+    array_bytes: int = 0
+    object_bytes: int = 0
 
     @classmethod
-    def of(cls, group: Group) -> "GroupSummary":
+    def of(cls, group: Group, object_bytes: int = 0) -> "GroupSummary":
         """`tokens[i]` is the trajectory's whole length (prompt and what follows), `response_tokens[i]` its sampled part."""
         versions = [t.versions[t.response_mask] for t in group.trajectories]
         seen = np.concatenate(versions) if versions else np.zeros(0, np.int32)
@@ -162,8 +207,9 @@ class GroupSummary:
             max_version=int(seen.max()) if seen.size else -1,
             images=len(group.images),
             patches=int(group.image_grids.prod(axis=1).sum()),
-            image_bytes=sum(len(image.data) for image in {i.hash: i for i in group.images}.values()),
-            object_bytes=group.nbytes,
+            image_bytes={image.hash: len(image.data) for image in group.images},
+            array_bytes=group.array_bytes,
+            object_bytes=object_bytes,
         )
 
 
@@ -212,18 +258,22 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One packed row for the trainer: S segments (trajectories) end to end, T tokens, R response tokens, N image tokens.
+    """One packed row for the trainer: S segments end to end, T tokens, R response tokens, N image tokens.
+
+    A segment is a whole trajectory, or a prompt that stands once and is followed by its responses, or such a response.
 
     Attributes:
         ids: int64 [T].
-        positions: int64 [4, T], rows (text, t, h, w); each segment starts anew.
+        positions: int64 [4, T], rows (text, t, h, w); a response goes on where its prompt ends.
         cu_seqlens: int64 [S + 1], segment boundaries 0 … T (padding, if any, is the last segment).
+        prefix: int64 [S], the segment that each continues (a response its prompt), -1 where it stands alone.
         predict: int64 [R], row positions whose hidden state predicts a response token.
         targets: int64 [R], those response tokens.
-        segments: int64 [R], which trajectory of the micro-batch each belongs to, 0 … S-1.
+        trajectories: int64 [R], which trajectory of the micro-batch each belongs to, 0, 1, …
         advantages: float32 [R].
         rollout_logprobs: float32 [R], or None when the engine returned none.
-        pixel_values: float32 [P, d], patches of the distinct images; None without images.
+        images: hashes of the distinct images.
+        pixel_values: float32 [P, d], their patches; None without images, and where features take their place.
         grids: int64 [n, 3], (t, h, w) of those images.
         image_positions: int64 [N], row positions of image placeholders.
         image_features: int64 [N], which row of the images' features stands at each.
@@ -234,11 +284,13 @@ class MicroBatch:
     ids: np.ndarray = field(repr=False)
     positions: np.ndarray = field(repr=False)
     cu_seqlens: np.ndarray = field(repr=False)
+    prefix: np.ndarray = field(repr=False)
     predict: np.ndarray = field(repr=False)
     targets: np.ndarray = field(repr=False)
-    segments: np.ndarray = field(repr=False)
+    trajectories: np.ndarray = field(repr=False)
     advantages: np.ndarray = field(repr=False)
     rollout_logprobs: np.ndarray | None = field(repr=False)
+    images: tuple[str, ...] = field(repr=False)
     pixel_values: np.ndarray | None = field(repr=False)
     grids: np.ndarray = field(repr=False)
     image_positions: np.ndarray = field(repr=False)
@@ -247,6 +299,7 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         assert self.positions.shape == (4, len(self.ids))
-        assert len(self.predict) == len(self.targets) == len(self.segments) == len(self.advantages)
+        assert len(self.prefix) == len(self.cu_seqlens) - 1
+        assert len(self.predict) == len(self.targets) == len(self.trajectories) == len(self.advantages)
         assert len(self.image_positions) == len(self.image_features)
         assert self.run_vision or self.pixel_values is None

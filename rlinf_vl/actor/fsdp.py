@@ -6,7 +6,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from rlinf_vl.models.loading import DTYPES
@@ -20,13 +27,16 @@ def shard(
     param_dtype: str,
     reduce_dtype: str,
     cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
     gradient_checkpointing: bool = False,
     use_reentrant: bool = False,
 ) -> PolicyModel:
     """Shard parameters over `mesh`, one FSDP unit per vision and text block, one for the rest of the tower, one for the rest.
 
     Master weights stay in their dtype (float32); blocks compute in `param_dtype` and gradients are reduced in
-    `reduce_dtype`. Checkpointing recomputes each text block (and each block of a trained tower) in backward.
+    `reduce_dtype`. Checkpointing recomputes each text block (and each block of a trained tower) in backward. Without
+    `reshard_after_forward`, and always on a single rank, gathered weights stay from the first micro-batch of an optimizer
+    step to its last, and gradients are reduced after that one (see `micro_step`).
     """
     family, model = policy.family, policy.model
     if gradient_checkpointing:
@@ -35,8 +45,10 @@ def shard(
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    policy.keeps_gathered = not reshard_after_forward or mesh.size() == 1
     options = {
         "mesh": mesh,
+        "reshard_after_forward": not policy.keeps_gathered,
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype]),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
@@ -44,8 +56,25 @@ def shard(
         for block in model.get_submodule(path):
             fully_shard(block, **options)
     fully_shard(model.get_submodule(family.vision_tower), **options)
-    fully_shard(policy, **options)
+    fully_shard(policy, **options | {"reshard_after_forward": False})  # backward starts with the root's weights
+    register_fsdp_forward_method(policy, "encode")
     return policy
+
+
+def micro_step(policy: nn.Module, *, last: bool) -> None:
+    """Say before a micro-batch whether it is the last before the optimizer step: only then must gradients be reduced and
+    weights be sharded again, where `shard` was told to keep them till then."""
+    if policy.keeps_gathered:
+        policy.set_requires_gradient_sync(last)
+        policy.set_reshard_after_backward(last)
+        policy.set_is_last_backward(last)
+
+
+def gather_no_more(policy: nn.Module) -> None:
+    """Shard again what a pass without a backward has left gathered, so that the parameters are the optimizer's."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def make_optimizer(policy: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float):

@@ -21,7 +21,7 @@ class ActorGroup:
         ]
 
     def start(self, total_steps: int) -> list[ray.ObjectRef]:
-        """Join the ranks and load the model, for a run of so many steps; returns references to wait for."""
+        """Join the ranks and load the model, for a run of so many steps; references to each rank's `Prices`."""
         host, port = ray.get(self.ranks[0].address.remote())
         return [rank.start.remote(host, port, total_steps) for rank in self.ranks]
 

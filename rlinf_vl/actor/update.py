@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rlinf_vl.actor.fsdp import clip_gradients
+from rlinf_vl.actor.fsdp import clip_gradients, gather_no_more, micro_step
 from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
+from rlinf_vl.models.families import VisionFeatures
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.types import MicroBatch
 
@@ -29,14 +30,16 @@ class LossSettings:
     entropy_bonus: float
     tis_clip: float | None
     tis_level: str
-    old_logprobs: str  # "current" (detached), "recomputed" (a pass of its own), "rollout" (the engine's)
+    old_logprobs: str  # `algorithm.recompute_logprobs`: "auto", "true" or "false"
 
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One optimizer step of a rank: its micro-batches (made anew on each call), and the global loss denominator."""
+    """One optimizer step of a rank: its `count` micro-batches (made anew on each call), each with the features of its
+    images where they are known, and the global loss denominator."""
 
-    batches: Callable[[], Iterable[MicroBatch]]
+    batches: Callable[[], Iterable[tuple[MicroBatch, VisionFeatures | None]]]
+    count: int
     denominator: int
 
 
@@ -59,11 +62,11 @@ def micro_batch_loss(
     """
     device = logprobs.device
     mask = torch.ones(len(logprobs), dtype=torch.bool, device=device)
-    segments = torch.from_numpy(batch.segments).to(device)
+    segments = torch.from_numpy(batch.trajectories).to(device)
     advantages = torch.from_numpy(batch.advantages).to(device)
     rollout = None if batch.rollout_logprobs is None else torch.from_numpy(batch.rollout_logprobs).to(device)
     train = logprobs.detach() if old_logprobs is None else old_logprobs
-    old = rollout if settings.old_logprobs == "rollout" else train
+    old = rollout if settings.old_logprobs == "false" else train
     weights = None
     if settings.tis_clip is not None:
         weights = importance_weights(
@@ -105,10 +108,18 @@ def micro_batch_loss(
     return loss, sums
 
 
-@torch.no_grad()
-def _recompute(policy: nn.Module, minibatches: Sequence[MiniBatch]) -> list[list[torch.Tensor]]:
-    """Logprobs of the current weights for every micro-batch of every mini-batch."""
-    return [[policy(batch)[0] for batch in mini.batches()] for mini in minibatches]
+def logprobs_before(policy: nn.Module, minibatches: Sequence[MiniBatch], when: str) -> list[list[torch.Tensor]]:
+    """Logprobs of the weights as they are, for every micro-batch of every mini-batch; [] where no pass is needed.
+
+    The first optimizer step starts from these very weights, so its own forward gives them: `auto` makes the pass for the
+    mini-batches behind it only, `true` for all, `false` (the engine's logprobs stand in) for none.
+    """
+    first = {"true": 0, "auto": 1, "false": len(minibatches)}[when]
+    with torch.no_grad():
+        return [
+            [policy(batch, features)[0] for batch, features in mini.batches()] if m >= first else []
+            for m, mini in enumerate(minibatches)
+        ]
 
 
 def update(
@@ -128,26 +139,28 @@ def update(
     gradient norm is not finite is skipped and counted (`actor/skipped_steps`).
     """
     sums = MetricSums()
-    old = _recompute(policy, minibatches) if settings.old_logprobs == "recomputed" else None
+    old = logprobs_before(policy, minibatches, settings.old_logprobs)
     for m, mini in enumerate(minibatches):
-        for i, batch in enumerate(mini.batches()):
+        for i, (batch, features) in enumerate(mini.batches()):
             ref_logprobs = None
             if reference is not None:
                 with torch.no_grad():
-                    ref_logprobs, _ = reference(batch)
-            logprobs, entropy = policy(batch)
+                    ref_logprobs, _ = reference(batch, features)
+            micro_step(policy, last=i == mini.count - 1)
+            logprobs, entropy = policy(batch, features)
             loss, part = micro_batch_loss(
                 logprobs,
                 entropy,
                 batch,
                 settings,
                 mini.denominator,
-                old_logprobs=old[m][i] if old else None,
+                old_logprobs=old[m][i] if old[m] else None,
                 ref_logprobs=ref_logprobs,
             )
             (loss * world_size).backward()
             part.add("actor/loss", loss.detach(), 0)  # a sum over micro-batches and ranks; counted once per mini-batch
             sums.merge(part)
+        gather_no_more(policy)
         norm = clip_gradients(policy, max_grad_norm)
         finite = torch.isfinite(torch.tensor(norm))
         if finite:

@@ -3,7 +3,7 @@
 import logging
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,26 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlinf_vl.actor import checkpoint
-from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, move, shard, weight_shapes, whole_weights
+from rlinf_vl.actor.batches import BatchMaker
+from rlinf_vl.actor.fsdp import (
+    gather_no_more,
+    make_optimizer,
+    make_scheduler,
+    move,
+    shard,
+    weight_shapes,
+    whole_weights,
+)
 from rlinf_vl.actor.update import LossSettings, MiniBatch, update
 from rlinf_vl.config.schema import AlgorithmConfig, Config
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, freeze_vision, load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.packing.planner import Item
-from rlinf_vl.types import Group, MicroBatch
+from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.packing.collator import Collator
+from rlinf_vl.packing.planner import Item, Prices, prices_of
+from rlinf_vl.rollout.exchange import fetch
 from rlinf_vl.weights import Sender
 from rlinf_vl.weights.collective import CollectiveSender, WeightGroup
 from rlinf_vl.weights.handles import HandleSender
@@ -43,8 +53,7 @@ class RankMiniBatch:
 
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
-    """The loss that `algorithm.*` asks for. `recompute_logprobs: auto` needs no pass when the only step uses current weights."""
-    old = {"false": "rollout", "true": "recomputed", "auto": "recomputed" if algorithm.n_minibatches > 1 else "current"}
+    """The loss that `algorithm.*` asks for."""
     return LossSettings(
         aggregation=algorithm.loss_agg_func,
         clip_low=algorithm.clip_ratio_low,
@@ -55,7 +64,7 @@ def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
         entropy_bonus=algorithm.entropy_bonus,
         tis_clip=algorithm.importance_sampling_clip if algorithm.importance_sampling_fix else None,
         tis_level=algorithm.importance_sampling_level,
-        old_logprobs=old[algorithm.recompute_logprobs],
+        old_logprobs=algorithm.recompute_logprobs,
     )
 
 
@@ -74,8 +83,11 @@ class ActorRank:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
-    def start(self, host: str, port: int, total_steps: int) -> None:
-        """Join the process group, load the checkpoint and shard it, for a run of `total_steps`. Collective."""
+    def start(self, host: str, port: int, total_steps: int) -> Prices:
+        """Join the process group, load the checkpoint and shard it, for a run of `total_steps`. Collective.
+
+        Returns what things cost in this model, for the planner.
+        """
         if self.device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each actor its own GPU only
         dist.init_process_group(
@@ -112,15 +124,39 @@ class ActorRank:
             total=total_steps * config.algorithm.n_minibatches,
             min_ratio=optim.min_lr_ratio,
         )
-        self.collate = Collator(
-            family=self.family,
-            image_token_id=self.processor.image_token_id,
-            merge_size=self.processor.merge_size,
-            pixels=PixelCache(self.processor.pixels),
-            pad_id=self.processor.pad_id,
-            pad_to=None if config.actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
+        cache = None  # a frozen tower's features; a trained one runs in every micro-batch
+        if config.actor.model.freeze_vision_tower:
+            cache = VisionCache(int(config.actor.vision_cache_gb * 2**30), self.device)
+        self.make = BatchMaker(
+            self.policy,
+            Collator(
+                family=self.family,
+                image_token_id=self.processor.image_token_id,
+                merge_size=self.processor.merge_size,
+                pixels=None,
+                pad_id=self.processor.pad_id,
+                pad_to=None if config.actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
+                share_prompts=config.actor.share_prompts,
+            ),
+            PixelCache(self.processor.pixels),
+            cache,
+            max_patches=config.runner.max_tokens_per_mbs * self.processor.merge_size**2,
         )
         log.info("rank %d of %d ready on %s, %s", self.rank, self.world_size, self.device, fsdp.mixed_precision)
+        text = self.policy.model.get_submodule(self.family.text_model).config
+        return prices_of(
+            hidden=text.hidden_size,
+            layers=text.num_hidden_layers,
+            heads=text.num_attention_heads,
+            head_dim=text.head_dim,
+            kv_heads=text.num_key_value_heads,
+            intermediate=text.intermediate_size,
+            vocab=text.vocab_size,
+            tower_parameters=sum(
+                p.numel() for p in self.policy.model.get_submodule(self.family.vision_tower).parameters()
+            ),
+            tower_trained=not config.actor.model.freeze_vision_tower,
+        )
 
     def _load_sharded(self, frozen: bool) -> PolicyModel:
         config, fsdp = self.config, self.config.actor.fsdp_config
@@ -146,6 +182,7 @@ class ActorRank:
             param_dtype=fsdp.mixed_precision.param_dtype,
             reduce_dtype=fsdp.mixed_precision.reduce_dtype,
             cpu_offload=fsdp.cpu_offload,
+            reshard_after_forward=fsdp.reshard_after_forward,
             gradient_checkpointing=fsdp.gradient_checkpointing and not frozen,
             use_reentrant=fsdp.gradient_checkpointing_use_reentrant,
         )
@@ -165,15 +202,19 @@ class ActorRank:
         Returns:
             The state of a `MetricSums`, this rank's part.
         """
-        keys = list(groups)
-        held: dict[int, Group] = dict(zip(keys, ray.get([groups[k] for k in keys]), strict=True))
+        held = fetch(groups)
+        self.make.prepare(held.values())
         sums = update(
             self.policy,
             self.reference,
             self.optimizer,
             self.scheduler,
             [
-                MiniBatch(lambda m=m: self._batches(m, held, advantages, self.collate), m.denominator)
+                MiniBatch(
+                    lambda m=m: self.make.batches(m.micro_batches, m.run_vision, held, advantages),
+                    len(m.micro_batches),
+                    m.denominator,
+                )
                 for m in minibatches
             ],
             loss_settings(self.config.algorithm),
@@ -182,38 +223,34 @@ class ActorRank:
         )
         return sums.state()
 
-    def _batches(
-        self, mini: RankMiniBatch, held: dict[int, Group], advantages: dict[int, tuple[float, ...]], collate: Collator
-    ) -> Iterator[MicroBatch]:
-        for items, run_vision in zip(mini.micro_batches, mini.run_vision, strict=True):
-            members = [Member(held[i.group], i.index, advantages[i.group][i.index]) for i in items]
-            yield collate(members, run_vision=run_vision)
-
     @torch.no_grad()
     def score(self, mini: RankMiniBatch, groups: dict[int, ray.ObjectRef]) -> list[tuple[int, int, float, float]]:
         """Compare the engine's logprobs of trajectories with this policy's, as they are and with blank images. Collective.
 
         Returns, per trajectory, (group, sampled tokens, Σ|rollout - train|, the same with blank images).
         """
-        held = {g: ray.get(ref) for g, ref in groups.items()}
+        held = fetch(groups)
         no_advantage = {g: (0.0,) * len(group.trajectories) for g, group in held.items()}
-        blank = replace(self.collate, pixels=lambda image: np.zeros_like(self.collate.pixels(image)))
+        see, blank = (
+            BatchMaker(self.policy, self.make.collate, pixels, None, 0)
+            for pixels in (self.make.pixels, lambda image: np.zeros_like(self.make.pixels(image)))
+        )
         out = []
         batches = zip(
-            self._batches(mini, held, no_advantage, self.collate),
-            self._batches(mini, held, no_advantage, blank),
+            *(make.batches(mini.micro_batches, mini.run_vision, held, no_advantage) for make in (see, blank)),
             mini.micro_batches,
             strict=True,
         )
-        for seen, unseen, items in batches:
+        for (seen, _), (unseen, _), items in batches:
             differences = [
                 np.abs(batch.rollout_logprobs - self.policy(batch)[0].cpu().numpy()) if items else self.policy(batch)
                 for batch in (seen, unseen)
             ]
             for segment, item in enumerate(items):
-                where = seen.segments == segment
+                where = seen.trajectories == segment
                 sums = [float(d[where].sum()) for d in differences]
                 out.append((item.group, int(where.sum()), *sums))
+        gather_no_more(self.policy)
         return out
 
     def set_weight_sync(self, way: str, bucket_bytes: int) -> None:
@@ -272,6 +309,8 @@ class ActorRank:
     def load(self, folder: str) -> None:
         """Read a checkpoint, written on any number of ranks. Collective."""
         checkpoint.load(Path(folder), self.policy, self.optimizer, self.scheduler)
+        if self.make.cache is not None:
+            self.make.cache.clear()
 
     def stop(self) -> None:
         if dist.is_initialized():

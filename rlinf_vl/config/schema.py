@@ -109,7 +109,7 @@ class AlgorithmConfig:
     """Weight of the policy's entropy, subtracted from the loss."""
     recompute_logprobs: str = "auto"
     """Where the old logprobs of the ratio come from. true: a pass of the trainer before the first optimizer step.
-    auto: the same numbers without that pass where it is not needed (n_minibatches 1). false: the engine's logprobs."""
+    auto: the same numbers, that pass made only for the mini-batches after the first. false: the engine's logprobs."""
     importance_sampling_fix: bool = True
     """Truncated importance sampling: weigh tokens by min(exp(train - rollout logprob), importance_sampling_clip)."""
     importance_sampling_clip: float = 2.0
@@ -236,6 +236,9 @@ class FsdpConfig:
     """Recompute activations per block in backward."""
     gradient_checkpointing_use_reentrant: bool = False
     """torch.utils.checkpoint's variant."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward, and gather them again for its backward (ZeRO-3). false keeps them
+    and the whole gradient through all micro-batches of an optimizer step (ZeRO-2): faster, for more memory."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
@@ -269,8 +272,14 @@ class ActorConfig:
     """Trajectories per micro-batch when runner.enable_dynamic_batch_size is false."""
     enable_offload: bool = False
     """Keep weights and optimizer state in host memory while collocated engines generate (CUDA only)."""
-    logprob_chunk_tokens: int = 1024
-    """Response positions whose logits exist at once."""
+    share_prompts: bool = True
+    """A group's prompt stands once in a micro-batch, and every response attends to it; false repeats it for each
+    response. The loss is the same."""
+    vision_cache_gb: float = 4.0
+    """Image features of a frozen vision tower kept on the device, in GiB; what a step needs beyond that is kept in host
+    memory. Each image is then encoded once per step at most, and again only after its features had to go."""
+    logprob_chunk_tokens: int | None = None
+    """Response positions whose logits exist at once; null: as many as fit 64 MiB on the CPU, 1 GiB on CUDA."""
     model: ActorModelConfig = field(default_factory=ActorModelConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -87,6 +87,7 @@ LIMITS: dict[str, _Limit] = {
     "data.image_min_pixels": _AT_LEAST_1,
     "data.image_max_pixels": _AT_LEAST_1,
     "actor.micro_batch_size": _AT_LEAST_1,
+    "actor.vision_cache_gb": _NOT_NEGATIVE,
     "actor.logprob_chunk_tokens": _AT_LEAST_1,
     "actor.optim.lr": _POSITIVE,
     "actor.optim.lr_warmup_steps": _NOT_NEGATIVE,

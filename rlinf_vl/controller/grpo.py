@@ -54,7 +54,7 @@ class GrpoController:
         self.actors = ActorGroup(config, model_path, placement.device, placement.actor)
         self._prepare_data(rows=ray.get(self.pool.start())[0])
         progress.phase("sharding the policy")
-        ray.get(self.actors.start(self.total_steps))
+        self.prices = ray.get(self.actors.start(self.total_steps))[0]
         self.weight_sync = WeightSync(
             way, self.actors, self.pool, device=placement.device, engine_ranks=config.rollout.tensor_parallel_size
         )
@@ -109,6 +109,8 @@ class GrpoController:
             micro_batch_size=None if runner.enable_dynamic_batch_size else self.config.actor.micro_batch_size,
             normalize_advantages=algorithm.normalize_advantages,
             aggregation=algorithm.loss_agg_func,
+            share_prompts=self.config.actor.share_prompts,
+            prices=self.prices,
         )
         with self.engines_asleep():
             metrics |= plan.metrics | self.check_engine(summaries, groups)
@@ -204,7 +206,9 @@ class GrpoController:
         if self.checked and self.step % interval:
             return {}
         self.checked = True
-        plan = plan_micro_batches(items, ranks=self.actors.world_size, budget=self.config.runner.max_tokens_per_mbs)
+        plan = plan_micro_batches(
+            items, ranks=self.actors.world_size, budget=self.config.runner.max_tokens_per_mbs, prices=self.prices
+        )
         shares = [RankMiniBatch(micro, plan.run_vision, 1) for micro in plan.micro_batches]
         with self.timed("check"):
             rows = self.actors.score(shares, groups)

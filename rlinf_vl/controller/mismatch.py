@@ -7,7 +7,7 @@ logprobs fit the blank ones better, the engine is blind; if they fit neither, it
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlinf_vl.controller.step_plan import trainable
+from rlinf_vl.controller.step_plan import item_of, trainable
 from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import GroupSummary
 
@@ -45,7 +45,7 @@ def pick(summaries: Sequence[GroupSummary]) -> list[Item]:
         usable = trainable(summary)
         if usable and taken.get(kind, 0) < PER_CLASS:
             taken[kind] = taken.get(kind, 0) + 1
-            items.append(Item(g, usable[0], summary.tokens[usable[0]], summary.patches))
+            items.append(item_of(g, usable[0], summary))
     return items
 
 

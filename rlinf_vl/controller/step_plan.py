@@ -8,7 +8,7 @@ import torch
 
 from rlinf_vl.actor.worker import RankMiniBatch
 from rlinf_vl.algorithms import group_advantages
-from rlinf_vl.packing.planner import Item, plan_micro_batches
+from rlinf_vl.packing.planner import Item, Prices, plan_micro_batches
 from rlinf_vl.types import GroupSummary
 
 
@@ -38,6 +38,12 @@ def advantages_of(summaries: Sequence[GroupSummary], *, normalize: bool) -> tupl
     return tuple(tuple(row) for row in out)
 
 
+def item_of(group: int, index: int, summary: GroupSummary) -> Item:
+    """What the planner has to know of a group's trajectory."""
+    prompt = summary.prompt_tokens
+    return Item(group, index, prompt, summary.tokens[index] - prompt, summary.response_tokens[index], summary.patches)
+
+
 def plan_step(
     summaries: Sequence[GroupSummary],
     *,
@@ -47,29 +53,31 @@ def plan_step(
     micro_batch_size: int | None,
     normalize_advantages: bool,
     aggregation: str,
+    share_prompts: bool = True,
+    prices: Prices = Prices(),  # noqa: B008 (frozen)
 ) -> StepPlan:
     """Split a rollout into mini-batches of whole groups, and each into micro-batches for every rank.
 
     The loss denominators are global: all response tokens of the mini-batch for `token-mean`, all its sequences for the
-    `seq-*` modes.
+    `seq-*` modes. `share_prompts` and `prices` are `plan_micro_batches`'.
     """
-    minibatches, fills, imbalances = [], [], []
+    minibatches, plans = [], []
     for part in np.array_split(np.arange(len(summaries)), n_minibatches):
-        items = [
-            Item(int(g), i, summaries[g].tokens[i], summaries[g].patches) for g in part for i in trainable(summaries[g])
-        ]
-        plan = plan_micro_batches(items, ranks=ranks, budget=budget, size=micro_batch_size)
-        tokens = sum(summaries[item.group].response_tokens[item.index] for item in items)
+        items = [item_of(int(g), i, summaries[g]) for g in part for i in trainable(summaries[g])]
+        plan = plan_micro_batches(
+            items, ranks=ranks, budget=budget, size=micro_batch_size, share_prompts=share_prompts, prices=prices
+        )
+        tokens = sum(item.loss_tokens for item in items)
         denominator = max(1, tokens if aggregation == "token-mean" else len(items))
         minibatches.append(tuple(RankMiniBatch(micro, plan.run_vision, denominator) for micro in plan.micro_batches))
-        fills.append(plan.fill)
-        imbalances.append(plan.imbalance)
+        plans.append(plan)
     return StepPlan(
         tuple(minibatches),
         advantages_of(summaries, normalize=normalize_advantages),
         {
-            "packing/fill": float(np.mean(fills)),
-            "packing/imbalance": float(np.mean(imbalances)),
-            "packing/micro_batches": float(sum(len(ranks_[0].run_vision) for ranks_ in minibatches)),
+            "packing/fill": float(np.mean([plan.fill for plan in plans])),
+            "packing/imbalance": float(np.mean([plan.imbalance for plan in plans])),
+            "packing/repeated": float(np.mean([plan.repeated for plan in plans])),
+            "packing/micro_batches": float(sum(plan.steps for plan in plans)),
         },
     )

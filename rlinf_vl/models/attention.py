@@ -1,18 +1,19 @@
-"""Attention for packed rows, plugged into transformers' own layers through its `AttentionInterface`.
+"""Attention for packed rows.
 
-Every text layer calls `_attend`, which hands the rotated queries, keys and values to the `context` of the running forward:
-`SegmentAttention` here (training and prefill: causal inside each packed segment, nothing across), or the engine's decode
-step (`rollout.torch_decode`). No [T, T] mask is ever made.
+Every text layer (`layers.attention_forward`) hands its rotated queries, keys and values to the `context` of the running
+forward: `SegmentAttention` here (training and prefill), or the engine's decode step (`rollout.torch_decode`).
+
+A row is segments end to end. A segment sees itself, causally, and before that the prefix it continues: the prompt of its
+group, which stands in the row once. The two parts are attended apart and merged by their log-sum-exps, so that neither a
+[T, T] mask nor a second copy of a prompt's keys is ever made. How one part is computed is a row of `KERNELS`.
 """
 
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
-ATTENTION_NAME = "rlinf_vl"
+from rlinf_vl.models.attention_kernels import Kernel, kernel_for
 
 
 class AttentionContext(Protocol):
@@ -21,62 +22,91 @@ class AttentionContext(Protocol):
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor: ...
 
 
-def _attend(module, query, key, value, attention_mask, *, scaling, context: AttentionContext, **_):
-    return context.attend(module.layer_idx, query, key, value, scaling), None
-
-
-# transformers makes no mask for a name it has no mask function for, which is what we want.
-AttentionInterface.register(ATTENTION_NAME, _attend)
-
-
 class SegmentAttention:
-    """Causal attention inside each segment of a packed row [1, H, T, D].
+    """Attention of one packed row [1, H, T, D], whose segments may continue a shared prefix."""
 
-    Segments of similar length are attended as one right-padded batch: under a causal mask no real query sees the padding
-    behind it, so no mask is needed. Lengths within a factor `SLACK` share a batch, so the padding is bounded.
-    """
-
-    SLACK = 1.3
-
-    def __init__(self, cu_seqlens: np.ndarray, device: torch.device | str = "cpu", capture: bool = False) -> None:
-        """`cu_seqlens`: int [S + 1], 0 … T. With `capture`, `self.captured[layer]` holds (k, v) [T, H_kv, D] after the forward."""
+    def __init__(
+        self,
+        cu_seqlens: np.ndarray,
+        prefix: np.ndarray | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        kernel: str | None = None,
+        capture: bool = False,
+    ) -> None:
+        """
+        Args:
+            cu_seqlens: int [S + 1], segment boundaries, 0 … T.
+            prefix: int [S], the earlier segment that each continues, -1 for none; None: none does. Segments that continue
+                one prefix are neighbours. A prefix continues nothing itself.
+            dtype: of the queries; with `device` it chooses the kernel, unless `kernel` names one.
+            capture: keep `self.captured[layer]` = (k, v), [T, H_kv, D], for the engine's cache.
+        """
         self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = {} if capture else None
+        make = kernel_for(torch.device(device), dtype, kernel)
+        self.own: Kernel = make(cu_seqlens, cu_seqlens, True, device)
+        self.shared: Kernel | None = None
+        if prefix is not None and (np.diff(cu_seqlens)[prefix >= 0] > 0).any():
+            self._share(cu_seqlens, prefix, make, device)
+
+    def _share(self, cu_seqlens: np.ndarray, prefix: np.ndarray, make, device) -> None:
+        """Rows that continue a prefix (queries), the prefixes' rows (keys), and the kernel between the two."""
+        continuing = np.flatnonzero((prefix >= 0) & (np.diff(cu_seqlens) > 0))
+        first = np.flatnonzero(np.diff(prefix[continuing], prepend=-1))  # where a run of one prefix's segments begins
+        prefixes = prefix[continuing][first]
+        assert len(set(prefixes.tolist())) == len(prefixes), "segments that continue one prefix must be neighbours"
+        assert (prefix[prefixes] == -1).all(), "a prefix can't continue another"
         lengths = np.diff(cu_seqlens)
-        order = np.argsort(-lengths, kind="stable")
-        self.batches: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # gather index [n, L], valid [n, L]
-        placed: list[np.ndarray] = []
-        first = 0
-        while first < len(order) and lengths[order[first]] > 0:
-            longest = int(lengths[order[first]])
-            last = first
-            while last < len(order) and lengths[order[last]] * self.SLACK >= longest and lengths[order[last]] > 0:
-                last += 1
-            members = order[first:last]
-            offsets = np.arange(longest)[None, :]
-            valid = offsets < lengths[members][:, None]
-            index = np.where(valid, cu_seqlens[members][:, None] + offsets, 0)
-            placed.append(index[valid])
-            self.batches.append(
-                (
-                    torch.from_numpy(index).to(device),
-                    None if valid.all() else torch.from_numpy(valid).to(device),
-                )
-            )
-            first = last
-        where = np.concatenate(placed)
-        restore = np.empty(len(where), np.int64)
-        restore[where] = np.arange(len(where))
-        self.restore = torch.from_numpy(restore).to(device)
+        queries = np.add.reduceat(lengths[continuing], first)
+        self.queries = torch.from_numpy(_ranges(cu_seqlens[continuing], lengths[continuing])).to(device)
+        self.keys = torch.from_numpy(_ranges(cu_seqlens[prefixes], lengths[prefixes])).to(device)
+        self.shared = make(np.cumsum([0, *queries]), np.cumsum([0, *lengths[prefixes]]), False, device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         assert q.shape[0] == 1, f"packed rows have batch size 1, not {q.shape[0]}"
         q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
         if self.captured is not None:
             self.captured[layer] = (k_THD, v_THD)
-        outputs = []
-        for index, valid in self.batches:
-            qb, kb, vb = (x[index].transpose(1, 2) for x in (q_THD, k_THD, v_THD))  # [n, H, L, D]
-            out = scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scaling, enable_gqa=True)
-            out = out.transpose(1, 2)  # [n, L, H, D]
-            outputs.append(out[valid] if valid is not None else out.flatten(0, 1))
-        return torch.cat(outputs)[self.restore].unsqueeze(0)
+        return _Attention.apply(q_THD, k_THD, v_THD, self, scaling).unsqueeze(0)
+
+
+class _Attention(torch.autograd.Function):
+    """softmax over [prefix; own] = the two softmaxes, weighed by exp(lse of the part - lse of both).
+
+    Given the merged output and log-sum-exp, each part's own backward is exact for its keys: p = exp(s - lse) and
+    dS = p · (dP - Δ) with Δ = rowsum(dO · O) need nothing of the other part (Dao 2023, "FlashAttention-2", section 3.1).
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, plan: SegmentAttention, scale: float):
+        out, lse = plan.own.forward(q, k, v, scale)
+        if plan.shared is not None:
+            rows, keys = plan.queries, plan.keys
+            theirs, their_lse = plan.shared.forward(q[rows], k[keys], v[keys], scale)
+            ours, our_lse = out[rows], lse[rows]
+            both = torch.logaddexp(our_lse, their_lse)
+            ours = ours * (our_lse - both).exp_().unsqueeze(-1) + theirs * (their_lse - both).exp_().unsqueeze(-1)
+            out.index_copy_(0, rows, ours.to(out.dtype))
+            lse.index_copy_(0, rows, both)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, scale = ctx.plan, ctx.scale
+        dq, dk, dv = plan.own.backward(grad, q, k, v, out, lse, scale)
+        if plan.shared is not None:
+            rows, keys = plan.queries, plan.keys
+            parts = plan.shared.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale)
+            for total, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+                total.index_add_(0, where, part)
+        return dq, dk, dv, None, None
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """int64: start, start + 1, … of each range, end to end."""
+    offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.repeat(starts, lengths) + offsets

@@ -1,13 +1,14 @@
 """The table of model families: one row says where a vision-language model keeps its parts. A new family is a new row, and
 the tests in tests/unit/models run for every row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
+from rlinf_vl.models.layers import attention_forward, mlp_forward, norm_forward, patch_embed_forward
 from rlinf_vl.models.positions import mrope_positions
 
 
@@ -32,6 +33,7 @@ class Family:
         encode_images: (vision tower, pixel_values [P, d], grids [n, 3]) → `VisionFeatures`.
         text_forward: (text model, inputs_embeds [1, T, H], position_ids [4, 1, T], image mask [1, T] or None, deepstack
             features, kwargs) → last hidden state [1, T, H].
+        layers: class name of a module → the `forward` that takes the place of its own.
         positions: (ids [T], image token id, grids, merge size) → [4, T].
     """
 
@@ -44,6 +46,7 @@ class Family:
     special_tokens: Sequence[str]
     encode_images: Callable[[nn.Module, torch.Tensor, torch.Tensor], VisionFeatures]
     text_forward: Callable[..., torch.Tensor]
+    layers: Mapping[str, Callable[..., object]]
     positions: Callable[[np.ndarray, int, np.ndarray, int], np.ndarray]
 
 
@@ -75,6 +78,12 @@ FAMILIES: dict[str, Family] = {
         special_tokens=("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>"),
         encode_images=_qwen3_vl_encode,
         text_forward=_qwen3_vl_text,
+        layers={
+            "Qwen3VLTextAttention": attention_forward,
+            "Qwen3VLTextMLP": mlp_forward,
+            "Qwen3VLTextRMSNorm": norm_forward,
+            "Qwen3VLVisionPatchEmbed": patch_embed_forward,
+        },
         positions=mrope_positions,
     ),
 }

@@ -1,6 +1,7 @@
 """Checkpoints in, checkpoints out: transformers models with our attention, and what is trainable in them."""
 
 import shutil
+import types
 from pathlib import Path
 
 import torch
@@ -8,7 +9,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
-from rlinf_vl.models.attention import ATTENTION_NAME
 from rlinf_vl.models.families import Family
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,8 +48,13 @@ def load_model(path: str | Path, family: Family, dtype: torch.dtype, *, trust_re
 
 
 def use_packed_attention(model: nn.Module, family: Family) -> nn.Module:
-    """Let the text layers of a transformers model attend through an `AttentionContext`; returns the model."""
-    model.get_submodule(family.text_model).config._attn_implementation = ATTENTION_NAME
+    """Let the text layers of a transformers model attend through an `AttentionContext`, and compute as `family.layers`
+    says; returns the model. Modules and weights stay as they are."""
+    # transformers makes no [T, T] mask for a name that it does not know
+    model.get_submodule(family.text_model).config._attn_implementation = "context"
+    for module in model.modules():
+        if (forward := family.layers.get(type(module).__name__)) is not None:
+            module.forward = types.MethodType(forward, module)
     return model
 
 

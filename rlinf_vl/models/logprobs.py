@@ -1,66 +1,127 @@
 """The logprob head: hidden states → log-probability of each target token and entropy, in float32, a chunk of positions at a
 time. No [T, vocab] tensor is ever whole, in forward or backward: backward computes each chunk's logits again."""
 
+from contextlib import contextmanager
+
 import torch
 
+#: Bytes of one chunk's float32 logits, by device type, where the caller leaves the chunk open.
+CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**30}
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, banned_V: torch.Tensor | None):
+
+@contextmanager
+def _bfloat16_products(hidden: torch.Tensor):
+    """On a CPU, multiply float32 copies of bfloat16 numbers with bfloat16 units: exact products, float32 sums and results.
+
+    (bfloat16 matrix products there round their results to bfloat16, too coarse for logits.)
+    """
+    if hidden.is_cuda or hidden.dtype != torch.bfloat16:
+        yield
+        return
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, banned: torch.Tensor | None):
     """float32 logits [C, V] of one chunk, divided by the temperature, banned ids at -inf."""
-    if hidden_CH.dtype == torch.float32:
-        logits = hidden_CH @ weight_VH.t()
-    elif hidden_CH.is_cuda:
+    if hidden_CH.dtype != torch.float32:
         logits = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
     else:
-        logits = hidden_CH.float() @ weight_VH.float().t()
+        logits = hidden_CH @ weight_VH.t()
     if temperature != 1.0:
         logits = logits.div_(temperature)
-    return logits if banned_V is None else logits.masked_fill_(banned_V, -torch.inf)
+    return logits if banned is None else logits.index_fill_(1, banned, -torch.inf)
 
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, banned, chunk):
-        n = hidden.shape[0]
-        logprobs = hidden.new_empty(n, dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
-        for start in range(0, n, chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, temperature, banned)
-            picked = logits.gather(1, targets[part, None]).squeeze(1)
-            top = logits.max(dim=1, keepdim=True).values
-            exps = (logits - top).exp_()
-            total = exps.sum(1)
-            lse = total.log() + top.squeeze(1)
-            logprobs[part] = picked - lse
-            if banned is not None:
-                logits.masked_fill_(banned, 0.0)  # p = 0 there; 0 · -inf would be NaN
-            entropy[part] = lse - (exps * logits).sum(1) / total
+    def forward(ctx, hidden, weight, targets, temperature, banned, chunk, with_entropy):
         ctx.save_for_backward(hidden, weight, targets, banned)
         ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        n = hidden.shape[0]
+        logprobs = hidden.new_empty(n, dtype=torch.float32)
+        entropy = torch.empty_like(logprobs) if with_entropy else None
+        with _bfloat16_products(hidden):
+            hidden, weight = _operands(hidden, weight)
+            for start in range(0, n, chunk):
+                part = slice(start, start + chunk)
+                logits = _logits(hidden[part], weight, temperature, banned)
+                if entropy is None:
+                    logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - _logsumexp_(logits)
+                    continue
+                logp = torch.log_softmax(logits, dim=1)
+                logprobs[part] = logp.gather(1, targets[part, None]).squeeze(1)
+                p = torch.exp(logp, out=logits)
+                if banned is not None:
+                    logp.index_fill_(1, banned, 0.0)  # p = 0 there; 0 · -inf would be NaN
+                entropy[part] = -torch.linalg.vecdot(p, logp)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, targets, banned = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = (
-            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
-        )
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits = _logits(hidden[part], weight, ctx.temperature, banned)
-            logp = torch.log_softmax(logits, dim=1)
-            p = logp.exp()
-            # d logprob_t / d logit_v = [v = t] - p_v ;  d H / d logit_v = -p_v (log p_v + H)
-            safe = logp if banned is None else logp.masked_fill(banned, 0.0)
-            h = -(p * safe).sum(1, keepdim=True)
-            grad = p * (-grad_logprobs[part, None] - grad_entropy[part, None] * (safe + h))
-            grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            grad.div_(ctx.temperature)
-            grad_hidden[part] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part].float()
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        kept, kept_weight, targets, banned = ctx.saved_tensors
+        grad_hidden = torch.empty_like(kept)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(kept_weight.shape, dtype=torch.float32, device=kept_weight.device)
+        with _bfloat16_products(kept):
+            hidden, weight = _operands(kept, kept_weight)
+            for start in range(0, hidden.shape[0], ctx.chunk):
+                part = slice(start, start + ctx.chunk)
+                logits = _logits(hidden[part], weight, ctx.temperature, banned)
+                grad = _grad_logits(
+                    logits,
+                    targets[part],
+                    None if grad_logprobs is None else grad_logprobs[part],
+                    None if grad_entropy is None else grad_entropy[part],
+                    banned,
+                )
+                grad = grad.div_(ctx.temperature).to(weight.dtype)
+                grad_hidden[part] = (grad @ weight).to(grad_hidden.dtype)
+                if grad_weight is None:
+                    continue
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad.t(), hidden[part])
+                else:
+                    grad_weight += torch.mm(grad.t(), hidden[part], out_dtype=torch.float32)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(kept_weight.dtype), *[None] * 5
+
+
+def _logsumexp_(logits: torch.Tensor) -> torch.Tensor:
+    """logsumexp over the last dimension; overwrites `logits`."""
+    top = logits.amax(dim=1, keepdim=True)
+    return logits.sub_(top).exp_().sum(dim=1).log_() + top.squeeze(1)
+
+
+def _operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the products are made of: on CUDA the tensors themselves, on a CPU float32."""
+    return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
+
+
+def _grad_logits(logits, targets, grad_logprobs, grad_entropy, banned) -> torch.Tensor:
+    """Gradient [C, V] of Σ logprob · grad_logprobs + entropy · grad_entropy; either may be None.
+
+    d logprob_t / d logit_v = [v = t] - p_v ;  d H / d logit_v = -p_v (log p_v + H)
+    """
+    if grad_entropy is None:
+        grad = torch.softmax(logits, dim=1).mul_(-grad_logprobs[:, None])
+    else:
+        logp = torch.log_softmax(logits, dim=1)
+        grad = logp.exp()
+        if banned is not None:
+            logp.index_fill_(1, banned, 0.0)
+        entropy = -torch.linalg.vecdot(grad, logp)
+        factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        grad.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs[:, None]))
+    if grad_logprobs is not None:
+        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
+    return grad
 
 
 def token_logprobs(
@@ -70,8 +131,9 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     banned: torch.Tensor | None = None,
-    chunk: int = 1024,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    chunk: int | None = None,
+    with_entropy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities of `targets`, and the entropy of the distribution they were drawn from.
 
     The distribution is softmax(hidden · weightᵀ / temperature) over the ids that are not banned: the sampler's own.
@@ -81,10 +143,14 @@ def token_logprobs(
         weight: [V, H], the output embedding.
         targets: int64 [R], none of them banned.
         temperature: the sampling temperature, > 0.
-        banned: bool [V], ids that can't be sampled; None bans nothing.
-        chunk: positions whose [chunk, V] logits exist at once.
+        banned: int64 [B], ids that can't be sampled; None bans nothing.
+        chunk: positions whose [chunk, V] logits exist at once; None: as many as fit `CHUNK_BYTES`.
+
+        with_entropy: False leaves the entropy out, which saves two passes over the logits.
 
     Returns:
-        (logprobs, entropy), both float32 [R], differentiable in `hidden` and `weight`.
+        (logprobs, entropy or None), float32 [R], differentiable in `hidden` and `weight`.
     """
-    return _Head.apply(hidden, weight, targets, float(temperature), banned, int(chunk))
+    if chunk is None:
+        chunk = max(1, CHUNK_BYTES[hidden.device.type] // (4 * weight.shape[0]))
+    return _Head.apply(hidden, weight, targets, float(temperature), banned, int(chunk), with_entropy)

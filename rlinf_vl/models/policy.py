@@ -10,40 +10,36 @@ import torch
 from torch import nn
 
 from rlinf_vl.models.attention import AttentionContext, SegmentAttention
-from rlinf_vl.models.families import Family
+from rlinf_vl.models.families import Family, VisionFeatures
 from rlinf_vl.models.logprobs import token_logprobs
 from rlinf_vl.types import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
-class VisionInputs:
-    """The image part of a packed row on its device; see `MicroBatch` for the fields."""
+class PlacedImages:
+    """Image features of a packed row, and where they stand; the indices are int64 [N], see `MicroBatch`."""
 
-    pixel_values: torch.Tensor
-    grids: torch.Tensor
+    features: VisionFeatures
     image_positions: torch.Tensor
     image_features: torch.Tensor
 
 
-def vision_inputs(
-    pixel_values: np.ndarray, grids: np.ndarray, positions: np.ndarray, features: np.ndarray, device: torch.device
-) -> VisionInputs:
-    return VisionInputs(
-        *(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (pixel_values, grids, positions, features))
-    )
+def encode_images(model: nn.Module, family: Family, pixel_values: torch.Tensor, grids: torch.Tensor) -> VisionFeatures:
+    """Run the vision tower on float32 [P, d] patches of the images of `grids` [n, 3]; differentiable if it is trained."""
+    tower = model.get_submodule(family.vision_tower)
+    with torch.set_grad_enabled(is_trained(tower) and torch.is_grad_enabled()):
+        return family.encode_images(tower, pixel_values, grids)
 
 
-def blank_vision(tower: nn.Module, device: torch.device) -> VisionInputs:
-    """The smallest image there is, standing at no position: keeps a rank without images in step with the others."""
+def is_trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def blank_image(tower: nn.Module) -> tuple[np.ndarray, np.ndarray]:
+    """(pixel values, grids) of the smallest image there is: keeps a rank without images in step with the others."""
     config, merge = tower.config, tower.config.spatial_merge_size
     patch_dim = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    return VisionInputs(
-        torch.zeros(merge * merge, patch_dim, device=device),
-        torch.tensor([[1, merge, merge]], device=device),
-        none,
-        none,
-    )
+    return np.zeros((merge * merge, patch_dim), np.float32), np.array([[1, merge, merge]])
 
 
 def hidden_states(
@@ -51,7 +47,7 @@ def hidden_states(
     family: Family,
     ids: torch.Tensor,
     positions: torch.Tensor,
-    vision: VisionInputs | None,
+    images: PlacedImages | None,
     context: AttentionContext,
 ) -> torch.Tensor:
     """Last hidden states of one packed row.
@@ -60,7 +56,7 @@ def hidden_states(
         model: a transformers model of `family` (see `load_model`).
         ids: int64 [T].
         positions: int64 [4, T].
-        vision: images of the row, if the vision tower is to be called.
+        images: features of the row's images; without positions, they only keep a trained tower in the graph.
         context: how the row attends.
 
     Returns:
@@ -69,19 +65,16 @@ def hidden_states(
     text_model = model.get_submodule(family.text_model)
     embeds = text_model.get_input_embeddings()(ids)
     image_mask, deepstack = None, ()
-    if vision is not None:
-        tower = model.get_submodule(family.vision_tower)
-        trained = any(p.requires_grad for p in tower.parameters())
-        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-            features = family.encode_images(tower, vision.pixel_values, vision.grids)
-        if len(vision.image_positions):
+    if images is not None:
+        features = images.features
+        if len(images.image_positions):
             embeds = embeds.index_put(
-                (vision.image_positions,), features.tokens[vision.image_features].to(embeds.dtype)
+                (images.image_positions,), features.tokens[images.image_features].to(embeds.dtype)
             )
             image_mask = torch.zeros(1, len(ids), dtype=torch.bool, device=ids.device)
-            image_mask[0, vision.image_positions] = True
-            deepstack = tuple(layer[vision.image_features] for layer in features.deepstack)
-        elif trained:
+            image_mask[0, images.image_positions] = True
+            deepstack = tuple(layer[images.image_features] for layer in features.deepstack)
+        elif features.tokens.requires_grad:
             # A zero that hangs on the tower: its backward runs, and its collectives with it.
             embeds = embeds + 0.0 * (features.tokens.sum() + sum(layer.sum() for layer in features.deepstack))
     return family.text_forward(
@@ -95,29 +88,55 @@ class PolicyModel(nn.Module):
     FSDP wraps this module as its root, so the output embedding is whole while the head runs.
     """
 
-    def __init__(self, model: nn.Module, family: Family, banned: np.ndarray, *, temperature: float, chunk: int) -> None:
+    def __init__(
+        self, model: nn.Module, family: Family, banned: np.ndarray, *, temperature: float, chunk: int | None
+    ) -> None:
         """`banned`: bool [V], ids the sampler never draws; `temperature`: the sampler's; `chunk`: positions per head chunk."""
         super().__init__()
         self.model = model
         self.family = family
         self.temperature = temperature
         self.chunk = chunk
-        self.register_buffer("banned", torch.from_numpy(banned), persistent=False)
+        self.register_buffer("banned", torch.from_numpy(np.flatnonzero(banned)), persistent=False)
 
-    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropy), float32 [R], of the batch's response tokens."""
+    def encode(self, pixel_values: np.ndarray, grids: np.ndarray) -> VisionFeatures:
+        """Features of some images, for `forward`."""
         device = self.banned.device
-        ids, positions, predict, targets = (
-            torch.from_numpy(a).to(device) for a in (batch.ids, batch.positions, batch.predict, batch.targets)
+        return encode_images(
+            self.model, self.family, torch.from_numpy(pixel_values).to(device), torch.from_numpy(grids).to(device)
         )
-        vision = None
-        if batch.pixel_values is not None:
-            vision = vision_inputs(batch.pixel_values, batch.grids, batch.image_positions, batch.image_features, device)
-        elif batch.run_vision:
-            vision = blank_vision(self.model.get_submodule(self.family.vision_tower), device)
-        context = SegmentAttention(batch.cu_seqlens, device)
-        hidden = hidden_states(self.model, self.family, ids, positions, vision, context)
+
+    def forward(
+        self, batch: MicroBatch, features: VisionFeatures | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(logprobs, entropy), float32 [R], of the batch's response tokens; a pass without gradients gives no entropy.
+
+        `features` of `batch.images`, in order, stand in for its pixels.
+        """
+        device = self.banned.device
+        ids, positions, predict, targets, where, which = (
+            torch.from_numpy(a).to(device, non_blocking=True)
+            for a in (batch.ids, batch.positions, batch.predict, batch.targets, batch.image_positions,
+                      batch.image_features)
+        )  # fmt: skip
+        if features is None and batch.run_vision:
+            blank = blank_image(self.model.get_submodule(self.family.vision_tower))
+            features = self.encode(*((batch.pixel_values, batch.grids) if batch.pixel_values is not None else blank))
         weight = self.model.get_output_embeddings().weight
+        hidden = hidden_states(
+            self.model,
+            self.family,
+            ids,
+            positions,
+            None if features is None else PlacedImages(features, where, which),
+            SegmentAttention(batch.cu_seqlens, batch.prefix, device=device, dtype=weight.dtype),
+        )
         return token_logprobs(
-            hidden[predict], weight, targets, temperature=self.temperature, banned=self.banned, chunk=self.chunk
+            hidden.index_select(0, predict),
+            weight,
+            targets,
+            temperature=self.temperature,
+            banned=self.banned,
+            chunk=self.chunk,
+            with_entropy=torch.is_grad_enabled(),
         )

@@ -89,11 +89,13 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
     rewards, lengths and the rest are over the others. `reward/std` is the population standard deviation (n) over
     trajectories. `reward/zero_std_groups` counts the groups whose rewards tie and so teach nothing; a group of nothing
     but errors isn't among them. `reward/accuracy` is the share graded correct, `rollout/truncated` the share cut at the
-    longest response, `rollout/empty` the number without any response token. What has nothing to be computed from (no
-    groups, no versions, no time) is left out.
+    longest response, `rollout/empty` the number without any response token. `data/object_store_bytes` is what the groups and
+    their images take there, `data/unique_bytes` their arrays and each distinct image's encoded bytes once. What has
+    nothing to be computed from (no groups, no versions, no time) is left out.
     """
     per_group = [[i for i, error in enumerate(s.errors) if error is None] for s in summaries]
     kept = [(s, i) for s, indices in zip(summaries, per_group, strict=True) for i in indices]
+    images = {name: size for s in summaries for name, size in s.image_bytes.items()}
     metrics: dict[str, float] = {
         "reward/zero_std_groups": sum(
             len({s.rewards[i] for i in indices}) == 1 for s, indices in zip(summaries, per_group, strict=True)
@@ -101,6 +103,7 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         "rollout/errors": sum(error is not None for s in summaries for error in s.errors),
         "rollout/empty": sum(s.response_tokens[i] == 0 for s, i in kept),
         "data/object_store_bytes": sum(s.object_bytes for s in summaries),
+        "data/unique_bytes": sum(s.array_bytes for s in summaries) + sum(images.values()),
     }
     if kept:
         rewards = np.array([s.rewards[i] for s, i in kept], dtype=np.float64)

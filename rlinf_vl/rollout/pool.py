@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,6 +92,8 @@ class RolloutPool:
             return RolloutWorker.options(**option).remote(config, model_path, device)
 
         self._slots = [_Slot(option, make) for option in options]
+        #: (split, row) → what stands for an image that other rows have too
+        self._shared: dict[tuple[str, int], int] = {}
 
     @property
     def workers(self) -> list[Any]:
@@ -105,9 +107,12 @@ class RolloutPool:
         """Rows whose prompts fit, in order; how many were too long; and the reason for each row that can't be read."""
         n = len(self._slots)
         results = ray.get([w.filter_rows.remote(split, list(rows[i::n])) for i, w in enumerate(self.workers)])
-        kept = sorted(row for result in results for row in result.kept)
-        bad = {row: reason for result in results for row, reason in result.bad.items()}
-        return kept, sum(len(result.too_long) for result in results), bad
+        kept = sorted(row for result, _ in results for row in result.kept)
+        bad = {row: reason for result, _ in results for row, reason in result.bad.items()}
+        images = {row: image for _, part in results for row, image in part.items()}
+        often = Counter(images.values())
+        self._shared |= {(split, row): image for row, image in images.items() if often[image] > 1}
+        return kept, sum(len(result.too_long) for result, _ in results), bad
 
     def generate(
         self, tasks: Sequence[Task], on_group: Callable[[GroupSummary], None] | None = None
@@ -120,7 +125,10 @@ class RolloutPool:
         samples = max(1, len(tasks[0].seeds)) if tasks else 1
         window = max(1, 2 * self.max_running // samples)
         share = min(window, -(-len(tasks) // len(self._slots)))
-        queue = deque(tasks)
+        turn: dict[Any, int] = {}  # rows that share an image follow each other, so that mostly one worker stores it
+        queue = deque(
+            sorted(tasks, key=lambda t: turn.setdefault(self._shared.get((t.split, t.row), t.group_id), len(turn)))
+        )
         streams: dict[Any, _Slot] = {}  # generator of (summary, reference) → who runs it
         results: dict[str, tuple[GroupSummary, ray.ObjectRef]] = {}
         replaced = 0

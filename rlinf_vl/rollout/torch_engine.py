@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.families import Family
-from rlinf_vl.models.policy import hidden_states, vision_inputs
+from rlinf_vl.models.policy import PlacedImages, encode_images, hidden_states
 from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.sampling import Sampler, uniforms
 from rlinf_vl.rollout.torch_decode import DecodeCache
@@ -260,20 +260,24 @@ class TorchEngine:
             self.family.positions(r.ids.astype(np.int64), self.image_token_id, r.image_grids, self.merge_size)
             for r in requests
         ]
-        vision = None
+        images = None
         patches = [part for entry in admitted for part in entry.patches]
         if patches:
             where = np.flatnonzero(ids == self.image_token_id)
             grids = np.concatenate([r.image_grids for r in requests if r.images]).astype(np.int64)
-            vision = vision_inputs(np.concatenate(patches), grids, where, np.arange(len(where)), self.device)
+            pixels, grids, where = (
+                torch.from_numpy(x).to(self.device) for x in (np.concatenate(patches), grids, where)
+            )
+            features = encode_images(self.model, self.family, pixels, grids)
+            images = PlacedImages(features, where, torch.arange(len(where), device=self.device))
         cu_seqlens = np.cumsum([0, *lengths])
-        context = SegmentAttention(cu_seqlens, self.device, capture=True)
+        context = SegmentAttention(cu_seqlens, device=self.device, dtype=self.model.dtype, capture=True)
         hidden = hidden_states(
             self.model,
             self.family,
             torch.from_numpy(ids).to(self.device),
             torch.from_numpy(np.concatenate(positions, axis=1)).to(self.device),
-            vision,
+            images,
             context,
         )
         self.cache.append(context.captured, lengths, [len(r.seeds) for r in requests])

@@ -16,12 +16,13 @@ import ray
 import torch
 
 from rlinf_vl.config.schema import Config
-from rlinf_vl.data.dataset import ProblemDataset
+from rlinf_vl.data.dataset import FilterResult, ProblemDataset
 from rlinf_vl.envs import Env, make_env
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rewards import grader
 from rlinf_vl.rollout.engine import EngineDied
+from rlinf_vl.rollout.exchange import GroupStore
 from rlinf_vl.rollout.make_engine import make_engine
 from rlinf_vl.types import Completion, Group, GroupSummary, Problem, Request, Sample, SamplingParams, Trajectory
 from rlinf_vl.weights import WeightsDiffer, handles, unpack
@@ -86,7 +87,7 @@ class RolloutRank:
             )
         }
         self.grade = grader(config.reward.reward_type)
-        self.held: dict[str, ray.ObjectRef] = {}
+        self.store = GroupStore()
 
     async def ready(self) -> dict[str, int]:
         """Rows of each split; answering means that model and data are loaded."""
@@ -100,14 +101,23 @@ class RolloutRank:
         """Whether the engine lives; that it answers at all says that the worker does."""
         return await asyncio.to_thread(self.engine.alive, self.config.rollout.heartbeat_timeout)
 
-    async def filter_rows(self, split: str, rows: Sequence[int]):
-        """Which of `rows` have a prompt within data.max_prompt_length, expanded ids counted; a `FilterResult`."""
-        return await asyncio.to_thread(
-            self.datasets[split].filter_by_length, rows, self._prompt_length, self.config.data.max_prompt_length
-        )
+    async def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[FilterResult, dict[int, int]]:
+        """Which of `rows` have a prompt within data.max_prompt_length, expanded ids counted; and by row a number that stands
+        for its first image."""
+        row, images = -1, {}
 
-    def _prompt_length(self, problem: Problem) -> int:
-        return len(self.processor.prompt(problem.messages, problem.images)[0])
+        def at(i: int) -> int:
+            nonlocal row
+            row = i
+            return i
+
+        def length(problem: Problem) -> int:
+            if problem.images:
+                images[row] = int(problem.images[0].hash[:15], 16)
+            return len(self.processor.prompt(problem.messages, problem.images)[0])
+
+        limit = self.config.data.max_prompt_length
+        return await asyncio.to_thread(self.datasets[split].filter_by_length, map(at, rows), length, limit), images
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
         """Answer tasks; groups are yielded as they finish, as a summary and a reference to the `Group`."""
@@ -127,15 +137,12 @@ class RolloutRank:
             running.append(asyncio.ensure_future(self._finish(p, asyncio.wrap_future(future))))
         for finished in asyncio.as_completed(running):
             group = await finished
-            # Held here until `release`: a reference that only travels inside a streamed result can be counted out of
-            # existence before its receiver has registered it.
-            reference = self.held[group.id] = ray.put(group)
-            yield GroupSummary.of(group), reference
+            reference, object_bytes = self.store.put(group)
+            yield GroupSummary.of(group, object_bytes), reference
 
     async def release(self, group_ids: Sequence[str]) -> None:
         """These groups are no longer needed: their memory may go."""
-        for group_id in group_ids:
-            self.held.pop(group_id, None)
+        self.store.release(group_ids)
 
     def _prepare(self, task: Task) -> _Prepared:
         problem = self.datasets[task.split][task.row]
@@ -202,7 +209,6 @@ class RolloutRank:
             reward=reward,
             finish_reason=sample.finish_reason,
             correct=correct,
-            text=text,
             error=error,
         )
 

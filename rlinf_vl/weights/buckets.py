@@ -1,7 +1,8 @@
-"""Weights as flat byte buffers, and the check that they arrived.
+"""Weights as bytes, and the check that they arrived.
 
-Everything that sends weights sends buckets: some weights end to end as bytes, with a list of what is where. Through Ray's
-object store a bucket goes as one numpy array, read zero-copy.
+Everything that sends weights sends buckets: some weights as bytes, with a list of what they are. In a broadcast and in
+shared memory they lie end to end; through Ray's object store each is an array of its own, copied there once and read in
+place.
 """
 
 import warnings
@@ -24,10 +25,10 @@ FINGERPRINT_WORDS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some weights end to end. `entries`: what they are, in order; `data`: uint8 [bytes]."""
+    """Some weights. `entries`: what they are; `data`: uint8 [bytes] of each, which may be the weight's own memory."""
 
     entries: tuple[Entry, ...]
-    data: np.ndarray = field(repr=False)
+    data: tuple[np.ndarray, ...] = field(repr=False)
     fingerprint: int | None = None
     """`fingerprint` of the weights, where the receiver is to check it."""
 
@@ -96,18 +97,22 @@ def views(entries: Iterable[Entry], flat: torch.Tensor) -> dict[str, torch.Tenso
 def pack(
     weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int = BUCKET_BYTES, check: bool = False
 ) -> Iterator[Bucket]:
-    """Buckets of CPU tensors; with their fingerprints if `check`."""
+    """Buckets of CPU tensors, not copied where they are contiguous; with their fingerprints if `check`."""
     for held in group_by_size(weights, max_bytes):
         mark = fingerprint(value for _, value in held) if check else None
-        yield Bucket(entries_of(held), flatten(held).numpy(), mark)
+        data = (value.detach().contiguous().view(-1) for _, value in held)
+        yield Bucket(entries_of(held), tuple(_raw(value).numpy() for value in data), mark)
 
 
 def unpack(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """The weights of a bucket as views of its buffer; read-only in spirit: copy before writing."""
+    """The weights of a bucket as views of its bytes; read-only in spirit: copy before writing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat = torch.from_numpy(bucket.data)
-    return views(bucket.entries, flat)
+        pieces = [torch.from_numpy(piece) for piece in bucket.data]
+    return {
+        name: piece.view(getattr(torch, dtype)).view(shape)
+        for (name, dtype, shape), piece in zip(bucket.entries, pieces, strict=True)
+    }
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
@@ -128,9 +133,14 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
     return out
 
 
+def _raw(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of a flat tensor, uint8 [bytes]."""
+    return value.view(torch.uint8) if value.numel() else value.new_zeros(0, dtype=torch.uint8)
+
+
 def _words(value: torch.Tensor) -> torch.Tensor:
     """The bytes of a flat tensor as int64, zeros behind them to make the last one whole."""
-    raw = value.view(torch.uint8) if value.numel() else value.new_zeros(0, dtype=torch.uint8)
+    raw = _raw(value)
     if len(raw) % 8 or raw.storage_offset() % 8:
         whole = raw.new_zeros(-(-len(raw) // 8) * 8)
         whole[: len(raw)] = raw

@@ -23,6 +23,7 @@ from rlinf_vl.weights.buckets import (
     flatten,
     group_by_size,
     nbytes,
+    pack,
     verify,
     views,
 )
@@ -135,7 +136,7 @@ class CollectiveSender:
             if self._rank == 0:
                 flat = flatten(bucket)
                 dist.broadcast(flat, src=0, group=self._group)
-                sent.append(Bucket(entries_of(bucket), flat.cpu().numpy()))
+                sent += pack(views(entries_of(bucket), flat.cpu()).items(), self._bucket_bytes)
         self._sent = sent
 
     def release(self) -> None:

@@ -8,7 +8,7 @@ workers have it, the ranks *release* what they kept for them.
 |---|---|---|---|
 | object_store | buckets in Ray's object store | – | reading them |
 | nccl | names and shapes | a broadcast from rank 0 in a group with the engines (gloo on the CPU) | the engine itself |
-| cuda_ipc | handles of memory on the same GPU (on the CPU: on the same node) | – | opening them |
+| cuda_ipc | handles of memory on the same GPU (on the CPU: on the same node) | – (on the CPU, filling it) | opening them |
 """
 
 from collections.abc import Callable, Iterator
@@ -71,14 +71,14 @@ def choose(weight_sync: str, device: str, collocated: bool, beside_actors: bool)
 
     Args:
         collocated: whether any engine shares a slot with an actor rank.
-        beside_actors: whether every engine does.
+        beside_actors: whether every engine does, so that an actor rank is on its GPU, or on its node.
 
     Raises:
         ValueError: a way that can't work there.
     """
     can = {"object_store": True, "nccl": not collocated, "cuda_ipc": beside_actors}
     if weight_sync == "auto":
-        ways = ("cuda_ipc", "nccl", "object_store") if device == "cuda" else ("object_store",)
+        ways = ("cuda_ipc", "nccl", "object_store") if device == "cuda" else ("cuda_ipc", "object_store")
         return next(way for way in ways if can[way])
     if device == "cuda" and not can[weight_sync]:
         reason = {

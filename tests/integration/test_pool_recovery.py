@@ -50,6 +50,17 @@ def test_a_pool_answers_every_task_in_order(pool):
     assert pool.restarts == 0
 
 
+def test_rows_that_share_an_image_go_to_one_worker(pool, monkeypatch):
+    kept, too_long, bad = pool.filter_rows("train", range(12))
+    assert (kept, too_long, bad) == (list(range(12)), 0, {})
+    monkeypatch.setattr(pool, "_shared", {("train", row): row % 2 for row in (0, 1, 4, 5, 6, 7)})
+    monkeypatch.setattr(pool, "max_running", 12 * 8)  # both workers get all of their share at once
+    generate(pool, 12)
+    rows = [{task.row for task in slot.tasks.values()} for slot in pool._slots]
+    assert sorted(map(len, rows)) == [6, 6]
+    assert any({0, 4, 6} <= part and {1, 5, 7} <= part for part in rows)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_killed_or_stopped_is_replaced(pool, number):
     undisturbed, before = generate(pool, 60), pool.restarts

@@ -28,7 +28,10 @@ class Layout:
     aggregation: str = "token-mean"
     kl_beta: float = 0.0
     train_tower: bool = True
-    old_logprobs: str | None = None
+    old_logprobs: str = "auto"
+    share: bool = True
+    cache: bool | None = None  # None: where the tower is frozen
+    reshard: bool = True
 
 
 def groups_of(kind: str):
@@ -45,7 +48,6 @@ def groups_of(kind: str):
 def settings_of(layout: Layout):
     from rlinf_vl.actor.update import LossSettings
 
-    default = "recomputed" if layout.minibatches > 1 else "current"
     return LossSettings(
         aggregation=layout.aggregation,
         clip_low=0.2,
@@ -56,7 +58,7 @@ def settings_of(layout: Layout):
         entropy_bonus=0.01,
         tis_clip=2.0,
         tis_level="token",
-        old_logprobs=layout.old_logprobs or default,
+        old_logprobs=layout.old_logprobs,
     )
 
 
@@ -65,13 +67,15 @@ def train(rank: int, layout: Layout, kind: str, port: int, out) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    from rlinf_vl.actor.batches import BatchMaker
     from rlinf_vl.actor.fsdp import shard, whole_weights
     from rlinf_vl.actor.update import MiniBatch, update
     from rlinf_vl.controller.step_plan import plan_step
     from rlinf_vl.models.families import family_of
     from rlinf_vl.models.loading import freeze_vision, use_packed_attention
     from rlinf_vl.models.policy import PolicyModel
-    from rlinf_vl.packing.collator import Collator, Member
+    from rlinf_vl.models.vision_cache import VisionCache
+    from rlinf_vl.packing.collator import Collator
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=layout.ranks)
@@ -79,6 +83,9 @@ def train(rank: int, layout: Layout, kind: str, port: int, out) -> None:
 
     def policy_of(seed: int, frozen: bool):
         model = use_packed_attention(tiny_model(seed), family).requires_grad_(not frozen)
+        if frozen and not layout.train_tower:  # a frozen tower is the reference's too: they start from one checkpoint
+            copied = tiny_model(0).get_submodule(family.vision_tower).state_dict()
+            model.get_submodule(family.vision_tower).load_state_dict(copied)
         if not layout.train_tower:
             freeze_vision(model, family)
         policy = PolicyModel(model, family, banned(), temperature=0.7, chunk=6)
@@ -88,6 +95,7 @@ def train(rank: int, layout: Layout, kind: str, port: int, out) -> None:
             mesh,
             param_dtype="fp32",
             reduce_dtype="fp32",
+            reshard_after_forward=layout.reshard,
             gradient_checkpointing=checkpointing,
             use_reentrant=layout.reentrant,
         ).train(not frozen)
@@ -103,16 +111,21 @@ def train(rank: int, layout: Layout, kind: str, port: int, out) -> None:
         micro_batch_size=layout.size,
         normalize_advantages=True,
         aggregation=layout.aggregation,
+        share_prompts=layout.share,
     )
-    collate = Collator(family, IMAGE_ID, MERGE, pixels, PAD, layout.budget if layout.pad else None)
+    collate = Collator(family, IMAGE_ID, MERGE, None, PAD, layout.budget if layout.pad else None, layout.share)
+    cached = layout.cache if layout.cache is not None else not layout.train_tower
+    make = BatchMaker(policy, collate, pixels, VisionCache(2**20, "cpu") if cached else None, max_patches=20)
+    mine = {i.group: groups[i.group] for m in plan.minibatches for items in m[rank].micro_batches for i in items}
+    make.prepare(mine.values())
 
     def batches(mini):
-        for items, vision in zip(mini.micro_batches, mini.run_vision, strict=True):
-            yield collate(
-                [Member(groups[i.group], i.index, plan.advantages[i.group][i.index]) for i in items], run_vision=vision
-            )
+        return make.batches(mini.micro_batches, mini.run_vision, mine, plan.advantages)
 
-    minis = [MiniBatch(lambda m=m[rank]: batches(m), m[rank].denominator) for m in plan.minibatches]
+    minis = [
+        MiniBatch(lambda m=m[rank]: batches(m), len(m[rank].micro_batches), m[rank].denominator)
+        for m in plan.minibatches
+    ]
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=LR)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     sums = update(
@@ -168,6 +181,8 @@ def run():
 def plain_reference(layout: Layout, kind: str = "mixed"):
     """The same step in one process: transformers' own forward a trajectory at a time, formulas written out, SGD by hand."""
     model, reference = tiny_model(0), tiny_model(9)
+    if not layout.train_tower:
+        reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)
     settings = settings_of(layout)
     tower = {id(p) for p in model.model.visual.parameters()}
@@ -268,7 +283,17 @@ def references():
         pytest.param(replace(BASE, checkpointing=True, reentrant=True), id="reentrant checkpointing"),
         pytest.param(replace(BASE, minibatches=2), id="2 mini-batches"),
         pytest.param(replace(BASE, ranks=2, minibatches=2, budget=90), id="2 mini-batches on 2 ranks"),
-        pytest.param(replace(BASE, old_logprobs="recomputed"), id="recomputed old logprobs"),
+        pytest.param(replace(BASE, ranks=2, minibatches=2, budget=90, checkpointing=True), id="all at once"),
+        pytest.param(replace(BASE, minibatches=2, old_logprobs="true"), id="a pass for all old logprobs"),
+        pytest.param(replace(BASE, old_logprobs="true"), id="a pass that one step does not need"),
+        pytest.param(replace(BASE, ranks=2, budget=80, minibatches=2, reshard=False), id="weights kept gathered"),
+        pytest.param(replace(BASE, share=False), id="repeated prompts"),
+        pytest.param(replace(BASE, ranks=2, budget=90, share=False), id="repeated prompts on 2 ranks"),
+        pytest.param(replace(BASE, budget=60), id="groups split over micro-batches"),
+        pytest.param(
+            replace(BASE, ranks=2, train_tower=False, budget=80, kl_beta=0.1), id="features, split, reference"
+        ),
+        pytest.param(replace(BASE, ranks=2, train_tower=False, cache=False), id="frozen tower without its cache"),
         pytest.param(replace(BASE, ranks=2, train_tower=False), id="frozen tower"),
         pytest.param(replace(BASE, ranks=2, kl_beta=0.1), id="reference KL"),
         pytest.param(replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-mean"), id="sequence means"),

@@ -153,20 +153,30 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
 
 
 @pytest.mark.parametrize("synced", ["cuda_ipc"], indirect=True)
-def test_handles_keep_memory_until_release(synced):
-    """What is offered can be read until `release`, and its memory goes then."""
+def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
+    """The second offer is a promise, kept by `deliver`; the memory goes with its sender."""
     from rlinf_vl.weights import handles
 
     _, actors, _ = synced
-    labels = actors.offer_weights(check=True)
-    assert len(labels) > 3
-    first = next(handles.opened(labels[:1]))
-    assert len({label.place for label in labels}) == 1  # one node, so one of the two ranks offers
+    first = actors.offer_weights(check=True)
+    assert len(first) > 3
+    assert len({label.place for label in first}) == 1  # one node, so one of the two ranks offers
+    values = {name: value.clone() for weights in handles.opened(first) for name, value in weights.items()}
     actors.release_weights()
-    assert all(torch.isfinite(value).all() for value in first.values())  # still mapped here
-    with pytest.raises(RuntimeError):
-        next(handles.opened(labels[:1]))
-    del first
+    second = actors.offer_weights(check=False)
+    assert [label.where for label in second] == [label.where for label in first]
+    with monkeypatch.context() as m:
+        m.setattr(handles, "TIMEOUT", 0.2)
+        with pytest.raises(TimeoutError):
+            next(handles.opened(second))
+    ray.get(actors.deliver_weights())
+    for weights in handles.opened(second):
+        assert all(torch.equal(value, values[name]) for name, value in weights.items())
+    actors.release_weights()
+    actors.set_weight_sync("object_store", BUCKET_BYTES)
+    handles._mapped.clear()
     gc.collect()
+    with pytest.raises(FileNotFoundError):
+        next(handles.opened(first))
     with pytest.raises(ValueError, match="no actor rank is at the place"):
-        handles.at("GPU elsewhere", labels)
+        handles.at("GPU elsewhere", first)

@@ -11,7 +11,8 @@ import ray
 
 from rlinf_vl.actor.worker import ActorRank, RankMiniBatch
 from rlinf_vl.config import load_config
-from rlinf_vl.packing.planner import Item, plan_micro_batches
+from rlinf_vl.controller.step_plan import item_of
+from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.types import Group, GroupSummary, Trajectory
 from rlinf_vl.weights import unpack
 
@@ -76,7 +77,7 @@ def sampled(engine, toy, **sampling) -> list[Group]:
 def shares(groups) -> tuple[RankMiniBatch, dict[int, ray.ObjectRef]]:
     """All trajectories as one mini-batch of the only rank."""
     summaries = [GroupSummary.of(group) for group in groups]
-    items = [Item(g, i, n, s.patches) for g, s in enumerate(summaries) for i, n in enumerate(s.tokens)]
+    items = [item_of(g, i, s) for g, s in enumerate(summaries) for i in range(len(s.tokens))]
     plan = plan_micro_batches(items, ranks=1, budget=600)
     tokens = sum(sum(s.response_tokens) for s in summaries)
     return RankMiniBatch(plan.micro_batches[0], plan.run_vision, tokens), dict(enumerate(map(ray.put, groups)))

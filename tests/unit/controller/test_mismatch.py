@@ -3,6 +3,7 @@
 import pytest
 
 from rlinf_vl.controller.mismatch import PER_CLASS, EngineMismatch, Score, judge, pick
+from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import GroupSummary
 
 
@@ -42,9 +43,10 @@ def test_picks_cover_every_class_and_skip_what_has_no_tokens():
         n = len(tokens)
         return GroupSummary(
             "g", "p", 5, tuple(5 + t for t in tokens), tuple(tokens), (0.0,) * n, (False,) * n, ("stop",) * n,
-            tuple(errors or (None,) * n), 0, 0, images, 4 * images, 0, 0,
+            tuple(errors or (None,) * n), 0, 0, images, 4 * images, {},
         )  # fmt: skip
 
     summaries = [summary(1, [3, 3])] * 10 + [summary(0, [0, 4]), summary(2, [2], ["bad"]), summary(2, [6])]
     items = pick(summaries)
+    assert items[-2:] == [Item(10, 1, 5, 4, 4, 0), Item(12, 0, 5, 6, 6, 8)]
     assert [(i.group, i.index) for i in items] == [(g, 0) for g in range(PER_CLASS)] + [(10, 1), (12, 0)]

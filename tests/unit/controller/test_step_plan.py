@@ -1,10 +1,12 @@
 """From summaries to a step's plan: advantages, mini-batches, denominators."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from rlinf_vl.controller.step_plan import advantages_of, plan_step
+from rlinf_vl.packing.planner import Item, Prices
 from rlinf_vl.types import GroupSummary
 
 
@@ -24,7 +26,7 @@ def summary(name, rewards, lengths, errors=None, patches=0):
         max_version=0,
         images=1,
         patches=patches,
-        image_bytes=0,
+        image_bytes={},
         object_bytes=0,
     )
 
@@ -74,3 +76,21 @@ def test_a_step_where_a_minibatch_has_nothing_to_train():
     step = plan(failed + GROUPS[:2], n_minibatches=2)
     assert [mini.denominator for mini in step.minibatches[0]] == [1, 1]
     assert all(micro == () for mini in step.minibatches[0] for micro in mini.micro_batches)
+
+
+def test_items_carry_prompt_and_response_apart():
+    observed = replace(
+        summary("a", [1.0, 0.0], [5, 6], patches=12), response_tokens=(3, 6)
+    )  # 2 of 5 tokens not sampled
+    step = plan([observed], ranks=1)
+    assert step.minibatches[0][0].micro_batches == ((Item(0, 0, 20, 5, 3, 12), Item(0, 1, 20, 6, 6, 12)),)
+    assert step.metrics["packing/fill"] == pytest.approx(31 / 60)
+    assert step.metrics["packing/repeated"] == 0
+
+
+def test_prompts_can_be_repeated_and_prices_set():
+    step = plan(GROUPS[:1], ranks=1, share_prompts=False)
+    assert len(step.minibatches[0][0].micro_batches) == 2  # three times 20 and 18 exceed 60
+    assert step.metrics["packing/repeated"] == pytest.approx(40 / 78)
+    dear = plan(GROUPS[:1], prices=Prices(head=1000.0)).metrics["packing/imbalance"]
+    assert dear == pytest.approx(11 / 9 - 1, rel=0.1)  # 5 + 6 sampled tokens against 7

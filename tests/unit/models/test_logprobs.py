@@ -9,7 +9,7 @@ from rlinf_vl.models.logprobs import token_logprobs
 def reference(hidden, weight, targets, temperature, banned):
     logits = hidden.float() @ weight.float().t() / temperature
     if banned is not None:
-        logits = logits.masked_fill(banned, -torch.inf)
+        logits = logits.index_fill(1, banned, -torch.inf)
     logp = logits.log_softmax(-1)
     entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
     return logp.gather(1, targets[:, None]).squeeze(1), entropy
@@ -18,12 +18,13 @@ def reference(hidden, weight, targets, temperature, banned):
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("ban", [False, True])
-def test_values_and_gradients(chunk, temperature, ban):
+@pytest.mark.parametrize("used", [(1, 1), (1, 0), (0, 1)])
+def test_values_and_gradients(chunk, temperature, ban, used):
     torch.manual_seed(0)
     hidden = torch.randn(20, 8, dtype=torch.float32, requires_grad=True)
     weight = torch.randn(33, 8, requires_grad=True)
     targets = torch.randint(0, 30, (20,))
-    banned = torch.arange(33) >= 30 if ban else None
+    banned = torch.arange(30, 33) if ban else None
     a, b = torch.randn(20), torch.randn(20)
     results = []
     for make in (
@@ -31,7 +32,8 @@ def test_values_and_gradients(chunk, temperature, ban):
         lambda: reference(hidden, weight, targets, temperature, banned),
     ):
         logprobs, entropy = make()
-        grads = torch.autograd.grad((a * logprobs + b * entropy).sum(), (hidden, weight))
+        loss = sum((x * y).sum() for x, y, use in ((a, logprobs, used[0]), (b, entropy, used[1])) if use)
+        grads = torch.autograd.grad(loss, (hidden, weight))
         results.append((logprobs, entropy, *grads))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=3e-6, rtol=3e-6)
@@ -45,6 +47,19 @@ def test_bfloat16_hidden_is_computed_in_float32():
     expected = reference(hidden, weight, targets, 1.0, None)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close((logprobs, entropy), expected, atol=1e-5, rtol=1e-5)
+    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16", "other products keep their precision"
+
+
+@pytest.mark.parametrize("ban", [False, True])
+def test_logprobs_alone(ban):
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(9, 8), torch.randn(33, 8), torch.randint(0, 30, (9,))
+    banned = torch.arange(30, 33) if ban else None
+    logprobs, entropy = token_logprobs(
+        hidden, weight, targets, temperature=0.7, banned=banned, chunk=4, with_entropy=False
+    )
+    assert entropy is None
+    torch.testing.assert_close(logprobs, reference(hidden, weight, targets, 0.7, banned)[0], atol=3e-6, rtol=3e-6)
 
 
 def test_no_response_tokens():

@@ -1,5 +1,7 @@
 """A packed row through `PolicyModel` against transformers' own unpacked forward, sample by sample."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,8 @@ from rlinf_vl.packing.collator import Collator, Member
 FAMILY = family_of("qwen3_vl")
 
 
-def collator(pad_to=None):
-    return Collator(FAMILY, IMAGE_ID, MERGE, pixels, PAD, pad_to)
+def collator(pad_to=None, share=True):
+    return Collator(FAMILY, IMAGE_ID, MERGE, pixels, PAD, pad_to, share)
 
 
 def policy(model, temperature=1.0):
@@ -32,11 +34,12 @@ def some_groups():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("pad_to", [None, 300])
-def test_packed_equals_transformers_unpacked(temperature, pad_to):
+@pytest.mark.parametrize("share", [True, False])
+def test_packed_equals_transformers_unpacked(temperature, pad_to, share):
     groups = some_groups()
     members = [Member(g, i, 0.0) for g in groups for i in range(len(g.trajectories))]
     expected = torch.cat([transformers_logprobs(tiny_model(), m.group, m.index, temperature) for m in members])
-    batch = collator(pad_to)(members, run_vision=True)
+    batch = collator(pad_to, share)(members, run_vision=True)
     assert len(batch.ids) == (pad_to or batch.cu_seqlens[-1])
     ours, _ = policy(tiny_model(), temperature)(batch)
     torch.testing.assert_close(ours, expected, atol=5e-6, rtol=1e-5)
@@ -47,7 +50,34 @@ def test_an_image_is_encoded_once_however_often_it_is_named():
     batch = collator()([Member(g, 0, 0.0), Member(g, 1, 0.0)], run_vision=True)
     assert len(batch.grids) == len(g.images)
     assert len(batch.pixel_values) == g.image_grids.prod(axis=1).sum()
-    assert len(batch.image_positions) == 2 * (g.prompt_ids == IMAGE_ID).sum()
+    assert len(batch.image_positions) == (g.prompt_ids == IMAGE_ID).sum()
+    repeated = collator(share=False)([Member(g, 0, 0.0), Member(g, 1, 0.0)], run_vision=True)
+    assert len(repeated.pixel_values) == len(batch.pixel_values)
+    assert len(repeated.image_positions) == 2 * len(batch.image_positions)
+
+
+def test_a_shared_prompt_stands_in_the_row_once():
+    g, other = some_groups()[:2]
+    members = [Member(g, i, 0.0) for i in (0, 1, 2)] + [Member(other, 0, 0.0)]
+    batch = collator()(members, run_vision=True)
+    lengths = [len(g.prompt_ids), 5, 1, 9, len(other.prompt_ids) + 4]
+    assert np.diff(batch.cu_seqlens).tolist() == lengths
+    assert batch.prefix.tolist() == [-1, 0, 0, 0, -1]
+    last = len(g.prompt_ids) - 1
+    assert (batch.predict[np.flatnonzero(np.diff(batch.trajectories, prepend=-1))[:3]] == last).all()
+    assert (batch.positions[0] == np.concatenate([np.arange(last + 1), *[last + 1 + np.arange(n) for n in (5, 1, 9)],
+                                                  np.arange(lengths[-1])])).all()  # fmt: skip
+
+
+def test_features_by_hash_stand_in_for_pixels():
+    groups = some_groups()
+    members = [Member(g, 0, 0.0) for g in groups]
+    model = policy(tiny_model())
+    with_pixels = collator()(members, run_vision=True)
+    without = replace(collator(), pixels=None)(members, run_vision=False)
+    assert without.pixel_values is None and without.images == with_pixels.images
+    features = model.encode(with_pixels.pixel_values, with_pixels.grids)
+    torch.testing.assert_close(model(without, features)[0], model(with_pixels)[0], atol=1e-6, rtol=1e-6)
 
 
 def test_images_matter_and_stay_with_their_own_sample():

@@ -1,6 +1,5 @@
 """Metric sums are exact over any split; the rollout summary counts what its names say."""
 
-import dataclasses
 import json
 import math
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from rlinf_vl.observe import MetricSums, summarize_rollout
-from rlinf_vl.types import Group, GroupSummary, Trajectory
+from rlinf_vl.types import Group, GroupSummary, ImageRef, Trajectory
 
 
 def test_mean_is_over_all_items_and_not_over_micro_batches():
@@ -99,16 +98,20 @@ def trajectory(
     )
 
 
-def summary(name: str, *trajectories: Trajectory, object_bytes: int = 0) -> GroupSummary:
-    group = Group(name, name, np.zeros(5, np.int32), (), np.zeros((0, 3), np.int32), trajectories)
-    return dataclasses.replace(GroupSummary.of(group), object_bytes=object_bytes)
+def summary(name: str, *trajectories: Trajectory, images: bytes = b"", object_bytes: int = 0) -> GroupSummary:
+    """`images`: one byte stands for the encoded bytes of an image."""
+    refs = tuple(ImageRef.of(bytes([byte]) * 50) for byte in images)
+    group = Group(name, name, np.zeros(5, np.int32), refs, np.ones((len(refs), 3), np.int32), trajectories)
+    return GroupSummary.of(group, object_bytes)
 
 
 def test_rollout_summary_by_hand():
     metrics = summarize_rollout(
         [
-            summary("mixed", trajectory(4, 1.0), trajectory(8, 0.0, "length", version=2), object_bytes=100),
-            summary("tied", trajectory(2, 0.0), trajectory(0, 0.0), object_bytes=20),
+            summary(
+                "mixed", trajectory(4, 1.0), trajectory(8, 0.0, "length", version=2), images=b"aab", object_bytes=100
+            ),
+            summary("tied", trajectory(2, 0.0), trajectory(0, 0.0), images=b"b", object_bytes=20),
             # A failure's reward neither counts nor breaks its group's tie.
             summary("tied but for a failure", trajectory(6, 1.0), trajectory(10, -5.0, error="worker died")),
             summary("failed", trajectory(0, 0.0, error="worker died")),
@@ -131,6 +134,8 @@ def test_rollout_summary_by_hand():
             "rollout/weight_version_min": 2,
             "rollout/weight_version_max": 3,
             "data/object_store_bytes": 120,
+            # 13 a response token, 4 a prompt token, 12 an image's grid, and two images
+            "data/unique_bytes": 13 * 30 + 4 * 4 * 5 + 4 * 12 + 2 * 50,
         }
     )
 

@@ -8,7 +8,7 @@ from rlinf_vl.weights import choose
 @pytest.mark.parametrize(
     ("device", "collocated", "beside_actors", "expected"),
     [
-        ("cpu", True, True, "object_store"),
+        ("cpu", True, True, "cuda_ipc"),
         ("cpu", False, False, "object_store"),
         ("cuda", True, True, "cuda_ipc"),
         ("cuda", False, False, "nccl"),

@@ -1,0 +1,142 @@
+"""What the trainer benchmark trains: a Qwen3-VL of a given shape with random weights, and GRPO groups with geometry images.
+
+Prompts are Geometry3K problems where the data is at hand (`--data`), otherwise drawn images and texts of like sizes; the
+responses are random ids with lengths from a long-tailed distribution (log-normal, cut to 20 … 300).
+"""
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from rlinf_vl.data.dataset import ProblemDataset
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.models.toy_files import (
+    EOS_TOKEN,
+    PAD_TOKEN,
+    special_ids,
+    write_toy_generation_config,
+    write_toy_processor,
+    write_toy_tokenizer,
+)
+from rlinf_vl.types import Group, ImageRef, Problem, Trajectory
+
+PATCH, MERGE = 16, 2
+#: Image area: 200 … 400 tokens of 32 × 32 pixels, so that prompts have 150 … 500 ids.
+MIN_PIXELS, MAX_PIXELS = 200 * 1024, 400 * 1024
+SHAPES = {
+    # Qwen3-VL-2B-Instruct's config.json
+    "2b": (
+        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
+        | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+        {"hidden_size": 1024, "depth": 24, "num_heads": 16, "intermediate_size": 4096, "out_hidden_size": 2048}
+        | {"deepstack_visual_indexes": [5, 11, 17]},
+        [24, 20, 20],
+    ),
+    # 40 M parameters: the 2B's proportions, and about its share of vision
+    "small": (
+        {"vocab_size": 8192, "hidden_size": 640, "intermediate_size": 1920, "num_hidden_layers": 6}
+        | {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 64},
+        {"hidden_size": 256, "depth": 6, "num_heads": 4, "intermediate_size": 1024, "out_hidden_size": 640}
+        | {"deepstack_visual_indexes": [1, 3]},
+        [12, 10, 10],
+    ),
+}
+
+
+def write_model(folder: Path, shape: str, dtype: torch.dtype = torch.float32) -> None:
+    """Write a checkpoint folder in HF format: random weights, the toy's tokenizer, Qwen3-VL's image settings."""
+    text, vision, sections = SHAPES[shape]
+    ids = special_ids()
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
+    config = Qwen3VLConfig(
+        text_config=text
+        | {"rope_parameters": rope, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+        | {"eos_token_id": ids[EOS_TOKEN], "pad_token_id": ids[PAD_TOKEN]},
+        vision_config=vision | {"patch_size": PATCH, "spatial_merge_size": MERGE, "num_position_embeddings": 2304},
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen3VLForConditionalGeneration(config).to(dtype).save_pretrained(folder)
+    write_toy_tokenizer(folder)
+    write_toy_processor(folder)
+    write_toy_generation_config(folder, ids)
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        settings = json.loads((folder / name).read_text())
+        settings |= {"patch_size": PATCH, "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}}
+        (folder / name).write_text(json.dumps(settings, indent=1))
+
+
+def geo3k_problems(parquet: Path, count: int, rng: np.random.Generator) -> list[Problem]:
+    dataset = ProblemDataset.open([str(parquet)], split="train")
+    return [dataset[int(i)] for i in rng.permutation(len(dataset))[:count]]
+
+
+def drawn_problems(count: int, rng: np.random.Generator) -> list[Problem]:
+    """Random polygons and sentences, for where there is no data."""
+    problems = []
+    for i in range(count):
+        width, height = (int(x) for x in rng.integers(200, 640, 2))
+        picture = Image.new("RGB", (width, height), "white")
+        corners = [(int(x) % width, int(y) % height) for x, y in rng.integers(0, 640, (4, 2))]
+        ImageDraw.Draw(picture).polygon(corners, outline="black")
+        buffer = io.BytesIO()
+        picture.save(buffer, "PNG")
+        image = ImageRef.of(buffer.getvalue())
+        text = "Find x in the figure " + "".join(chr(97 + c) for c in rng.integers(0, 26, rng.integers(40, 160)))
+        parts = ({"type": "image_url", "image_url": {"url": image.url}}, {"type": "text", "text": text})
+        problems.append(Problem(str(i), ({"role": "user", "content": list(parts)},), "1", (image,)))
+    return problems
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`groups[i]` answers `problems[i]`; `lengths[i]` are its responses' lengths."""
+
+    problems: list[Problem]
+    groups: list[Group]
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        return [[len(t.ids) for t in g.trajectories] for g in self.groups]
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(map(sum, self.lengths))
+
+
+def make_workload(
+    problems: list[Problem], processor: Processor, banned: np.ndarray, samples: int, rng: np.random.Generator
+) -> Workload:
+    """Groups of `samples` random responses each; prompts of other than 150 … 500 ids are left out."""
+    allowed = np.flatnonzero(~banned)
+    kept, groups = [], []
+    for problem in problems:
+        prompt, grids = processor.prompt(problem.messages, problem.images)
+        if not 150 <= len(prompt) <= 500:
+            continue
+        kept.append(problem)
+        rewards = rng.permutation(np.arange(samples) % 2)
+        lengths = np.clip(rng.lognormal(4.6, 0.6, samples), 20, 300).astype(int)
+        trajectories = tuple(
+            Trajectory(
+                ids=rng.choice(allowed, n).astype(np.int32),
+                response_mask=np.ones(n, bool),
+                logprobs=np.full(n, -np.log(len(allowed)), np.float32),
+                versions=np.zeros(n, np.int32),
+                reward=float(reward),
+                finish_reason="stop",
+            )
+            for n, reward in zip(lengths, rewards, strict=True)
+        )
+        groups.append(Group(problem.id, problem.id, prompt, problem.images, grids, trajectories))
+    return Workload(kept, groups)

@@ -1,0 +1,108 @@
+"""A rank's micro-batches while it trains: made in the background, with image features that are computed once."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlinf_vl.actor.fsdp import gather_no_more
+from rlinf_vl.models.families import VisionFeatures
+from rlinf_vl.models.policy import PolicyModel, blank_image
+from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.packing.collator import Collator, Member
+from rlinf_vl.packing.planner import Item
+from rlinf_vl.types import Group, ImageRef, MicroBatch
+
+T = TypeVar("T")
+
+
+def prefetched(items: Iterable[T]) -> Iterator[T]:
+    """`items`, the next one made on another thread while the caller works on the last."""
+    source, end = iter(items), object()
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, source, end)
+        while (item := coming.result()) is not end:
+            coming = thread.submit(next, source, end)
+            yield item
+
+
+class BatchMaker:
+    """Makes the micro-batches of one rank.
+
+    With a `cache`, the vision tower does not change: `prepare` encodes each image once, and micro-batches come with its
+    features. Without, they come with pixels, and the tower runs in each micro-batch.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        collate: Collator,
+        pixels: Callable[[ImageRef], np.ndarray],
+        cache: VisionCache | None,
+        max_patches: int,
+    ) -> None:
+        """`collate` has no pixels of its own; `max_patches` is how many are encoded at once, one image at least."""
+        self.policy, self.cache, self.max_patches = policy, cache, max_patches
+        self.pixels, self.collate = pixels, replace(collate, pixels=None if cache else pixels)
+
+    def batches(
+        self,
+        micro_batches: Sequence[Sequence[Item]],
+        run_vision: Sequence[bool],
+        groups: Mapping[int, Group],
+        advantages: Mapping[int, Sequence[float]],
+    ) -> Iterator[tuple[MicroBatch, VisionFeatures | None]]:
+        """Each micro-batch and, with a cache, the features of its images (`prepare` must have seen its groups)."""
+
+        def made() -> Iterator[MicroBatch]:
+            for items, vision in zip(micro_batches, run_vision, strict=True):
+                members = [Member(groups[i.group], i.index, advantages[i.group][i.index]) for i in items]
+                yield self.collate(members, run_vision=vision and self.cache is None)
+
+        for batch in prefetched(made()):
+            yield batch, self.cache.get(batch.images) if self.cache and batch.images else None
+
+    def prepare(self, groups: Iterable[Group]) -> None:
+        """Encode the images of `groups` that the cache has not, the next pixels made meanwhile. Collective.
+
+        Ranks call the tower equally often, one with less to do on a blank image.
+        """
+        if self.cache is None:
+            return
+        images = {i.hash: (i, grid) for g in groups for i, grid in zip(g.images, g.image_grids, strict=True)}
+        self.cache.hold(images)
+        chunks = _chunks([images[name] for name in self.cache.missing(images)], self.max_patches)
+        calls = torch.tensor(len(chunks))
+        dist.all_reduce(calls, dist.ReduceOp.MAX)
+        blank = blank_image(self.policy.model.get_submodule(self.policy.family.vision_tower))
+
+        def inputs() -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
+            for chunk in chunks:
+                patches = np.concatenate([self.pixels(image) for image, _ in chunk])
+                yield [i.hash for i, _ in chunk], patches, np.stack([grid for _, grid in chunk]).astype(np.int64)
+            for _ in range(int(calls) - len(chunks)):
+                yield [], *blank
+
+        with torch.no_grad():
+            for names, patches, grids in prefetched(inputs()):
+                features = self.policy.encode(patches, grids)
+                if names:
+                    self.cache.put(names, features, (grids.prod(axis=1) // self.collate.merge_size**2).tolist())
+        gather_no_more(self.policy)
+
+
+def _chunks(images: Sequence[tuple[ImageRef, np.ndarray]], max_patches: int) -> list[list[tuple[ImageRef, np.ndarray]]]:
+    out: list[list[tuple[ImageRef, np.ndarray]]] = []
+    room = 0
+    for image, grid in images:
+        patches = int(grid.prod())
+        if patches > room:
+            out.append([])
+            room = max_patches
+        out[-1].append((image, grid))
+        room -= patches
+    return out

@@ -1,0 +1,197 @@
+"""How one part of attention is computed: sequences of queries against their keys, with the log-sum-exp that merging needs.
+
+A kernel is made for one layout (boundaries of queries and keys, causal or not) and used by every layer:
+`forward(q [T, H, D], k and v [U, H_kv, D], scale)` → (out [T, H, D], lse float32 [T, H]), and
+`backward(grad, q, k, v, out, lse, scale)` → (dq, dk, dv), where `out` and `lse` may be those of a softmax over more keys
+than this part's. The order of `KERNELS` is the order of preference.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_varlen = torch.ops.aten._flash_attention_forward
+_varlen_backward = torch.ops.aten._flash_attention_backward
+
+
+class Kernel(Protocol):
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def backward(self, grad, q, k, v, out, lse, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class FlashCpu:
+    """PyTorch's flash attention for the CPU.
+
+    Short causal sequences (up to `BATCHED`) of similar length are attended as one right-padded batch: no real query sees
+    the padding behind it, so no mask is needed. Lengths within a factor `SLACK` share a batch, so the padding is bounded.
+    A longer one is worth a call of its own, which needs no copies.
+    """
+
+    BATCHED, SLACK = 48, 1.3
+
+    def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
+        self.causal = causal
+        lengths = np.diff(cu_q)
+        filled = np.flatnonzero(lengths)
+        self.parts: list[tuple[torch.Tensor | slice, torch.Tensor | slice, torch.Tensor | None]] = []
+        if not causal:
+            self.parts = [(slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2]), None) for i in filled]
+            return
+        order = filled[np.argsort(-lengths[filled], kind="stable")]
+        first = 0
+        while first < len(order):
+            longest, last = int(lengths[order[first]]), first + 1
+            if longest <= self.BATCHED:
+                last = first + int(np.searchsorted(-lengths[order[first:]] * self.SLACK, -longest, side="right"))
+            members = order[first:last]
+            if len(members) == 1:
+                rows = slice(int(cu_q[members[0]]), int(cu_q[members[0] + 1]))
+                self.parts.append((rows, rows, None))
+            else:
+                offsets = np.arange(longest)[None, :]
+                valid = torch.from_numpy((offsets < lengths[members][:, None]).ravel())
+                rows = torch.from_numpy(np.minimum(cu_q[members][:, None] + offsets, cu_q[-1] - 1).ravel())
+                self.parts.append((rows.view(len(members), longest), rows.view(len(members), longest), valid))
+            first = last
+
+    def forward(self, q, k, v, scale):
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        for rows, keys, valid in self.parts:
+            part, part_lse = _flash_cpu(
+                _heads(q, rows), _heads(k, keys), _heads(v, keys), 0.0, self.causal, scale=scale
+            )
+            _put(out, rows, valid, part.transpose(1, 2))
+            _put(lse, rows, valid, part_lse.transpose(1, 2))
+        return out, lse
+
+    def backward(self, grad, q, k, v, out, lse, scale):
+        dtype = q.dtype
+        # In float32: PyTorch's bfloat16 backward is slower on a CPU (4 times for 100 queries).
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for rows, keys, valid in self.parts:
+            inputs = [_heads(x, r) for x, r in ((grad, rows), (q, rows), (k, keys), (v, keys), (out, rows))]
+            if valid is not None:  # queries that stand in for padding: no gradient, and p = exp(s - inf) = 0
+                padding = ~valid.view(rows.shape)[:, None, :, None]
+                inputs[0] = inputs[0].masked_fill(padding, 0.0)
+            part_lse = _heads(lse.unsqueeze(2), rows).squeeze(3)
+            if valid is not None:
+                part_lse = part_lse.masked_fill(padding.squeeze(3), torch.inf)
+            parts = _flash_cpu_backward(*inputs, part_lse, 0.0, self.causal, scale=scale)
+            for total, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
+                _put(total, where, valid, part.transpose(1, 2))
+        return tuple(x.to(dtype) for x in grads)
+
+
+def _heads(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+    """[T, H, D] → [n, H, L, D]: a view where `rows` is a slice, gathered where it is an index [n, L]."""
+    if isinstance(rows, slice):
+        return x[rows].transpose(0, 1).unsqueeze(0)
+    return x.index_select(0, rows.view(-1)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def _put(x: torch.Tensor, rows: torch.Tensor | slice, valid: torch.Tensor | None, part: torch.Tensor) -> None:
+    """x[rows] = part [n, L, …], padding left out."""
+    part = part.flatten(0, 1)
+    if isinstance(rows, slice):
+        x[rows] = part
+    else:
+        x.index_copy_(0, rows.view(-1)[valid], part[valid].to(x.dtype))
+
+
+class Varlen:
+    """FlashAttention for sequences of different lengths on CUDA, bfloat16 and float16: the kernel behind
+    `torch.nn.attention.varlen`, called below its autograd so that its backward takes the merged log-sum-exp."""
+
+    def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
+        self.causal = causal
+        self.cu = [torch.from_numpy(cu.astype(np.int32)).to(device) for cu in (cu_q, cu_k)]
+        self.longest = [int(np.diff(cu).max()) for cu in (cu_q, cu_k)]
+
+    def forward(self, q, k, v, scale):
+        out, lse, self.rng, self.unused, _ = _varlen(
+            q, k, v, *self.cu, *self.longest, 0.0, self.causal, False, scale=scale
+        )
+        return out, lse.t().contiguous()
+
+    def backward(self, grad, q, k, v, out, lse, scale):
+        return _varlen_backward(
+            grad.contiguous(), q, k, v, out, lse.t().contiguous(), *self.cu, *self.longest, 0.0, self.causal,
+            self.rng, self.unused, scale=scale,
+        )  # fmt: skip
+
+
+class Matmul:
+    """Plain matrix products, sequence by sequence, in float32: every device and dtype. What the others are tested against."""
+
+    def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
+        self.causal = causal
+        self.spans = [
+            (slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])) for i in range(len(cu_q) - 1) if cu_q[i] < cu_q[i + 1]
+        ]
+
+    def _scores(self, q_KRLD, k_KUD, scale):
+        scores = torch.einsum("krld,kud->krlu", q_KRLD, k_KUD) * scale
+        if self.causal:
+            future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(future, -torch.inf)
+        return scores
+
+    def forward(self, q, k, v, scale):
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        for rows, keys in self.spans:
+            q_KRLD, k_KUD, v_KUD = _by_kv_head(q[rows], k.shape[1]), *(x[keys].transpose(0, 1).float() for x in (k, v))
+            scores = self._scores(q_KRLD, k_KUD, scale)
+            top = scores.logsumexp(-1)
+            lse[rows] = top.flatten(0, 1).t()
+            out[rows] = _to_rows(torch.einsum("krlu,kud->krld", (scores - top[..., None]).exp(), v_KUD)).to(out.dtype)
+        return out, lse
+
+    def backward(self, grad, q, k, v, out, lse, scale):
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for rows, keys in self.spans:
+            g, q_KRLD, o = (_by_kv_head(x[rows], k.shape[1]) for x in (grad, q, out))
+            k_KUD, v_KUD = (x[keys].transpose(0, 1).float() for x in (k, v))
+            p = (self._scores(q_KRLD, k_KUD, scale) - _by_kv_head(lse[rows][..., None], k.shape[1])).exp()
+            ds = p * (torch.einsum("krld,kud->krlu", g, v_KUD) - (g * o).sum(-1, keepdim=True)) * scale
+            dq[rows] = _to_rows(torch.einsum("krlu,kud->krld", ds, k_KUD)).to(dq.dtype)
+            dk[keys] = torch.einsum("krlu,krld->ukd", ds, q_KRLD).to(dk.dtype)
+            dv[keys] = torch.einsum("krlu,krld->ukd", p, g).to(dv.dtype)
+        return dq, dk, dv
+
+
+def _by_kv_head(x_LHD: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[L, H, D] → float32 [H_kv, H / H_kv, L, D]."""
+    return x_LHD.transpose(0, 1).unflatten(0, (kv_heads, -1)).float()
+
+
+def _to_rows(x_KRLD: torch.Tensor) -> torch.Tensor:
+    return x_KRLD.flatten(0, 1).transpose(0, 1)
+
+
+_HALF = (torch.bfloat16, torch.float16)
+#: name → (class, whether it serves a device type and dtype).
+KERNELS: dict[str, tuple[Callable[..., Kernel], Callable[[str, torch.dtype], bool]]] = {
+    "varlen": (Varlen, lambda device, dtype: device == "cuda" and dtype in _HALF),
+    "flash_cpu": (FlashCpu, lambda device, dtype: device == "cpu" and dtype != torch.float16),
+    "matmul": (Matmul, lambda device, dtype: True),
+}
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype, name: str | None = None) -> Callable[..., Kernel]:
+    """The class of the kernel `name`, or the first of `KERNELS` that serves this device and dtype.
+
+    Raises:
+        ValueError: `name` is unknown, or does not serve them.
+    """
+    serving = [n for n, (_, serves) in KERNELS.items() if serves(device.type, dtype)]
+    if name is not None and name not in serving:
+        raise ValueError(f"attention kernel {name!r} does not serve {dtype} on {device.type}; these do: {serving}")
+    return KERNELS[name or serving[0]][0]

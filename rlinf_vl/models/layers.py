@@ -1,0 +1,123 @@
+"""The element-wise parts of a decoder layer, with backwards of their own: fewer passes over memory than autograd makes, which
+on a CPU is a quarter of a training step. Weights, modules and their names stay those of transformers."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class _RmsNorm(torch.autograd.Function):
+    """With y = w · x̂, x̂ = x · r and r = 1/√(mean(x²) + ε):  dx = r · (g' - x̂ · mean(g' · x̂)),  g' = g · w.
+
+    LayerNorm's backward, given a mean of 0, is r · (g' - mean(g') - x̂ · mean(g' · x̂)), so PyTorch's one-pass kernel for it
+    plus r · mean(g') is ours.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps: float):
+        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        if x.dtype == torch.float32:
+            return torch.mul(x, rstd).mul_(weight)
+        return weight * (x.float().mul_(rstd)).to(x.dtype)  # rounded in the middle, like transformers' own
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, rstd = ctx.saved_tensors
+        width = x.shape[-1]
+        # In float32: the kernel sums the weight's gradient in the dtype of its input.
+        g, rows, w = grad.reshape(-1, width).float(), x.reshape(-1, width).float(), weight.float()
+        rstd = rstd.view(-1, 1)
+        dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
+            g, rows, [width], torch.zeros_like(rstd), rstd, w, None, [True, True, False]
+        )
+        dx += torch.mv(g, w).unsqueeze(1).mul_(rstd).div_(width)
+        return dx.view_as(x).to(x.dtype), dweight.to(weight.dtype), None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight · x / √(mean(x²) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in float32.
+
+    x [..., H], weight [H] → [..., H], in x's dtype.
+    """
+    if x.is_cuda:  # PyTorch has fused kernels for both directions there
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _RmsNorm.apply(x, weight, eps)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors  # a rotation's transpose turns the other way
+        return (grad * cos).addcmul_(grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al. 2021): the pairs (x_i, x_{i + D/2}) turned by their angles.
+
+    x [..., H, D]; cos and sin [..., 1, D], the same in both halves, the first half of `sin` negated (`signed`).
+    """
+    return _Rotate.apply(x, cos, sin)
+
+
+def signed(sin: torch.Tensor) -> torch.Tensor:
+    """`sin` [..., D] with its first half negated: what `rotate` multiplies the swapped halves by."""
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up (Shazeer 2020), any shape; silu(gate) is computed again in backward, and not kept."""
+    return _SwiGlu.apply(gate, up)
+
+
+def norm_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """`forward` of a transformers RMSNorm."""
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`forward` of a transformers gated MLP."""
+    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def attention_forward(self: nn.Module, hidden_states, position_embeddings, *, context, **_):
+    """`forward` of a transformers attention with normed heads; `context` (`AttentionContext`) says who sees whom.
+
+    hidden_states [B, T, H], position_embeddings (cos, sin) [B, T, D] → ([B, T, H], None).
+    """
+    heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q = self.q_norm(self.q_proj(hidden_states).view(heads))
+    k = self.k_norm(self.k_proj(hidden_states).view(heads))
+    v = self.v_proj(hidden_states).view(heads)
+    cos, sin = (x.unsqueeze(2) for x in position_embeddings)
+    sin = signed(sin)
+    q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+    out = context.attend(self.layer_idx, q, k, v, self.scaling)
+    return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def patch_embed_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """`forward` of a transformers vision patch embedding: its convolution has patches of its own size, so it is a product."""
+    proj = self.proj
+    return F.linear(
+        hidden_states.to(proj.weight.dtype).view(-1, proj.weight[0].numel()), proj.weight.flatten(1), proj.bias
+    )

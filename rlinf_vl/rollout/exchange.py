@@ -1,0 +1,82 @@
+"""Groups in Ray's object store, on their way from a rollout worker to the actor ranks.
+
+A group is one contiguous buffer; an image is an object of its own, which every group of the worker that shows it names: it
+is there once, however many do. Arrays and images are read in place.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import ray
+
+from rlinf_vl.types import Group, ImageRef
+
+#: About what an object of its own and a reference to it take: a smaller image travels inside its group.
+REFERENCE_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An `ImageRef` whose encoded bytes are an object of their own."""
+
+    hash: str
+    reference: ray.ObjectRef
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes where they lie. Waits for one object; `fetch` gets those of many groups together."""
+        return memoryview(ray.get(self.reference))
+
+
+class GroupStore:
+    """The worker's side: what it has put and nobody has released."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, tuple[ray.ObjectRef, set[str]]] = {}
+        self._images: dict[str, ray.ObjectRef] = {}
+
+    def put(self, group: Group) -> tuple[ray.ObjectRef, int]:
+        """Store a group, and those of its images that no group before it had stored.
+
+        Returns a reference to it and the bytes that this has taken. It is held until `release`: a reference that only
+        travels inside a streamed result can be counted out of existence before its receiver has registered it.
+        """
+        new = []
+        for image in group.images:
+            if len(image.data) > REFERENCE_BYTES and image.hash not in self._images:
+                new.append(ray.put(np.frombuffer(image.data, np.uint8)))
+                self._images[image.hash] = new[-1]
+        stored = replace(
+            group,
+            images=tuple(
+                StoredImage(image.hash, self._images[image.hash]) if image.hash in self._images else image
+                for image in group.images
+            ),
+        )
+        reference = ray.put(stored)
+        self._groups[group.id] = (reference, {image.hash for image in group.images})
+        sizes = ray.experimental.get_local_object_locations([reference, *new])
+        return reference, sum(size["object_size"] for size in sizes.values())
+
+    def release(self, group_ids: Sequence[str]) -> None:
+        """These groups may go, and images that no other group shows."""
+        for group_id in group_ids:
+            self._groups.pop(group_id, None)
+        shown = set().union(*(hashes for _, hashes in self._groups.values()))
+        self._images = {name: reference for name, reference in self._images.items() if name in shown}
+
+
+def fetch(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]:
+    """The groups by key, with their images: all groups in one call, then all images, each once. Nothing is copied.
+
+    Arrays are read-only views of the object store, which keeps an object as long as a view of it lives.
+    """
+    groups = dict(zip(references, ray.get(list(references.values())), strict=True))
+    stored = {i.hash: i for group in groups.values() for i in group.images if isinstance(i, StoredImage)}
+    data = ray.get([image.reference for image in stored.values()])
+    images = {name: ImageRef(name, memoryview(array)) for name, array in zip(stored, data, strict=True)}
+    return {
+        key: replace(group, images=tuple(images.get(image.hash, image) for image in group.images))
+        for key, group in groups.items()
+    }

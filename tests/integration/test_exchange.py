@@ -1,0 +1,134 @@
+"""Groups from rollout workers to actor ranks through the object store: once, in place, and gone after the step."""
+
+import time
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from rlinf_vl.config import load_config
+from rlinf_vl.rollout.exchange import GroupStore, StoredImage, fetch
+from rlinf_vl.types import Group, ImageRef, Trajectory
+
+pytestmark = pytest.mark.integration
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """As much of a rollout worker as the exchange needs. Groups g0, g1, …: `shown[i]` are the images of group i."""
+
+    def __init__(self) -> None:
+        self.store = GroupStore()
+
+    def put(self, shown: list[list[int]], tokens: int = 50) -> list[tuple[ray.ObjectRef, int]]:
+        out = []
+        for g, images in enumerate(shown):
+            refs = tuple(ImageRef.of(bytes([i]) * 30_000) for i in images)
+            arrays = (np.full(tokens, g, np.int32), np.ones(tokens, bool), np.ones(tokens, np.float32))
+            trajectories = (Trajectory(*arrays, np.zeros(tokens, np.int32), 1.0, "stop"),) * 4
+            grids = np.ones((len(refs), 3), np.int32)
+            out.append(self.store.put(Group(f"g{g}", "p", np.arange(20, dtype=np.int32), refs, grids, trajectories)))
+        return out
+
+    def release(self, names: list[str]) -> int:
+        self.store.release(names)
+        return len(self.store._images)
+
+
+@ray.remote(num_cpus=0)
+def look(references) -> list:
+    """On an actor rank: what each group holds, and where."""
+    groups = fetch(references)
+    data = {}
+    for group in groups.values():
+        for array in (group.prompt_ids, *(t.ids for t in group.trajectories)):
+            assert not array.flags.owndata and not array.flags.writeable
+        for image in group.images:
+            assert image.data.readonly
+            address = np.frombuffer(image.data, np.uint8).ctypes.data
+            assert data.setdefault(image.hash, address) == address, "a second copy"
+    return [(g, [i.data[0] for i in group.images], int(group.trajectories[3].ids[0])) for g, group in groups.items()]
+
+
+@pytest.fixture
+def cluster():
+    from rlinf_vl.controller.launch import ray_cluster
+
+    with ray_cluster(load_config("toy-grpo-cpu", [])):
+        yield
+
+
+def used_bytes() -> int:
+    """What the object store of this node holds."""
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    state = get_state_from_address(ray.get_runtime_context().gcs_address)
+    return get_memory_info_reply(state).store_stats.object_store_bytes_used
+
+
+def assert_falls_to(limit: int, seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while (used := used_bytes()) > limit:
+        assert time.monotonic() < until, f"{used} bytes are still held"
+        time.sleep(0.1)
+
+
+def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(cluster):
+    worker = Worker.remote()
+    before = used_bytes()
+    stored = ray.get(worker.put.remote([[1], [1, 2], [2, 1], []]))
+    references = {g: reference for g, (reference, _) in enumerate(stored)}
+    assert ray.get(look.remote(references)) == [(0, [1], 0), (1, [1, 2], 1), (2, [2, 1], 2), (3, [], 3)]
+    image, group = 30_000, 4 * 20 + 4 * 13 * 50
+    sizes = [size for _, size in stored]
+    assert [size // image for size in sizes] == [1, 1, 0, 0]
+    assert sum(sizes) < 1.1 * (2 * image + 4 * group)
+    assert used_bytes() - before <= sum(sizes)
+
+    lazily = ray.get(references[1])  # a reader that does not use `fetch` has the images too
+    assert all(isinstance(i, StoredImage) and i.hash == ImageRef.of(bytes(i.data)).hash for i in lazily.images)
+    assert ray.get(worker.release.remote(["g0", "g1"])) == 2
+    assert ray.get(look.remote({2: references[2]})) == [(2, [2, 1], 2)]
+    del lazily, stored, references
+    assert ray.get(worker.release.remote(["g2", "g3"])) == 0
+    assert_falls_to(before)
+
+
+def test_fifty_steps_leave_nothing_behind(tmp_path):
+    """The whole loop: the driver does not grow, and the object store ends as it began. Weights do not go through it here."""
+    from rlinf_vl.controller.grpo import GrpoController
+    from rlinf_vl.controller.launch import place, ray_cluster
+    from rlinf_vl.models.toy import toy_checkpoint_path
+    from rlinf_vl.observe.progress import RunProgress
+
+    overrides = [
+        "runner.max_steps=50",
+        "runner.val_check_interval=-1",
+        "cluster.component_placement={actor: 0, rollout: 0}",
+        "rollout.weight_sync=cuda_ipc",
+        "data.rollout_batch_size=2",
+        "data.filter_prompt_by_length=false",
+        "algorithm.group_size=2",
+        "algorithm.sampling_params.max_new_tokens=4",
+        f"runner.output_dir={tmp_path}",
+    ]
+    config = load_config("toy-grpo-cpu", overrides)
+    resident, metrics = [], []
+    with ray_cluster(config), place(config) as placement:
+        controller = GrpoController(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress())
+        held = used_bytes()
+        step = controller.train_step
+
+        def watched():
+            metrics.append(step())
+            resident.append(psutil.Process().memory_info().rss)
+            return metrics[-1]
+
+        controller.train_step = watched
+        controller.fit()
+        assert_falls_to(held)
+        controller.stop()
+    assert len(metrics) == 50
+    assert resident[-1] - resident[9] < 4 * 2**20
+    assert all(m["data/object_store_bytes"] >= m["data/unique_bytes"] > 0 for m in metrics)

@@ -1,0 +1,95 @@
+"""Micro-batches made in the background, and images encoded once per step however they are split."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+
+from rlinf_vl.actor.batches import BatchMaker, prefetched
+from rlinf_vl.actor.fsdp import shard
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import freeze_vision, use_packed_attention
+from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.packing.collator import Collator
+from rlinf_vl.packing.planner import Item
+
+FAMILY = family_of("qwen3_vl")
+
+
+def test_the_next_item_is_made_while_the_last_is_used():
+    second = threading.Event()
+
+    def source():
+        yield 1
+        second.set()
+        yield 2
+
+    items = prefetched(source())
+    assert next(items) == 1
+    assert second.wait(5), "the second was not made ahead"
+    assert list(items) == [2]
+
+
+def test_an_error_while_making_reaches_the_caller():
+    def source():
+        yield 1
+        raise ValueError("a bad image")
+
+    items = prefetched(source())
+    next(items)
+    with pytest.raises(ValueError, match="a bad image"):
+        next(items)
+
+
+@pytest.fixture
+def policy():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = use_packed_attention(tiny_model(), FAMILY)
+    freeze_vision(model, FAMILY)
+    policy = PolicyModel(model, FAMILY, banned(), temperature=1.0, chunk=None)
+    yield shard(policy, init_device_mesh("cpu", (1,)), param_dtype="fp32", reduce_dtype="fp32")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("max_patches", [1, 30, 1000])
+def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patches):
+    rng = np.random.default_rng(0)
+    first = group(rng, [(2, 3), (1, 2)], [4, 2], "a")
+    groups = {0: first, 1: group(rng, [], [3], "b"), 2: replace(first, id="c"), 3: group(rng, [(3, 3)], [5, 6], "d")}
+    encoded = []
+
+    def counted(image):
+        encoded.append(image.hash)
+        return pixels(image)
+
+    collate = Collator(FAMILY, IMAGE_ID, MERGE, None, PAD)
+    cached = BatchMaker(policy, collate, counted, VisionCache(2**20, "cpu"), max_patches)
+    steps = [[(0, 0), (1, 0)], [(2, 0), (3, 1)], [(0, 1), (3, 0)], []]
+    micro = [[Item(g, i, 1, 1) for g, i in step] for step in steps]
+    advantages = {g: [0.0] * 2 for g in groups}
+    for _ in range(2):
+        cached.prepare(groups.values())
+    assert sorted(encoded) == sorted({i.hash for g in groups.values() for i in g.images})
+
+    plain = BatchMaker(policy, collate, pixels, None, max_patches)
+    with torch.no_grad():
+        a, b = (
+            [policy(batch, features)[0] for batch, features in make.batches(micro, [True] * 4, groups, advantages)]
+            for make in (cached, plain)
+        )
+    for ours, theirs in zip(a, b, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-6)
+
+
+def test_weights_stay_sharded_after_encoding(policy):
+    g = group(np.random.default_rng(0), [(2, 3)], [4], "a")
+    make = BatchMaker(policy, Collator(FAMILY, IMAGE_ID, MERGE, None, PAD), pixels, VisionCache(2**20, "cpu"), 100)
+    before = {name: id(p) for name, p in policy.named_parameters()}
+    make.prepare([g])
+    assert {name: id(p) for name, p in policy.named_parameters()} == before, "an optimizer would hold other parameters"

@@ -1,0 +1,96 @@
+"""Attention over packed segments with shared prefixes, every kernel that runs here, against torch's own attention with an
+explicit mask: values, gradients, and grouped key/value heads."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlinf_vl.models.attention import SegmentAttention
+from rlinf_vl.models.attention_kernels import KERNELS, kernel_for
+
+HERE = [name for name, (_, serves) in KERNELS.items() if serves("cpu", torch.float32)]
+D, SCALE = 16, 0.3
+
+
+def mask_of(lengths, prefix):
+    """bool [T, T]: who sees whom."""
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    causal = np.tril(np.ones((len(segment), len(segment)), bool))
+    own = segment[:, None] == segment[None, :]
+    theirs = np.asarray(prefix)[segment][:, None] == segment[None, :]
+    return torch.from_numpy(causal & (own | theirs))
+
+
+def inputs(tokens, heads, kv_heads, scale=1.0, dtype=torch.float32):
+    torch.manual_seed(0)
+    return [(scale * torch.randn(1, h, tokens, D, dtype=dtype)).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+
+
+ROWS = {
+    "one segment": ([7], [-1]),
+    "alone": ([5, 1, 9, 40], [-1] * 4),
+    "one group": ([6, 3, 1, 8], [-1, 0, 0, 0]),
+    "groups and others": ([6, 3, 4, 11, 5, 2, 2, 13], [-1, 0, 0, -1, -1, 4, 4, -1]),
+    "an empty response": ([6, 3, 0, 8, 2, 0], [-1, 0, 0, -1, -1, 4]),
+    "many of one length": ([20] + [10] * 30, [-1] + [0] * 30),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("kernel", HERE)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_equals_masked_attention(row, kernel, kv_heads):
+    lengths, prefix = ROWS[row]
+    q, k, v = inputs(sum(lengths), 4, kv_heads)
+    plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), kernel=kernel)
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask_of(lengths, prefix), scale=SCALE, enable_gqa=True)
+    ours = plan.attend(0, q, k, v, SCALE).transpose(1, 2)
+    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
+    grad = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (ours, expected)), strict=True):
+        torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", HERE)
+def test_large_scores_neither_overflow_nor_leak_through_padding(kernel):
+    lengths, prefix = [9, 12, 10, 11], [-1, 0, 0, 0]
+    q, k, v = inputs(sum(lengths), 2, 2, scale=30.0)  # scores in the thousands: exp of a wrong difference is inf
+    plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), kernel=kernel)
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask_of(lengths, prefix), scale=SCALE)
+    ours = plan.attend(0, q, k, v, SCALE).transpose(1, 2)
+    torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
+    grads = torch.autograd.grad(ours.sum(), (q, k, v))
+    assert all(torch.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("kernel", HERE)
+def test_bfloat16_is_as_close_as_bfloat16_allows(kernel):
+    lengths, prefix = [30, 20, 25], [-1, 0, 0]
+    q, k, v = inputs(sum(lengths), 4, 2, dtype=torch.bfloat16)
+    plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), dtype=torch.bfloat16, kernel=kernel)
+    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    mask = mask_of(lengths, prefix)
+    expected = scaled_dot_product_attention(*exact, attn_mask=mask, scale=SCALE, enable_gqa=True)
+    ours = plan.attend(0, q, k, v, SCALE).transpose(1, 2)
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.float(), expected, atol=0.03, rtol=0.03)
+    grads = torch.autograd.grad(ours.float().sum(), (q, k, v))
+    for a, b in zip(grads, torch.autograd.grad(expected.sum(), exact), strict=True):
+        torch.testing.assert_close(a.float(), b, atol=0.15, rtol=0.05)
+
+
+def test_segments_of_one_prefix_must_be_neighbours():
+    with pytest.raises(AssertionError, match="neighbours"):
+        SegmentAttention(np.arange(0, 12, 2), np.array([-1, 0, -1, 2, 0]))
+
+
+def test_the_kernel_follows_device_and_dtype():
+    for device, dtype, expected in (
+        ("cuda", torch.bfloat16, "varlen"),
+        ("cuda", torch.float32, "matmul"),
+        ("cpu", torch.bfloat16, "flash_cpu"),
+    ):
+        assert kernel_for(torch.device(device), dtype) is KERNELS[expected][0]
+    with pytest.raises(ValueError, match="'varlen' does not serve torch.float32 on cpu; these do: .*flash_cpu"):
+        kernel_for(torch.device("cpu"), torch.float32, "varlen")

@@ -1,0 +1,63 @@
+"""RMSNorm, rotation and SwiGLU: against formulas in float64 and against transformers' own."""
+
+import pytest
+import torch
+from tiny import PATCH_DIM, tiny_model
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm, apply_rotary_pos_emb
+
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.layers import rms_norm, rotate, signed, swiglu
+from rlinf_vl.models.loading import use_packed_attention
+
+
+@pytest.mark.parametrize("shape", [(64,), (7, 64), (2, 5, 3, 16)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_values_and_gradients(shape, dtype, tolerance):
+    torch.manual_seed(0)
+    norm = Qwen3VLTextRMSNorm(shape[-1], eps=1e-3).to(dtype)
+    norm.weight.data.uniform_(0.5, 2.0)
+    x = (torch.randn(shape) * 3 + 1).to(dtype).requires_grad_()
+    grad = torch.randn(shape).to(dtype)
+    exact, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    expected = weight * exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-3)
+    targets = [expected, *torch.autograd.grad(expected, (exact, weight), grad.double())]
+    theirs = norm(x)
+    theirs = [theirs, *torch.autograd.grad(theirs, (x, norm.weight), grad)]
+    ours = rms_norm(x, norm.weight, 1e-3)
+    ours = [ours, *torch.autograd.grad(ours, (x, norm.weight), grad)]
+    for a, b, target in zip(ours, theirs, targets, strict=True):
+        error, their_error = ((value.double() - target).norm() / target.norm() for value in (a, b))
+        assert a.dtype == dtype and error <= max(tolerance, 2 * their_error)
+
+
+def test_rotation():
+    torch.manual_seed(0)
+    x, angles = torch.randn(2, 5, 3, 16, requires_grad=True), torch.randn(2, 5, 8)
+    cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
+    q, _ = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)
+    ours = rotate(x, cos.unsqueeze(2), signed(sin).unsqueeze(2))
+    torch.testing.assert_close(ours, q, atol=1e-6, rtol=1e-6)
+    grad = torch.randn_like(x)
+    for a, b in zip(torch.autograd.grad(ours, x, grad), torch.autograd.grad(q, x, grad), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_swiglu():
+    gate, up = (torch.randn(4, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    torch.testing.assert_close(swiglu(gate, up), torch.nn.functional.silu(gate) * up)
+    assert torch.autograd.gradcheck(swiglu, (gate, up))
+
+
+def test_every_layer_of_the_text_model_computes_this_way():
+    family = family_of("qwen3_vl")
+    model = use_packed_attention(tiny_model(), family)
+    replaced = [type(m).__name__ for m in model.modules() if "forward" in vars(m)]
+    expected = {"RMSNorm": 9, "Attention": 2, "MLP": 2}
+    expected = [f"Qwen3VLText{name}" for name, n in expected.items() for _ in range(n)]
+    assert sorted(replaced) == sorted([*expected, "Qwen3VLVisionPatchEmbed"])
+
+
+def test_patch_embedding():
+    plain, ours = tiny_model().model.visual.patch_embed, use_packed_attention(tiny_model(), family_of("qwen3_vl"))
+    patches = torch.randn(6, PATCH_DIM)
+    torch.testing.assert_close(ours.model.visual.patch_embed(patches), plain(patches), atol=1e-6, rtol=1e-5)
