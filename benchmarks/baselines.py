@@ -70,7 +70,7 @@ def padded_step(
         token = token + kl_beta * ((base - logp).exp() - 1 - (base - logp))
         loss = token[answer].sum() / total
         loss.backward()
-        whole += float(loss)
+        whole += float(loss.detach())
     nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """Training: one whole GRPO step (old logprobs, reference logprobs, update), shared prompts and images against baselines.
 
-    python benchmarks/trainer.py [--shape small|2b] [--device cpu|cuda] [--dtype fp32|bf16] [--groups 16] [--budget 4096]
+    python benchmarks/trainer.py [--shape small|2b] [--device cpu|cuda] [--dtype fp32|bf16] [--groups 8] [--budget 4608]
                                  [--peer-python PYTHON] [--json FILE]
 
 All in one run, on the same rows, weights and loss (which must agree):
@@ -19,13 +19,14 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() if (os.cpu_count() or 1) <= 4 else 8))
+os.environ.setdefault("OMP_NUM_THREADS", str(min(os.cpu_count() or 1, 8)))
 
 import numpy as np
 import torch
@@ -52,6 +53,8 @@ from rlinf_vl.rollout.torch_engine import TorchEngine
 from rlinf_vl.types import Group, GroupSummary, ImageRef, Request, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
+#: As actor processes have it (`controller.launch`). malloc reads this when a process starts.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 CLIP, KL_BETA, TIS_CLIP = (0.2, 0.28), 0.04, 2.0
 GEO3K = Path(__file__).resolve().parents[2] / "shared/data/geo3k/train.parquet"
 
@@ -206,8 +209,18 @@ def peer(python: str, folder: Path, work: Workload, args: argparse.Namespace) ->
         (folder / f"images/{i}.png").write_bytes(problem.images[0].data)
         text = "".join(p["text"] for m in problem.messages for p in m["content"] if p["type"] == "text")
         rows.append({"image": f"images/{i}.png", "text": text, "lengths": lengths})
-    settings = {"groups": rows, "samples": args.samples, "threads": torch.get_num_threads(), "steps": args.repeats}
-    settings |= {"micro_groups": 1, "beta": KL_BETA, "dtype": "float32", "freeze_vision": not args.train_tower}
+    settings = {
+        "groups": rows,
+        "samples": args.samples,
+        "threads": torch.get_num_threads(),
+        "steps": max(1, args.repeats - 2),
+    }
+    settings |= {
+        "micro_groups": args.peer_micro_groups,
+        "beta": KL_BETA,
+        "dtype": "float32",
+        "freeze_vision": not args.train_tower,
+    }
     (folder / "rows.json").write_text(json.dumps(settings))
     script = Path(__file__).with_name("peers") / "trl_step.py"
     subprocess.run([python, str(script), str(folder)], check=True)
@@ -221,7 +234,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="compute; bf16 on CUDA, fp32 on CPU")
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--budget", type=int, default=4096, help="tokens per micro-batch")
+    parser.add_argument("--budget", type=int, default=4608, help="tokens per micro-batch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--train-tower", action="store_true")
@@ -231,22 +244,31 @@ def main() -> None:
     parser.add_argument(
         "--padded", action=argparse.BooleanOptionalAction, help="the padded baseline (default: on a CPU)"
     )
+    parser.add_argument("--peer-micro-groups", type=int, default=1, help="groups in a device batch of the peer")
     parser.add_argument("--peer-python", help="interpreter with TRL")
     parser.add_argument(
         "--peak-tflops", type=float, help="the device's peak in this dtype, for MFU (default: measured)"
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not MALLOC.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.padded = args.padded if args.padded is not None else args.device == "cpu"
 
     store = dist.HashStore()
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(Path(folder), args)
+    figures: dict = {}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(Path(folder), args, figures)
+    finally:  # what was measured before something failed is not lost
+        report(figures, args)
     dist.destroy_process_group()
 
-    table = Table("figure", "value", title=f"{args.shape} on {figures['device']}, {args.dtype}")
+
+def report(figures: dict, args: argparse.Namespace) -> None:
+    table = Table("figure", "value", title=f"{args.shape} on {args.device}, {args.dtype}")
     for name, value in figures.items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
@@ -254,7 +276,8 @@ def main() -> None:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def measure(folder: Path, args: argparse.Namespace) -> dict:
+def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
+    """Run everything that `args` asks for; `figures` grows as it goes."""
     console, rng = Console(stderr=True), np.random.default_rng(0)
     write_model(folder / "model", args.shape)
     processor = Processor(folder / "model", FAMILY)
@@ -274,8 +297,9 @@ def measure(folder: Path, args: argparse.Namespace) -> dict:
     plan = plan_of(groups, args)
     two = plan_of(groups, args, ranks=2)
     shared, loss, all_shared = timed(lambda: trainer.step(plan, groups, fresh, share=True), args.repeats, args.device)
-    figures = {
+    figures |= {
         "shape": args.shape,
+        "torch": torch.__version__,
         "parameters": sum(p.numel() for p in trainer.policy.parameters()),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
@@ -372,7 +396,6 @@ def measure(folder: Path, args: argparse.Namespace) -> dict:
             "ratio_vs_trl_train": theirs["train_seconds"] / shared,
             "ratio_vs_trl_step": theirs["step_seconds"] / (generate + shared),
         }
-    return figures | {"torch": torch.__version__}
 
 
 if __name__ == "__main__":

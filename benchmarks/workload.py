@@ -38,13 +38,21 @@ SHAPES = {
         | {"deepstack_visual_indexes": [5, 11, 17]},
         [24, 20, 20],
     ),
-    # 40 M parameters: the 2B's proportions, and about its share of vision
+    # 42 M parameters, with layers wide enough to be like a larger model's
     "small": (
-        {"vocab_size": 8192, "hidden_size": 640, "intermediate_size": 1920, "num_hidden_layers": 6}
-        | {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 64},
-        {"hidden_size": 256, "depth": 6, "num_heads": 4, "intermediate_size": 1024, "out_hidden_size": 640}
+        {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 4}
+        | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 64},
+        {"hidden_size": 256, "depth": 6, "num_heads": 4, "intermediate_size": 1024, "out_hidden_size": 768}
         | {"deepstack_visual_indexes": [1, 3]},
         [12, 10, 10],
+    ),
+    # for a look at the program, not at speeds
+    "tiny": (
+        {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        {"hidden_size": 32, "depth": 2, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+        | {"deepstack_visual_indexes": [0]},
+        [4, 2, 2],
     ),
 }
 

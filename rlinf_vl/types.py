@@ -74,7 +74,6 @@ class Trajectory:
     reward: float
     finish_reason: str
     correct: bool = False
-    text: str = ""
     error: str | None = None
 
     def __post_init__(self) -> None:
@@ -131,7 +130,7 @@ class Group:
     def __reduce__(self) -> tuple:
         flat = [array.reshape(-1).astype(dtype, copy=False).view(np.uint8) for array, dtype in self._arrays()]
         rows = [
-            (len(t.ids), t.logprobs is not None, t.reward, t.finish_reason, t.correct, t.text, t.error)
+            (len(t.ids), t.logprobs is not None, t.reward, t.finish_reason, t.correct, t.error)
             for t in self.trajectories
         ]
         sizes = (len(self.prompt_ids), tuple(zip(*rows, strict=True)))

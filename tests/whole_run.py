@@ -7,8 +7,8 @@ FIXED_METRICS = {
     "actor/clip_fraction", "actor/rollout_train_kl", "actor/rollout_train_k3", "actor/rollout_train_abs_diff_mean",
     "actor/rollout_train_abs_diff_max", "actor/tis_mean", "actor/tis_clip_fraction", "actor/tis_ess",
     "rollout/response_length_mean", "rollout/response_length_max", "rollout/truncated", "rollout/tokens_per_second",
-    "actor/tokens_per_second", "packing/fill", "data/object_store_bytes", "time/step", "time/generate", "time/train",
-    "time/sync",
+    "actor/tokens_per_second", "packing/fill", "data/object_store_bytes", "data/unique_bytes", "time/step",
+    "time/generate", "time/train", "time/sync",
 }  # fmt: skip
 
 

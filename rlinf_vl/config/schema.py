@@ -157,7 +157,8 @@ class RolloutConfig:
     weight_sync: str = "auto"
     """How weights reach the engines: object_store (through Ray, everywhere), nccl (a broadcast; gloo on the CPU), cuda_ipc
     (handles of memory on the same GPU; on the CPU of the same node). auto: on CUDA cuda_ipc where actor and rollout share
-    slots and nccl where they don't, on the CPU object_store."""
+    slots and nccl where they don't, on the CPU cuda_ipc where every engine has an actor rank on its slot, otherwise
+    object_store."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     return_logprobs: bool = True
     """Keep the engine's logprobs on every trajectory (needed by TIS and by the rollout/train metrics)."""
@@ -279,7 +280,8 @@ class ActorConfig:
     """Image features of a frozen vision tower kept on the device, in GiB; what a step needs beyond that is kept in host
     memory. Each image is then encoded once per step at most, and again only after its features had to go."""
     logprob_chunk_tokens: int | None = None
-    """Response positions whose logits exist at once; null: as many as fit 64 MiB on the CPU, 1 GiB on CUDA."""
+    """Response positions whose logits exist at once; null: as many as fit 16 MiB on the CPU, 1 GiB on
+    CUDA, and 128 at least."""
     model: ActorModelConfig = field(default_factory=ActorModelConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -83,12 +83,11 @@ class _Attention(torch.autograd.Function):
         out, lse = plan.own.forward(q, k, v, scale)
         if plan.shared is not None:
             rows, keys = plan.queries, plan.keys
-            theirs, their_lse = plan.shared.forward(q[rows], k[keys], v[keys], scale)
-            ours, our_lse = out[rows], lse[rows]
-            both = torch.logaddexp(our_lse, their_lse)
-            ours = ours * (our_lse - both).exp_().unsqueeze(-1) + theirs * (their_lse - both).exp_().unsqueeze(-1)
-            out.index_copy_(0, rows, ours.to(out.dtype))
-            lse.index_copy_(0, rows, both)
+            theirs, their_lse = plan.shared.forward(*_select((q, rows), (k, keys), (v, keys)), scale)
+            ours, our_lse = _select((out, rows), (lse, rows))
+            share = torch.sigmoid(their_lse - our_lse).unsqueeze(-1)  # exp(their_lse - lse of both)
+            out.index_copy_(0, rows, torch.lerp(ours, theirs, share.to(out.dtype)))
+            lse.index_copy_(0, rows, torch.logaddexp(our_lse, their_lse))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -100,10 +99,16 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv = plan.own.backward(grad, q, k, v, out, lse, scale)
         if plan.shared is not None:
             rows, keys = plan.queries, plan.keys
-            parts = plan.shared.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale)
+            parts = plan.shared.backward(
+                *_select((grad, rows), (q, rows), (k, keys), (v, keys), (out, rows), (lse, rows)), scale
+            )
             for total, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
                 total.index_add_(0, where, part)
         return dq, dk, dv, None, None
+
+
+def _select(*pairs: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    return [x.index_select(0, rows) for x, rows in pairs]
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-#: Bytes of one chunk's float32 logits, by device type, where the caller leaves the chunk open.
+#: Bytes of one chunk's float32 logits, by device type, where the caller leaves the chunk open: what a CPU's caches hold, and
+#: what keeps a GPU busy.
 CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**30}
 
 
@@ -144,7 +145,8 @@ def token_logprobs(
         targets: int64 [R], none of them banned.
         temperature: the sampling temperature, > 0.
         banned: int64 [B], ids that can't be sampled; None bans nothing.
-        chunk: positions whose [chunk, V] logits exist at once; None: as many as fit `CHUNK_BYTES`.
+        chunk: positions whose [chunk, V] logits exist at once; None: as many as fit `CHUNK_BYTES`, 128
+            at least.
 
         with_entropy: False leaves the entropy out, which saves two passes over the logits.
 
@@ -152,5 +154,5 @@ def token_logprobs(
         (logprobs, entropy or None), float32 [R], differentiable in `hidden` and `weight`.
     """
     if chunk is None:
-        chunk = max(1, CHUNK_BYTES[hidden.device.type] // (4 * weight.shape[0]))
+        chunk = max(128, CHUNK_BYTES[hidden.device.type] // (4 * weight.shape[0]))
     return _Head.apply(hidden, weight, targets, float(temperature), banned, int(chunk), with_entropy)

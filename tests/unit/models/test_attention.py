@@ -94,3 +94,13 @@ def test_the_kernel_follows_device_and_dtype():
         assert kernel_for(torch.device(device), dtype) is KERNELS[expected][0]
     with pytest.raises(ValueError, match="'varlen' does not serve torch.float32 on cpu; these do: .*flash_cpu"):
         kernel_for(torch.device("cpu"), torch.float32, "varlen")
+
+
+def test_the_cuda_kernel_is_called_with_what_it_takes():
+    """No GPU is needed to see shapes and dtypes through PyTorch's own registration of the operation."""
+    q = torch.empty(9, 4, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(9, 2, 64, dtype=torch.bfloat16, device="meta")
+    kernel = KERNELS["varlen"][0](np.array([0, 5, 9]), np.array([0, 5, 9]), True, "meta")
+    out, lse = kernel.forward(q, k, k, 0.125)
+    assert (out.shape, lse.shape, lse.dtype) == ((9, 4, 64), (9, 4), torch.float32)
+    assert [g.shape for g in kernel.backward(out, q, k, k, out, lse, 0.125)] == [q.shape, k.shape, k.shape]

@@ -1,0 +1,55 @@
+"""The benchmarks run as their pages say, and write flat figures that make sense; speeds are not judged here."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def figures_of(tmp_path: Path, script: str, *arguments: str) -> dict:
+    out = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--json", str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(out.read_text())
+    assert all(value is None or isinstance(value, int | float | str | bool) for value in figures.values())
+    assert all(math.isfinite(value) for value in figures.values() if isinstance(value, float))
+    return figures
+
+
+@pytest.mark.parametrize("tower", [[], ["--train-tower"]])
+def test_trainer(tmp_path, tower):
+    """The three ways must agree on the loss, or the benchmark fails."""
+    drawn = ["--data", str(tmp_path / "nothing.parquet")]
+    sizes = ["--shape", "tiny", "--groups", "3", "--samples", "4", "--budget", "1500", "--repeats", "1"]
+    figures = figures_of(tmp_path, "trainer.py", *sizes, *drawn, *tower)
+    assert figures["rows"] == "drawn"
+    assert {"ratio_shared_vs_padded", "ratio_shared_vs_packed"} <= figures.keys()
+    assert figures["floor_seconds"] == pytest.approx(
+        sum(v for k, v in figures.items() if k.startswith("floor_") and k.endswith("_seconds") and k != "floor_seconds")
+    )
+    assert 0 < figures["packing_fill"] <= 1 and 0 <= figures["rank_imbalance"] < 1
+    assert 0 < figures["floor_fraction"] < 1
+
+
+def test_planner(tmp_path):
+    figures = figures_of(tmp_path, "planner.py", "--largest", "10000")
+    assert figures["fill_10000"] > 0.9 and figures["imbalance_10000"] < 0.03
+
+
+def test_exchange(tmp_path):
+    figures = figures_of(tmp_path, "exchange.py", "--groups", "8", "--repeats", "1")
+    assert 1 <= figures["object_store_over_unique"] < 1.1
+
+
+def test_weight_sync(tmp_path):
+    figures = figures_of(tmp_path, "weight_sync.py", "--megabytes", "32", "--repeats", "1", "--workers", "1")
+    assert figures["object_store_seconds"] > 0
