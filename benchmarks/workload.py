@@ -38,7 +38,7 @@ SHAPES = {
         | {"deepstack_visual_indexes": [5, 11, 17]},
         [24, 20, 20],
     ),
-    # 42 M parameters, with layers wide enough to be like a larger model's
+    # 46 M parameters, with layers wide enough to be like a larger model's
     "small": (
         {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 4}
         | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 64},
