@@ -127,7 +127,9 @@ def _open(data: bytes) -> tuple[Image.Image, int]:
         width, height = image.size
         orientation = _orientation(image)
     except Exception as e:  # as above: a malformed header can raise anything
-        raise ImageError(f"{len(data)} bytes beginning {bytes(data[:8])!r} are no image ({', '.join(FORMATS)}): {e}") from e
+        raise ImageError(
+            f"{len(data)} bytes beginning {bytes(data[:8])!r} are no image ({', '.join(FORMATS)}): {e}"
+        ) from e
     if width * height > MAX_PIXELS:
         raise ImageError(f"an image of {width}×{height} pixels; at most {MAX_PIXELS:,} are accepted")
     return image, orientation

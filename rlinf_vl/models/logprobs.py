@@ -83,7 +83,9 @@ class _Head(torch.autograd.Function):
                     None if grad_entropy is None else grad_entropy[part],
                     banned,
                 )
-                grad = grad.div_(ctx.temperature).to(weight.dtype)
+                if ctx.temperature != 1.0:
+                    grad.div_(ctx.temperature)
+                grad = grad.to(weight.dtype)
                 grad_hidden[part] = (grad @ weight).to(grad_hidden.dtype)
                 if grad_weight is None:
                     continue
