@@ -1,7 +1,7 @@
 """Groups in Ray's object store, on their way from a rollout worker to the actor ranks.
 
-A group is one contiguous buffer; an image is an object of its own, which every group of the worker that shows it names: it
-is there once, however many do. Arrays and images are read in place.
+A group is one contiguous buffer; an image that several rows show is an object of its own, which every group of the worker
+that shows it names: it is there once, however many do. Arrays, and such images, are read in place.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,15 +36,15 @@ class GroupStore:
         self._groups: dict[str, tuple[ray.ObjectRef, set[str]]] = {}
         self._images: dict[str, ray.ObjectRef] = {}
 
-    def put(self, group: Group) -> tuple[ray.ObjectRef, int]:
-        """Store a group, and those of its images that no group before it had stored.
+    def put(self, group: Group, *, own_images: bool = False) -> tuple[ray.ObjectRef, int]:
+        """Store a group, and those of its images that no group before it had stored; with `own_images` they travel inside.
 
         Returns a reference to it and the bytes that this has taken. It is held until `release`: a reference that only
         travels inside a streamed result can be counted out of existence before its receiver has registered it.
         """
         new = []
         for image in group.images:
-            if len(image.data) > REFERENCE_BYTES and image.hash not in self._images:
+            if not own_images and len(image.data) > REFERENCE_BYTES and image.hash not in self._images:
                 new.append(ray.put(np.frombuffer(image.data, np.uint8)))
                 self._images[image.hash] = new[-1]
         stored = replace(

@@ -5,6 +5,7 @@ its heartbeat, is replaced; the new one gets the current weights, and every task
 included whose groups it had already delivered (they lived in its memory).
 """
 
+import dataclasses
 import logging
 import os
 import signal
@@ -92,8 +93,8 @@ class RolloutPool:
             return RolloutWorker.options(**option).remote(config, model_path, device)
 
         self._slots = [_Slot(option, make) for option in options]
-        #: (split, row) → what stands for an image that other rows have too
-        self._shared: dict[tuple[str, int], int] = {}
+        #: (split, row) → what stands for an image that other rows have too; None where no other has
+        self._shared: dict[tuple[str, int], int | None] = {}
 
     @property
     def workers(self) -> list[Any]:
@@ -110,8 +111,11 @@ class RolloutPool:
         kept = sorted(row for result, _ in results for row in result.kept)
         bad = {row: reason for result, _ in results for row, reason in result.bad.items()}
         images = {row: image for _, part in results for row, image in part.items()}
-        often = Counter(images.values())
-        self._shared |= {(split, row): image for row, image in images.items() if often[image] > 1}
+        often = Counter(image for shown in images.values() for image in shown)
+        self._shared |= {
+            (split, row): next((image for image in sorted(shown) if often[image] > 1), None)
+            for row, shown in images.items()
+        }
         return kept, sum(len(result.too_long) for result, _ in results), bad
 
     def generate(
@@ -125,9 +129,14 @@ class RolloutPool:
         samples = max(1, len(tasks[0].seeds)) if tasks else 1
         window = max(1, 2 * self.max_running // samples)
         share = min(window, -(-len(tasks) // len(self._slots)))
+        shown = [self._shared.get((task.split, task.row), task.group_id) for task in tasks]
         turn: dict[Any, int] = {}  # rows that share an image follow each other, so that mostly one worker stores it
+        order = [
+            turn.setdefault(task.group_id if s is None else s, len(turn)) for task, s in zip(tasks, shown, strict=True)
+        ]
         queue = deque(
-            sorted(tasks, key=lambda t: turn.setdefault(self._shared.get((t.split, t.row), t.group_id), len(turn)))
+            dataclasses.replace(tasks[k], own_images=shown[k] is None)
+            for k in sorted(range(len(tasks)), key=order.__getitem__)
         )
         streams: dict[Any, _Slot] = {}  # generator of (summary, reference) → who runs it
         results: dict[str, tuple[GroupSummary, ray.ObjectRef]] = {}

@@ -34,12 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Answer row `row` of `split` ("train" or "val") with one sample per seed; `group_id` names the result."""
+    """Answer row `row` of `split` ("train" or "val") with one sample per seed; `group_id` names the result.
+
+    `own_images`: no other row is known to show the images of this one.
+    """
 
     group_id: str
     split: str
     row: int
     seeds: tuple[int, ...]
+    own_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +105,9 @@ class RolloutRank:
         """Whether the engine lives; that it answers at all says that the worker does."""
         return await asyncio.to_thread(self.engine.alive, self.config.rollout.heartbeat_timeout)
 
-    async def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[FilterResult, dict[int, int]]:
+    async def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[FilterResult, dict[int, set[int]]]:
         """Which of `rows` have a prompt within data.max_prompt_length, expanded ids counted; and by row a number that stands
-        for its first image."""
+        for each of its images."""
         row, images = -1, {}
 
         def at(i: int) -> int:
@@ -112,8 +116,7 @@ class RolloutRank:
             return i
 
         def length(problem: Problem) -> int:
-            if problem.images:
-                images[row] = int(problem.images[0].hash[:15], 16)
+            images[row] = {int(image.hash[:15], 16) for image in problem.images}
             return len(self.processor.prompt(problem.messages, problem.images)[0])
 
         limit = self.config.data.max_prompt_length
@@ -122,6 +125,7 @@ class RolloutRank:
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
         """Answer tasks; groups are yielded as they finish, as a summary and a reference to the `Group`."""
         running = []
+        alone = {task.group_id for task in tasks if task.own_images}
         prepared: list[_Prepared] = []
         for task in tasks:
             try:
@@ -137,7 +141,7 @@ class RolloutRank:
             running.append(asyncio.ensure_future(self._finish(p, asyncio.wrap_future(future))))
         for finished in asyncio.as_completed(running):
             group = await finished
-            reference, object_bytes = self.store.put(group)
+            reference, object_bytes = self.store.put(group, own_images=group.id in alone)
             yield GroupSummary.of(group, object_bytes), reference
 
     async def release(self, group_ids: Sequence[str]) -> None:

@@ -21,14 +21,17 @@ class Worker:
     def __init__(self) -> None:
         self.store = GroupStore()
 
-    def put(self, shown: list[list[int]], tokens: int = 50) -> list[tuple[ray.ObjectRef, int]]:
+    def put(
+        self, shown: list[list[int]], tokens: int = 50, size: int = 30_000, own_images: bool = False
+    ) -> list[tuple[ray.ObjectRef, int]]:
         out = []
         for g, images in enumerate(shown):
-            refs = tuple(ImageRef.of(bytes([i]) * 30_000) for i in images)
+            refs = tuple(ImageRef.of(bytes([i]) * size) for i in images)
             arrays = (np.full(tokens, g, np.int32), np.ones(tokens, bool), np.ones(tokens, np.float32))
             trajectories = (Trajectory(*arrays, np.zeros(tokens, np.int32), 1.0, "stop"),) * 4
             grids = np.ones((len(refs), 3), np.int32)
-            out.append(self.store.put(Group(f"g{g}", "p", np.arange(20, dtype=np.int32), refs, grids, trajectories)))
+            group = Group(f"g{g}", "p", np.arange(20, dtype=np.int32), refs, grids, trajectories)
+            out.append(self.store.put(group, own_images=own_images))
         return out
 
     def release(self, names: list[str]) -> int:
@@ -72,6 +75,16 @@ def assert_falls_to(limit: int, seconds: float = 10) -> None:
     while (used := used_bytes()) > limit:
         assert time.monotonic() < until, f"{used} bytes are still held"
         time.sleep(0.1)
+
+
+def test_small_images_that_no_other_row_shows_travel_inside(cluster):
+    worker = Worker.remote()
+    stored = ray.get(worker.put.remote([[1], [2]], tokens=60, size=4000, own_images=True))
+    unique = 4000 + 4 * (20 + 3) + 4 * 13 * 60
+    assert all(size < 1.1 * unique for _, size in stored)
+    groups = fetch({g: reference for g, (reference, _) in enumerate(stored)})
+    assert [[bytes(i.data) for i in group.images] for group in groups.values()] == [[bytes([i]) * 4000] for i in (1, 2)]
+    assert ray.get(worker.release.remote(["g0", "g1"])) == 0
 
 
 def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(cluster):
