@@ -40,7 +40,7 @@ from workload import SHAPES, Workload, drawn_problems, geo3k_problems, make_work
 
 from rlinf_vl.actor.batches import BatchMaker
 from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, shard
-from rlinf_vl.actor.update import LossSettings, MiniBatch, update
+from rlinf_vl.actor.update import LossSettings, update
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import freeze_vision, load_model, vocab_size
@@ -48,7 +48,6 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator
-from rlinf_vl.packing.planner import Prices
 from rlinf_vl.rollout.torch_engine import TorchEngine
 from rlinf_vl.types import Group, GroupSummary, ImageRef, Request, SamplingParams
 
@@ -101,14 +100,7 @@ class Trainer:
             self.reference,
             self.optimizer,
             self.scheduler,
-            [
-                MiniBatch(
-                    lambda m=m: make.batches(m.micro_batches, m.run_vision, held, plan.advantages),
-                    len(m.micro_batches),
-                    m.denominator,
-                )
-                for m in (ranks[0] for ranks in plan.minibatches)
-            ],
+            [make.minibatch(ranks[0], held, plan.advantages) for ranks in plan.minibatches],
             LossSettings("token-mean", *CLIP, None, KL_BETA, "k3", 0.0, TIS_CLIP, "token", "auto" if share else "true"),
             world_size=1,
             max_grad_norm=1.0,
@@ -125,7 +117,7 @@ class Trainer:
         )
         mini = plan.minibatches[0][0]
         with torch.no_grad():
-            batches = make.batches(mini.micro_batches, mini.run_vision, dict(enumerate(groups)), plan.advantages)
+            batches = make.batches(mini, dict(enumerate(groups)), plan.advantages)
             return torch.cat([self.policy(batch)[0].cpu() for batch, _ in batches])
 
 
@@ -139,7 +131,6 @@ def plan_of(groups: list[Group], args: argparse.Namespace, *, ranks: int = 1, sh
         normalize_advantages=True,
         aggregation="token-mean",
         share_prompts=share,
-        prices=Prices(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rlinf_vl.actor.fsdp import gather_no_more
+from rlinf_vl.actor.update import MiniBatch
 from rlinf_vl.models.families import VisionFeatures
 from rlinf_vl.models.policy import PolicyModel, blank_image
 from rlinf_vl.models.vision_cache import VisionCache
@@ -28,6 +29,15 @@ def prefetched(items: Iterable[T]) -> Iterator[T]:
         while (item := coming.result()) is not end:
             coming = thread.submit(next, source, end)
             yield item
+
+
+@dataclass(frozen=True, slots=True)
+class RankMiniBatch:
+    """What one rank trains in one optimizer step. `micro_batches[i]` names trajectories by group and place."""
+
+    micro_batches: tuple[tuple[Item, ...], ...]
+    run_vision: tuple[bool, ...]
+    denominator: int
 
 
 class BatchMaker:
@@ -49,17 +59,19 @@ class BatchMaker:
         self.policy, self.cache, self.max_patches = policy, cache, max_patches
         self.pixels, self.collate = pixels, replace(collate, pixels=None if cache else pixels)
 
+    def minibatch(
+        self, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Mapping[int, Sequence[float]]
+    ) -> MiniBatch:
+        """What `update` trains on in one optimizer step."""
+        return MiniBatch(lambda: self.batches(mini, groups, advantages), len(mini.micro_batches), mini.denominator)
+
     def batches(
-        self,
-        micro_batches: Sequence[Sequence[Item]],
-        run_vision: Sequence[bool],
-        groups: Mapping[int, Group],
-        advantages: Mapping[int, Sequence[float]],
+        self, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Mapping[int, Sequence[float]]
     ) -> Iterator[tuple[MicroBatch, VisionFeatures | None]]:
         """Each micro-batch and, with a cache, the features of its images (`prepare` must have seen its groups)."""
 
         def made() -> Iterator[MicroBatch]:
-            for items, vision in zip(micro_batches, run_vision, strict=True):
+            for items, vision in zip(mini.micro_batches, mini.run_vision, strict=True):
                 members = [Member(groups[i.group], i.index, advantages[i.group][i.index]) for i in items]
                 yield self.collate(members, run_vision=vision and self.cache is None)
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import ray
 
-from rlinf_vl.actor.worker import ActorWorker, RankMiniBatch
+from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
 from rlinf_vl.observe.metrics import MetricSums
 

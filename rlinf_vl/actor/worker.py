@@ -3,7 +3,6 @@
 import logging
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlinf_vl.actor import checkpoint
-from rlinf_vl.actor.batches import BatchMaker
+from rlinf_vl.actor.batches import BatchMaker, RankMiniBatch
 from rlinf_vl.actor.fsdp import (
     gather_no_more,
     make_optimizer,
@@ -25,7 +24,7 @@ from rlinf_vl.actor.fsdp import (
     weight_shapes,
     whole_weights,
 )
-from rlinf_vl.actor.update import LossSettings, MiniBatch, update
+from rlinf_vl.actor.update import LossSettings, update
 from rlinf_vl.config.schema import AlgorithmConfig, Config
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, freeze_vision, load_model, vocab_size
@@ -33,7 +32,7 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator
-from rlinf_vl.packing.planner import Item, Prices, prices_of
+from rlinf_vl.packing.planner import Prices, prices_of
 from rlinf_vl.rollout.exchange import fetch
 from rlinf_vl.weights import Sender
 from rlinf_vl.weights.collective import CollectiveSender, WeightGroup
@@ -41,15 +40,6 @@ from rlinf_vl.weights.handles import HandleSender
 from rlinf_vl.weights.strategy import ObjectStoreSender
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RankMiniBatch:
-    """What one rank trains in one optimizer step. `micro_batches[i]` names trajectories by group and place."""
-
-    micro_batches: tuple[tuple[Item, ...], ...]
-    run_vision: tuple[bool, ...]
-    denominator: int
 
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
@@ -209,14 +199,7 @@ class ActorRank:
             self.reference,
             self.optimizer,
             self.scheduler,
-            [
-                MiniBatch(
-                    lambda m=m: self.make.batches(m.micro_batches, m.run_vision, held, advantages),
-                    len(m.micro_batches),
-                    m.denominator,
-                )
-                for m in minibatches
-            ],
+            [self.make.minibatch(mini, held, advantages) for mini in minibatches],
             loss_settings(self.config.algorithm),
             world_size=self.world_size,
             max_grad_norm=self.config.actor.optim.clip_grad,
@@ -237,7 +220,7 @@ class ActorRank:
         )
         out = []
         batches = zip(
-            *(make.batches(mini.micro_batches, mini.run_vision, held, no_advantage) for make in (see, blank)),
+            *(make.batches(mini, held, no_advantage) for make in (see, blank)),
             mini.micro_batches,
             strict=True,
         )

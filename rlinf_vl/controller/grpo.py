@@ -14,8 +14,8 @@ from pathlib import Path
 
 import ray
 
+from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.group import ActorGroup
-from rlinf_vl.actor.worker import RankMiniBatch
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.launch import Placement
 from rlinf_vl.controller.mismatch import NOISE, Score, judge, pick

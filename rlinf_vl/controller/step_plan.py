@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlinf_vl.actor.worker import RankMiniBatch
+from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.algorithms import group_advantages
 from rlinf_vl.packing.planner import Item, Prices, plan_micro_batches
 from rlinf_vl.types import GroupSummary

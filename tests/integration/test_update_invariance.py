@@ -69,7 +69,7 @@ def train(rank: int, layout: Layout, kind: str, port: int, out) -> None:
 
     from rlinf_vl.actor.batches import BatchMaker
     from rlinf_vl.actor.fsdp import shard, whole_weights
-    from rlinf_vl.actor.update import MiniBatch, update
+    from rlinf_vl.actor.update import update
     from rlinf_vl.controller.step_plan import plan_step
     from rlinf_vl.models.families import family_of
     from rlinf_vl.models.loading import freeze_vision, use_packed_attention
@@ -119,13 +119,7 @@ def train(rank: int, layout: Layout, kind: str, port: int, out) -> None:
     mine = {i.group: groups[i.group] for m in plan.minibatches for items in m[rank].micro_batches for i in items}
     make.prepare(mine.values())
 
-    def batches(mini):
-        return make.batches(mini.micro_batches, mini.run_vision, mine, plan.advantages)
-
-    minis = [
-        MiniBatch(lambda m=m[rank]: batches(m), len(m[rank].micro_batches), m[rank].denominator)
-        for m in plan.minibatches
-    ]
+    minis = [make.minibatch(m[rank], mine, plan.advantages) for m in plan.minibatches]
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=LR)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     sums = update(

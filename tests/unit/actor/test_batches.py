@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tiny import IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlinf_vl.actor.batches import BatchMaker, prefetched
+from rlinf_vl.actor.batches import BatchMaker, RankMiniBatch, prefetched
 from rlinf_vl.actor.fsdp import shard
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import freeze_vision, use_packed_attention
@@ -71,7 +71,7 @@ def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patche
     collate = Collator(FAMILY, IMAGE_ID, MERGE, None, PAD)
     cached = BatchMaker(policy, collate, counted, VisionCache(2**20, "cpu"), max_patches)
     steps = [[(0, 0), (1, 0)], [(2, 0), (3, 1)], [(0, 1), (3, 0)], []]
-    micro = [[Item(g, i, 1, 1) for g, i in step] for step in steps]
+    mini = RankMiniBatch(tuple(tuple(Item(g, i, 1, 1) for g, i in step) for step in steps), (True,) * 4, 1)
     advantages = {g: [0.0] * 2 for g in groups}
     for _ in range(2):
         cached.prepare(groups.values())
@@ -80,7 +80,7 @@ def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patche
     plain = BatchMaker(policy, collate, pixels, None, max_patches)
     with torch.no_grad():
         a, b = (
-            [policy(batch, features)[0] for batch, features in make.batches(micro, [True] * 4, groups, advantages)]
+            [policy(batch, features)[0] for batch, features in make.batches(mini, groups, advantages)]
             for make in (cached, plain)
         )
     for ours, theirs in zip(a, b, strict=True):
