@@ -84,7 +84,7 @@ def make_optimizer(policy: nn.Module, *, lr: float, betas: tuple[float, float], 
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def make_scheduler(optimizer, kind: str, *, warmup: int, total: int, min_ratio: float):

@@ -42,31 +42,36 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, banned, chunk, with_entropy):
-        ctx.save_for_backward(hidden, weight, targets, banned)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.set_materialize_grads(False)
         n = hidden.shape[0]
-        logprobs = hidden.new_empty(n, dtype=torch.float32)
+        logprobs, lse = (hidden.new_empty(n, dtype=torch.float32) for _ in range(2))
         entropy = torch.empty_like(logprobs) if with_entropy else None
         with _bfloat16_products(hidden):
-            hidden, weight = _operands(hidden, weight)
+            rows, matrix = _operands(hidden, weight)
             for start in range(0, n, chunk):
                 part = slice(start, start + chunk)
-                logits = _logits(hidden[part], weight, temperature, banned)
+                logits = _logits(rows[part], matrix, temperature, banned)
+                top = logits.amax(dim=1, keepdim=True)
+                logits.sub_(top)
+                logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1)  # less the log of the sum, below
                 if entropy is None:
-                    logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - _logsumexp_(logits)
-                    continue
-                logp = torch.log_softmax(logits, dim=1)
-                logprobs[part] = logp.gather(1, targets[part, None]).squeeze(1)
-                p = torch.exp(logp, out=logits)
-                if banned is not None:
-                    logp.index_fill_(1, banned, 0.0)  # p = 0 there; 0 · -inf would be NaN
-                entropy[part] = -torch.linalg.vecdot(p, logp)
+                    logsum = logits.exp_().sum(dim=1).log_()
+                else:  # H = log Σ e^x - Σ e^x x / Σ e^x
+                    p = logits.exp()
+                    total = p.sum(dim=1)
+                    if banned is not None:
+                        logits.index_fill_(1, banned, 0.0)  # p = 0 there; 0 · -inf would be NaN
+                    logsum = total.log()
+                    entropy[part] = logsum - p.mul_(logits).sum(dim=1).div_(total)
+                logprobs[part] -= logsum
+                lse[part] = logsum.add_(top.squeeze(1))
+        ctx.save_for_backward(hidden, weight, targets, banned, lse, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        kept, kept_weight, targets, banned = ctx.saved_tensors
+        kept, kept_weight, targets, banned, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(kept)
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -75,31 +80,25 @@ class _Head(torch.autograd.Function):
             hidden, weight = _operands(kept, kept_weight)
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                logits = _logits(hidden[part], weight, ctx.temperature, banned)
                 grad = _grad_logits(
-                    logits,
+                    _logits(hidden[part], weight, ctx.temperature, banned),
                     targets[part],
-                    None if grad_logprobs is None else grad_logprobs[part],
-                    None if grad_entropy is None else grad_entropy[part],
+                    lse[part, None],
+                    None if entropy is None else entropy[part, None],
+                    None if grad_logprobs is None else grad_logprobs[part, None],
+                    None if grad_entropy is None else grad_entropy[part, None],
                     banned,
                 )
                 if ctx.temperature != 1.0:
                     grad.div_(ctx.temperature)
-                grad = grad.to(weight.dtype)
-                grad_hidden[part] = (grad @ weight).to(grad_hidden.dtype)
+                grad_hidden[part] = grad.to(kept.dtype) @ kept_weight
                 if grad_weight is None:
                     continue
                 if weight.dtype == torch.float32:
                     grad_weight.addmm_(grad.t(), hidden[part])
                 else:
-                    grad_weight += torch.mm(grad.t(), hidden[part], out_dtype=torch.float32)
+                    grad_weight += torch.mm(grad.to(weight.dtype).t(), hidden[part], out_dtype=torch.float32)
         return grad_hidden, None if grad_weight is None else grad_weight.to(kept_weight.dtype), *[None] * 5
-
-
-def _logsumexp_(logits: torch.Tensor) -> torch.Tensor:
-    """logsumexp over the last dimension; overwrites `logits`."""
-    top = logits.amax(dim=1, keepdim=True)
-    return logits.sub_(top).exp_().sum(dim=1).log_() + top.squeeze(1)
 
 
 def _operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,23 +106,22 @@ def _operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor,
     return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
 
 
-def _grad_logits(logits, targets, grad_logprobs, grad_entropy, banned) -> torch.Tensor:
-    """Gradient [C, V] of Σ logprob · grad_logprobs + entropy · grad_entropy; either may be None.
+def _grad_logits(logits, targets, lse, entropy, grad_logprobs, grad_entropy, banned) -> torch.Tensor:
+    """Gradient [C, V] of Σ logprob · grad_logprobs + entropy · grad_entropy; either gradient [C, 1] may be None.
 
     d logprob_t / d logit_v = [v = t] - p_v ;  d H / d logit_v = -p_v (log p_v + H)
     """
+    logp = logits.sub_(lse)
     if grad_entropy is None:
-        grad = torch.softmax(logits, dim=1).mul_(-grad_logprobs[:, None])
+        grad = logp.exp_().mul_(-grad_logprobs)
     else:
-        logp = torch.log_softmax(logits, dim=1)
         grad = logp.exp()
         if banned is not None:
             logp.index_fill_(1, banned, 0.0)
-        entropy = -torch.linalg.vecdot(grad, logp)
-        factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
-        grad.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs[:, None]))
+        factor = logp.add_(entropy).mul_(-grad_entropy)
+        grad.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs))
     if grad_logprobs is not None:
-        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
+        grad.scatter_add_(1, targets[:, None], grad_logprobs)
     return grad
 
 
