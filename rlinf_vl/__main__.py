@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf_vl.config import ConfigError, load_config, save_config
+from rlinf_vl.controller.stop_request import StopRequest
 from rlinf_vl.observe.progress import RunProgress, setup_logging
 
 log = logging.getLogger("rlinf_vl")
@@ -40,15 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     export.set_defaults(run=_export)
 
     arguments = parser.parse_args(argv)
+    arguments.stop_request = stop_request = StopRequest()
     setup_logging()
-    _unwind_on_sigterm()
+    stop_request.install()  # both signals unwind, so that nothing is left running
     try:
         return arguments.run(arguments) or 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 128 + (stop_request.number or signal.SIGINT)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -59,6 +61,7 @@ def _train(arguments: argparse.Namespace) -> int:
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.controller.launch import place, ray_cluster
+    from rlinf_vl.controller.stop_request import Interrupted
 
     run_dir = Path(config.runner.output_dir).absolute() / config.runner.experiment_name
     model_path = _prepare_toy(config)
@@ -67,24 +70,26 @@ def _train(arguments: argparse.Namespace) -> int:
     with RunProgress() as progress:
         progress.phase("starting Ray")
         start = time.monotonic()
+        stop_request, code = arguments.stop_request, 0
         with ray_cluster(config), place(config) as placement:
-            _unwind_on_sigterm()  # Ray has put a handler of its own
-            controller = GrpoController(config, model_path, placement, run_dir, progress)
+            stop_request.install()  # Ray has put a handler of its own
+            controller = GrpoController(config, model_path, placement, run_dir, progress, stop_request)
             log.info("started in %.0f s; training to step %d", time.monotonic() - start, controller.total_steps)
             try:
-                metrics = controller.fit()
+                controller.fit()
+                controller.stop()
+            except Interrupted as stop:
+                code = 128 + stop.number
                 controller.stop()
             finally:
                 controller.trackers.close()
+                if happened := controller.events.summary():
+                    log.info("beside its steps: %s (%s)", happened, run_dir / "events.jsonl")
+    metrics = controller.metrics
     log.info("%.0f s from the start of Ray to its end", time.monotonic() - start)
     log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
     log.info("the run is in %s", run_dir)
-    return 0
-
-
-def _unwind_on_sigterm() -> None:
-    """Let SIGTERM end the run like an exception does, so that Ray and its processes end with it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return code
 
 
 def _prepare_toy(config) -> str:

@@ -1,4 +1,14 @@
-"""What the tests of whole runs share: the fixed metrics, and finding every process of a run."""
+"""What the tests of whole runs share: the fixed metrics, runs that can be struck, and finding every process of a run."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,3 +32,79 @@ def marked(mark: dict[str, str]) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+class Run:
+    """A run in a process group of its own, whose processes can be found and struck while it goes on."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder, self.mark = folder / "toy-grpo-cpu", {"RLINF_VL_TEST_RUN": f"{folder}-{time.monotonic()}"}
+        command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", f"runner.output_dir={folder}", *overrides]
+        self._output = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | self.mark,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def output(self) -> str:
+        self._output.seek(0)
+        return self._output.read()
+
+    def until(self, condition: Callable[[], Any], seconds: float = 200) -> Any:
+        """Wait for something to become true; its value."""
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.002)
+        return value
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: step in [row["step"] for row in rows_of(self.folder / "metrics.jsonl")])
+
+    def actors(self, title: str) -> list[psutil.Process]:
+        """Ray actors whose title begins so: `ray::` and the class, and while they work the method."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.name().startswith("ray::") and self.mark.items() <= process.environ().items():
+                    if process.cmdline()[0].startswith(title):
+                        found.append(process)
+            except (psutil.Error, IndexError):
+                continue
+        return sorted(found, key=lambda process: process.pid)
+
+    def finish(self, expect: int = 0, seconds: float = 250) -> str:
+        """Wait for the end; every process and every piece of shared memory must be gone. What was written to the terminal."""
+        try:
+            code = self.process.wait(timeout=seconds)
+            assert code == expect, f"exit code {code}\n{self.output()}"
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+        psutil.wait_procs(marked(self.mark), timeout=15)
+        left = [" ".join(process.cmdline())[:120] for process in marked(self.mark)]
+        assert not left, left
+        return self.output()
+
+
+def rows_of(path: Path) -> list[dict]:
+    """The lines of a file of JSON objects, a last one that is still being written left out; none if it is not there."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+#: Not the same in two runs, or counts of what happened to a run.
+VARIES = ("time/", "rollout/tokens_per_second", "actor/tokens_per_second", "rollout/worker_restarts", "actor/restarts")
+
+
+def comparable(folder: Path) -> dict[int, dict]:
+    """By step, the metrics that must be equal in runs of the same computation."""
+    rows = {row.pop("step"): row for row in rows_of(folder / "metrics.jsonl")}
+    return {
+        step: {name: value for name, value in row.items() if not name.startswith(VARIES)} for step, row in rows.items()
+    }

@@ -6,23 +6,45 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
-def save(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Write the sharded state under `folder`. Collective."""
+def save(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Write the sharded state under `folder`, and this rank's random states. Collective.
+
+    Raises:
+        OSError: some rank could not write.
+    """
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "scheduler": scheduler.state_dict()}
-    dcp.save(state, checkpoint_id=folder)
+    torch.save(_random_states(), folder / f"random-{rank}.pt")
+    try:
+        dcp.save(state, checkpoint_id=folder)
+    except CheckpointException as error:  # no Exception, and it holds tracebacks
+        raise OSError(next(str(reason) for reason, _ in error.failures.values())) from None
 
 
-def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Read what `save` wrote, on any number of ranks. Collective."""
+def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Read what `save` wrote, on any number of ranks; a rank that was not there then keeps its random states. Collective."""
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "scheduler": scheduler.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
+    if (random := folder / f"random-{rank}.pt").exists():
+        states = torch.load(random)
+        torch.set_rng_state(states["cpu"])
+        if torch.cuda.is_available() and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    """torch's generators, the only ones that training may draw from."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def load_weights_only(folder: Path, model: nn.Module) -> None:

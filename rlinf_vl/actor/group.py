@@ -1,14 +1,29 @@
-"""The actor ranks as one: what the controller calls."""
+"""The actor ranks as one: what the controller calls.
 
-from collections.abc import Sequence
+A rank that dies or hangs takes the others with it: they wait for it in a collective. Every call here therefore watches all
+ranks while it waits, and raises `ActorsLost`; the group is then of no use but to be killed.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
 from rlinf_vl.observe.metrics import MetricSums
+from rlinf_vl.packing.planner import Prices
+from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, kill
+
+#: Seconds in which the death of a rank must come out after another has failed, perhaps because of it.
+CAUSE_TIMEOUT_S = 15
+
+
+class ActorsLost(RuntimeError):
+    """An actor rank has died or hangs."""
 
 
 class ActorGroup:
@@ -20,29 +35,84 @@ class ActorGroup:
             ActorWorker.options(**option).remote(config, model_path, device, rank, self.world_size)
             for rank, option in enumerate(options)
         ]
+        self._processes = [rank.process.remote() for rank in self.ranks]
+        self._hearts = [Heartbeat(rank.heartbeat.remote, config.runner.heartbeat_timeout) for rank in self.ranks]
 
-    def start(self, total_steps: int) -> list[ray.ObjectRef]:
-        """Join the ranks and load the model, for a run of so many steps; references to each rank's `Prices`."""
-        host, port = ray.get(self.ranks[0].address.remote())
-        return [rank.start.remote(host, port, total_steps) for rank in self.ranks]
+    def start(self, total_steps: int) -> Prices:
+        """Join the ranks and load the model, for a run of so many steps; what things cost in it."""
+        (host, port), *_ = self.wait([self.ranks[0].address.remote()])
+        return self.wait([rank.start.remote(host, port, total_steps) for rank in self.ranks])[0]
+
+    def wait(self, pending: Sequence[ray.ObjectRef]) -> list[Any]:
+        """What these calls of ranks return.
+
+        Raises:
+            ActorsLost: a rank died, or did not answer in time.
+            Exception: what a call raised, if all ranks live.
+        """
+        for heart in self._hearts:
+            heart.restart()
+        waiting = list(pending)
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=HEARTBEAT_PERIOD_S / 5)
+            for reference in done:
+                try:
+                    ray.get(reference)
+                except RayActorError as error:
+                    raise ActorsLost(self._named(error)) from error
+                except RayTaskError as error:
+                    if (dead := self._dead()) is not None:
+                        raise ActorsLost(self._named(dead)) from error
+                    raise
+            for rank, heart in enumerate(self._hearts):
+                if reason := heart.failure():
+                    raise ActorsLost(f"actor rank {rank}: {reason}")
+        return ray.get(list(pending))
+
+    def _dead(self) -> RayActorError | None:
+        """A call that failed may have failed because another rank died: its error, if one did."""
+        deadline = time.monotonic() + CAUSE_TIMEOUT_S
+        asked = [rank.heartbeat.remote() for rank in self.ranks]
+        while time.monotonic() < deadline:
+            done, asked = ray.wait(asked, num_returns=len(asked), timeout=0.5)
+            for reference in done:
+                try:
+                    ray.get(reference)
+                except RayActorError as error:
+                    return error
+            asked += [rank.heartbeat.remote() for rank in self.ranks] if len(asked) < len(self.ranks) else []
+        return None
+
+    def _named(self, error: RayActorError) -> str:
+        rank = next((i for i, r in enumerate(self.ranks) if r._actor_id.hex() == error.actor_id), None)
+        return f"actor rank {'?' if rank is None else rank} died: {cause_of(error)}"
+
+    def kill(self) -> None:
+        """End every rank's process, whatever it does."""
+        for rank, process in zip(self.ranks, self._processes, strict=True):
+            kill(rank, process)
+
+    def hold(self, minibatches: Sequence[Sequence[RankMiniBatch]], groups: Sequence[ray.ObjectRef]) -> list[int]:
+        """Have each rank take the groups that `minibatches[m][rank]` name, and no others. Returns those that are lost."""
+        pending = []
+        for rank, actor in enumerate(self.ranks):
+            named = _groups_of(mini[rank] for mini in minibatches)
+            pending.append(actor.hold.remote({g: groups[g] for g in named}))
+        return sorted({group for lost in self.wait(pending) for group in lost})
 
     def update(
-        self,
-        minibatches: Sequence[Sequence[RankMiniBatch]],
-        groups: Sequence[ray.ObjectRef],
-        advantages: Sequence[tuple[float, ...]],
+        self, minibatches: Sequence[Sequence[RankMiniBatch]], advantages: Sequence[tuple[float, ...]]
     ) -> dict[str, float]:
-        """Train one step; `minibatches[m][rank]`. Each rank gets references to the groups it trains on only.
+        """Train one step; `minibatches[m][rank]`, whose groups the ranks hold.
 
         Returns the step's metrics, exact over all response tokens of all ranks.
         """
         pending = []
         for rank, actor in enumerate(self.ranks):
             mine = [mini[rank] for mini in minibatches]
-            named = sorted({item.group for mini in mine for items in mini.micro_batches for item in items})
-            pending.append(actor.update.remote(mine, {g: groups[g] for g in named}, {g: advantages[g] for g in named}))
+            pending.append(actor.update.remote(mine, {g: advantages[g] for g in _groups_of(mine)}))
         sums = MetricSums()
-        for state in ray.get(pending):
+        for state in self.wait(pending):
             sums.merge(MetricSums.from_state(state))
         metrics = sums.compute()
         if "actor/tis_square" in metrics:
@@ -51,23 +121,18 @@ class ActorGroup:
             metrics["actor/tis_ess"] = metrics["actor/tis_mean"] ** 2 / square if square > 0 else 0.0
         return metrics
 
-    def score(
-        self, minibatch: Sequence[RankMiniBatch], groups: Sequence[ray.ObjectRef]
-    ) -> list[tuple[int, int, float, float]]:
+    def score(self, minibatch: Sequence[RankMiniBatch]) -> list[tuple[int, int, float, float]]:
         """`ActorRank.score` of every trajectory that `minibatch[rank]` names."""
-        pending = []
-        for actor, mine in zip(self.ranks, minibatch, strict=True):
-            named = sorted({item.group for items in mine.micro_batches for item in items})
-            pending.append(actor.score.remote(mine, {g: groups[g] for g in named}))
-        return [row for rows in ray.get(pending) for row in rows]
+        pending = [actor.score.remote(mine) for actor, mine in zip(self.ranks, minibatch, strict=True)]
+        return [row for rows in self.wait(pending) for row in rows]
 
     def set_weight_sync(self, way: str, bucket_bytes: int) -> None:
         """How the weights will be sent: a value that `rlinf_vl.weights.choose` returns, and how much at once."""
-        ray.get([rank.set_weight_sync.remote(way, bucket_bytes) for rank in self.ranks])
+        self.wait([rank.set_weight_sync.remote(way, bucket_bytes) for rank in self.ranks])
 
     def offer_weights(self, check: bool) -> list[Any]:
         """Labels of the buckets of the trainable weights, with fingerprints if `check`: for the rollout workers to take."""
-        offers = ray.get([rank.offer_weights.remote(check) for rank in self.ranks])
+        offers = self.wait([rank.offer_weights.remote(check) for rank in self.ranks])
         return [label for offer in offers for label in offer]
 
     def deliver_weights(self) -> list[ray.ObjectRef]:
@@ -76,24 +141,29 @@ class ActorGroup:
 
     def release_weights(self) -> None:
         """Every worker has taken what was offered."""
-        ray.get([rank.release_weights.remote() for rank in self.ranks])
+        self.wait([rank.release_weights.remote() for rank in self.ranks])
 
     def spare_weights(self) -> list[ray.ObjectRef]:
         """The weights sent last, as buckets in the object store."""
-        return ray.get(self.ranks[0].spare_weights.remote())
+        return self.wait([self.ranks[0].spare_weights.remote()])[0]
 
     def offload(self) -> None:
-        ray.get([rank.offload.remote() for rank in self.ranks])
+        self.wait([rank.offload.remote() for rank in self.ranks])
 
     def onload(self) -> None:
-        ray.get([rank.onload.remote() for rank in self.ranks])
+        self.wait([rank.onload.remote() for rank in self.ranks])
 
     def save(self, folder: str) -> None:
-        ray.get([rank.save.remote(folder) for rank in self.ranks])
+        self.wait([rank.save.remote(folder) for rank in self.ranks])
 
     def load(self, folder: str) -> None:
-        ray.get([rank.load.remote(folder) for rank in self.ranks])
+        self.wait([rank.load.remote(folder) for rank in self.ranks])
 
     def stop(self) -> None:
         """Leave the process group in order."""
-        ray.get([rank.stop.remote() for rank in self.ranks])
+        self.wait([rank.stop.remote() for rank in self.ranks])
+
+
+def _groups_of(minibatches: Iterable[RankMiniBatch]) -> list[int]:
+    """The groups that one rank's mini-batches name."""
+    return sorted({item.group for mini in minibatches for items in mini.micro_batches for item in items})

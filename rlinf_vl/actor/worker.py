@@ -11,6 +11,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from ray.exceptions import ObjectLostError
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlinf_vl.actor import checkpoint
@@ -33,7 +34,9 @@ from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.packing.planner import Prices, prices_of
+from rlinf_vl.ray_process import where
 from rlinf_vl.rollout.exchange import fetch
+from rlinf_vl.types import Group
 from rlinf_vl.weights import Sender
 from rlinf_vl.weights.collective import CollectiveSender, WeightGroup
 from rlinf_vl.weights.handles import HandleSender
@@ -66,6 +69,17 @@ class ActorRank:
         torch.manual_seed(config.runner.seed)
         self.config, self.model_path, self.device = config, model_path, device
         self.rank, self.world_size = rank, world_size
+        self.held: dict[int, Group] = {}
+
+    @ray.method(concurrency_group="health")
+    def heartbeat(self) -> bool:
+        """That it answers says that the process lives and runs."""
+        return True
+
+    @ray.method(concurrency_group="health")
+    def process(self) -> tuple[str, int]:
+        """(node id, process id) of this rank."""
+        return where()
 
     def address(self) -> tuple[str, int]:
         """This node's address and a port that was free a moment ago, for the process group's rendezvous."""
@@ -177,42 +191,51 @@ class ActorRank:
             use_reentrant=fsdp.gradient_checkpointing_use_reentrant,
         )
 
-    def update(
-        self,
-        minibatches: Sequence[RankMiniBatch],
-        groups: dict[int, ray.ObjectRef],
-        advantages: dict[int, tuple[float, ...]],
-    ) -> dict:
-        """Train on this rank's mini-batches. Collective.
+    def hold(self, groups: dict[int, ray.ObjectRef]) -> list[int]:
+        """Take these groups out of the object store, for `score` and `update`; not collective. What is held stays, whoever
+        dies. Returns those that are lost, with the rollout worker that made them."""
+        self.held = {}
+        try:
+            self.held = fetch(groups)
+        except ObjectLostError:
+            for key, reference in groups.items():
+                try:
+                    self.held |= fetch({key: reference})
+                except ObjectLostError:
+                    continue
+        return sorted(groups.keys() - self.held.keys())
+
+    def update(self, minibatches: Sequence[RankMiniBatch], advantages: dict[int, tuple[float, ...]]) -> dict:
+        """Train on this rank's mini-batches, whose groups it holds, and let these go. Collective.
 
         Args:
-            groups: reference to each group that this rank's items name.
             advantages: advantage of each trajectory of those groups.
 
         Returns:
             The state of a `MetricSums`, this rank's part.
         """
-        held = fetch(groups)
-        self.make.prepare(held.values())
+        self.make.prepare(self.held.values())
         sums = update(
             self.policy,
             self.reference,
             self.optimizer,
             self.scheduler,
-            [self.make.minibatch(mini, held, advantages) for mini in minibatches],
+            [self.make.minibatch(mini, self.held, advantages) for mini in minibatches],
             loss_settings(self.config.algorithm),
             world_size=self.world_size,
             max_grad_norm=self.config.actor.optim.clip_grad,
         )
+        self.held = {}
         return sums.state()
 
     @torch.no_grad()
-    def score(self, mini: RankMiniBatch, groups: dict[int, ray.ObjectRef]) -> list[tuple[int, int, float, float]]:
-        """Compare the engine's logprobs of trajectories with this policy's, as they are and with blank images. Collective.
+    def score(self, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
+        """Compare the engine's logprobs of trajectories, whose groups this rank holds, with this policy's, as they are and
+        with blank images. Collective.
 
         Returns, per trajectory, (group, sampled tokens, Σ|rollout - train|, the same with blank images).
         """
-        held = fetch(groups)
+        held = self.held
         no_advantage = {g: (0.0,) * len(group.trajectories) for g, group in held.items()}
         see, blank = (
             BatchMaker(self.policy, self.make.collate, pixels, None, 0)
@@ -287,11 +310,11 @@ class ActorRank:
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint. Collective."""
-        checkpoint.save(Path(folder), self.policy, self.optimizer, self.scheduler)
+        checkpoint.save(Path(folder), self.rank, self.policy, self.optimizer, self.scheduler)
 
     def load(self, folder: str) -> None:
         """Read a checkpoint, written on any number of ranks. Collective."""
-        checkpoint.load(Path(folder), self.policy, self.optimizer, self.scheduler)
+        checkpoint.load(Path(folder), self.rank, self.policy, self.optimizer, self.scheduler)
         if self.make.cache is not None:
             self.make.cache.clear()
 
@@ -300,4 +323,4 @@ class ActorRank:
             dist.destroy_process_group()
 
 
-ActorWorker = ray.remote(ActorRank)
+ActorWorker = ray.remote(concurrency_groups={"health": 1})(ActorRank)

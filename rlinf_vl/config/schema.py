@@ -21,8 +21,9 @@ class ClusterConfig:
     """auto, cpu or cuda."""
     cpu_threads: int = 1
     """OMP_NUM_THREADS of every actor process."""
-    ray_address: str | None = None
-    """Address of a running Ray cluster (`auto` joins the local one); null starts a private one for this run."""
+    ray_address: str | None = "auto"
+    """host:port of a running Ray cluster; `auto` is RAY_ADDRESS if set, else the cluster that ray_utils/start_ray.sh started on
+    this node, else a private one for this run; null is always private."""
     object_store_memory: int | None = None
     """Bytes of shared memory for a private cluster's object store; null lets Ray decide."""
 
@@ -61,11 +62,17 @@ class RunnerConfig:
     """Compare engine and trainer logprobs, with images and with blank ones, on the first step and every so many; a blind
     or stale engine stops the run. -1 never checks."""
     save_interval: int = -1
-    """Checkpoint every so many steps, and after the last; -1 never saves."""
+    """Checkpoint every so many steps, and after the last; -1 saves only a run that is told to stop."""
     keep_last: int = 2
     """Complete checkpoints kept; older ones are deleted. -1 keeps all."""
     resume_dir: str | None = None
     """null starts afresh, `auto` takes the newest complete checkpoint of this run's folder, a path that checkpoint."""
+    heartbeat_timeout: float = 120.0
+    """Seconds without an answer after which a rollout worker or an actor rank is taken for hung, and replaced."""
+    max_restarts: int = 3
+    """Times that a run starts its actor ranks again, from the last complete checkpoint, when one of them dies or hangs."""
+    max_bad_steps: int = 3
+    """Steps in a row with a gradient that is not finite, each of them skipped, after which the run stops."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
@@ -168,8 +175,6 @@ class RolloutConfig:
     max_running_requests: int = 256
     """Responses decoded at once by one worker; further ones wait."""
     model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
-    heartbeat_timeout: float = 120.0
-    """Seconds without an answer after which a rollout worker is taken for hung, and replaced."""
     env_class: str = "single_turn"
     """Environment, by its registered name."""
 
@@ -194,7 +199,7 @@ class DataConfig:
     max_prompt_length: int = 1024
     """Longest prompt in tokens, image placeholders expanded."""
     filter_prompt_by_length: bool = True
-    """Leave longer prompts out before training; false makes one an error of its row."""
+    """Leave rows with longer prompts out before training; false counts them as bad (max_bad_rows)."""
     rollout_batch_size: int = 32
     """Problems per training step."""
     val_samples: int = -1
@@ -209,6 +214,12 @@ class DataConfig:
     """Largest image area after resizing; null is the checkpoint's own."""
     blank_images: bool = False
     """Diagnostic: replace every image by a blank one of its size. What is still learned is not seen."""
+    image_hosts: list[str] = field(default_factory=list)
+    """Hosts that images given as http(s) URLs are fetched from, redirects included, by name without port; each is kept in the
+    cache folder (RLINF_VL_CACHE) from then on. [] fetches nothing: such a row is bad."""
+    max_bad_rows: float = 0.05
+    """Share of a split's rows, 0 to 1, that may be unusable (each is listed with its reason in bad_rows.jsonl of the run
+    folder); beyond it the run stops and says why. 0 stops at the first, 1 never."""
 
 
 @dataclass

@@ -59,6 +59,9 @@ LIMITS: dict[str, _Limit] = {
     "runner.mismatch_check_interval": _OFF_OR_POSITIVE,
     "runner.save_interval": _OFF_OR_POSITIVE,
     "runner.keep_last": _OFF_OR_POSITIVE,
+    "runner.heartbeat_timeout": _POSITIVE,
+    "runner.max_restarts": _NOT_NEGATIVE,
+    "runner.max_bad_steps": _AT_LEAST_1,
     "algorithm.group_size": _AT_LEAST_1,
     "algorithm.n_minibatches": _AT_LEAST_1,
     "algorithm.clip_ratio_low": _NOT_NEGATIVE,
@@ -77,7 +80,6 @@ LIMITS: dict[str, _Limit] = {
     "algorithm.val_sampling_params.top_k": _NOT_NEGATIVE,
     "rollout.gpu_memory_utilization": _SHARE_NOT_0,
     "rollout.max_running_requests": _AT_LEAST_1,
-    "rollout.heartbeat_timeout": _POSITIVE,
     "rollout.tensor_parallel_size": _AT_LEAST_1,
     "rollout.request_timeout": _POSITIVE,
     "data.max_prompt_length": _AT_LEAST_1,
@@ -86,6 +88,7 @@ LIMITS: dict[str, _Limit] = {
     "data.seed": _NOT_NEGATIVE,
     "data.image_min_pixels": _AT_LEAST_1,
     "data.image_max_pixels": _AT_LEAST_1,
+    "data.max_bad_rows": _SHARE,
     "actor.micro_batch_size": _AT_LEAST_1,
     "actor.vision_cache_gb": _NOT_NEGATIVE,
     "actor.logprob_chunk_tokens": _AT_LEAST_1,
@@ -126,10 +129,11 @@ def _cluster(config: Config) -> Iterator[str]:
         parse_placement(cluster.component_placement)
     except ConfigError as error:
         yield from error.problems
-    if cluster.num_nodes > 1 and cluster.ray_address is None:
+    if cluster.num_nodes > 1 and cluster.ray_address in (None, "", "local"):
         yield (
             f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, but cluster.ray_address is "
-            f"null (a private one, on this machine); start it with ray_utils/start_ray.sh, set cluster.ray_address=auto"
+            f"{cluster.ray_address or 'null'} (a private one, on this machine); start it with ray_utils/start_ray.sh, set "
+            "cluster.ray_address=auto"
         )
 
 
@@ -278,6 +282,9 @@ def _data(config: Config) -> Iterator[str]:
     low, high = data.image_min_pixels, data.image_max_pixels
     if low is not None and high is not None and low > high:
         yield f"data.image_min_pixels={low} exceeds data.image_max_pixels={high}; lower it"
+    for host in data.image_hosts:
+        if not host or set(host) & set("/:@* "):
+            yield f"data.image_hosts: {host!r} is no plain host name; write it as in images.example.org, without scheme or port"
 
 
 def _actor_and_reward(config: Config) -> Iterator[str]:

@@ -15,93 +15,162 @@ from pathlib import Path
 import ray
 
 from rlinf_vl.actor.batches import RankMiniBatch
-from rlinf_vl.actor.group import ActorGroup
+from rlinf_vl.actor.group import ActorGroup, ActorsLost
 from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.bad_rows import BadRows
 from rlinf_vl.controller.launch import Placement
 from rlinf_vl.controller.mismatch import NOISE, Score, judge, pick
 from rlinf_vl.controller.run_folder import (
     ACTOR_FOLDER,
+    CheckpointFailed,
     find_checkpoint,
     load_state,
     save_checkpoint,
     set_checkpoints_aside,
 )
-from rlinf_vl.controller.step_plan import plan_step
+from rlinf_vl.controller.step_plan import StepPlan, plan_step
+from rlinf_vl.controller.stop_request import Interrupted, StopRequest
 from rlinf_vl.controller.weight_sync import WeightSync
 from rlinf_vl.data.sampler import EpochSampler
+from rlinf_vl.observe.lines import EventLog, StepLines
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.rollout.worker import Task
+from rlinf_vl.types import GroupSummary
 from rlinf_vl.weights import choose
 
 log = logging.getLogger(__name__)
+
+
+class TooManyRestarts(RuntimeError):
+    """Actor ranks keep dying."""
+
+
+class TooManyBadSteps(RuntimeError):
+    """The gradient stays not finite."""
 
 
 class GrpoController:
     """Keeps rollout workers and actor ranks in step. Build it, `fit`, `stop`."""
 
     def __init__(
-        self, config: Config, model_path: str, placement: Placement, run_dir: Path, progress: RunProgress
+        self,
+        config: Config,
+        model_path: str,
+        placement: Placement,
+        run_dir: Path,
+        progress: RunProgress,
+        stop_request: StopRequest | None = None,
     ) -> None:
-        self.config, self.run_dir, self.progress = config, run_dir, progress
-        self.step, self.timings, self.checked = 0, {}, False
-        way = choose(config.rollout.weight_sync, placement.device, placement.collocated, placement.beside_actors)
+        self.config, self.model_path, self.placement = config, model_path, placement
+        self.run_dir, self.progress = run_dir, progress
+        self.stop_request = stop_request or StopRequest()
+        self.step, self.metrics, self.timings, self.checked = 0, {}, {}, False
+        self.events = EventLog(run_dir)
+        self.last_good = find_checkpoint(run_dir, config.runner.resume_dir)
         progress.phase("starting rollout workers and actor ranks")
-        self.pool = RolloutPool(config, model_path, placement.device, placement.rollout)
+        self.pool = RolloutPool(
+            config,
+            model_path,
+            placement.device,
+            placement.rollout,
+            report=lambda message: self.events.add(self.step, "worker_replaced", message),
+            check=self.stop_request.check,
+        )
         self.actors = ActorGroup(config, model_path, placement.device, placement.actor)
         self._prepare_data(rows=ray.get(self.pool.start())[0])
-        progress.phase("sharding the policy")
-        self.prices = ray.get(self.actors.start(self.total_steps))[0]
-        self.weight_sync = WeightSync(
-            way, self.actors, self.pool, device=placement.device, engine_ranks=config.rollout.tensor_parallel_size
-        )
         self.shares_gpu = placement.collocated and placement.device == "cuda"
+        self._start_actors()
+        if self.last_good is None:
+            set_checkpoints_aside(run_dir)
         self._resume()
-        self.trackers = make_trackers(
-            run_dir,
-            config.runner.logger.logger_backends,
-            project_name=config.runner.logger.project_name,
-            experiment_name=config.runner.experiment_name,
-            config=asdict(config),
-            resume_step=self.step or None,
-        )
         progress.begin(self.total_steps, self.step)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step; returns the last step's metrics."""
-        metrics = self.validate() if self.step == 0 else {}
-        if metrics:
-            self.trackers.log(0, metrics)
+        """Train to the last step, whatever dies on the way; returns the last step's metrics.
+
+        Raises:
+            Interrupted: the run was asked to stop, and has written a checkpoint.
+            TooManyRestarts, TooManyBadSteps, EngineMismatch, …: it can't go on.
+        """
+        self.stop_request.graceful, lost = True, None
+        while True:
+            try:
+                if lost is not None:
+                    self._restart_actors(lost)
+                return self.train()
+            except ActorsLost as error:
+                lost = error
+            except Interrupted as stop:
+                self._stop_early(stop)
+                raise
+
+    def train(self) -> dict[str, float]:
+        """Step after step, from where the run stands."""
+        if self.step == 0:
+            self.metrics, self.timings = self.validate(), {}
+            if self.metrics:
+                self.trackers.log(0, self.metrics)
         while self.step < self.total_steps:
-            self.step += 1
-            self.timings = {}
+            self.stop_request.check()
+            self.metrics, self.timings = {}, {}
             with self.timed("step"):
-                metrics = self.train_step()
+                self.train_step()
                 if self.due(self.config.runner.val_check_interval):
-                    metrics |= self.validate()
+                    self.metrics |= self.validate()
                 if self.due(self.config.runner.save_interval):
                     self.save()
-            self.trackers.log(self.step, metrics | self.timings)
-            self.progress.update(self.step, metrics | self.timings)
-        return metrics
+            self.log_step()
+        return self.metrics
 
-    def train_step(self) -> dict[str, float]:
-        """One rollout, its optimizer steps, and the new weights on their way."""
-        algorithm, runner = self.config.algorithm, self.config.runner
+    def train_step(self) -> None:
+        """One rollout, its optimizer steps, and the new weights on their way. The step counts once the weights are new."""
         epoch, rows = self.sampler.next_batch()
+        tasks = self.tasks("train", rows, self.config.algorithm.group_size, step=self.step + 1)
+        summaries, plan, guard = self.rollout(tasks)
+        self._count_bad("train", summaries, self.step + 1)
+        self.metrics |= {"data/epoch": epoch, "rollout/worker_restarts": self.pool.restarts}
+        self.metrics |= {"actor/restarts": self.events.count("actors_restarted")} | plan.metrics
+        self.metrics |= summarize_rollout(summaries, self.timings["time/generate"])
+        with self.engines_asleep():
+            self.check_engine(summaries, guard)
+            with self.timed("train"):
+                self.metrics |= self.actors.update(plan.minibatches, plan.advantages)
+        self.step += 1
+        self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
+        self.ledger.append(self.step, {"groups": [task.group_id for task in tasks], "rows": rows})
+        self.pool.release(summaries)
+        self.metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in summaries) / self.timings["time/train"]
+        self.count_bad_steps()
+        if self.due(self.config.runner.weight_sync_interval):
+            with self.timed("sync"):
+                self.sync_weights()
+
+    def rollout(self, tasks: list[Task]) -> tuple[list[GroupSummary], StepPlan, tuple[RankMiniBatch, ...]]:
+        """Have the tasks answered, decide who trains what, and have the actor ranks hold it: from then on nothing is lost
+        with a rollout worker. Groups that were lost before are sampled again."""
         with self.timed("generate"):
-            results = self.pool.generate(self.tasks("train", rows, algorithm.group_size))
-        summaries, groups = zip(*results, strict=True)
-        metrics = {"data/epoch": epoch, "rollout/worker_restarts": self.pool.restarts} | summarize_rollout(
-            summaries, self.timings["time/generate"]
-        )
-        self.stop_if_all_failed(summaries)
-        plan = plan_step(
+            results = self.pool.generate(tasks)
+            while True:
+                summaries, groups = map(list, zip(*results, strict=True))
+                self.stop_if_all_failed(summaries)
+                plan, guard = self.plan(summaries), self.guard(summaries)
+                lost = self.actors.hold([*plan.minibatches, *([guard] if guard else [])], groups)
+                if not lost:
+                    return summaries, plan, guard
+                self.events.add(self.step, "groups_lost", f"{len(lost)} groups died with their worker; sampled again")
+                for k, result in zip(lost, self.pool.generate([tasks[k] for k in lost]), strict=True):
+                    results[k] = result
+
+    def plan(self, summaries: list[GroupSummary]) -> StepPlan:
+        """Who trains what, in which micro-batch."""
+        algorithm, runner = self.config.algorithm, self.config.runner
+        return plan_step(
             summaries,
             ranks=self.actors.world_size,
             n_minibatches=algorithm.n_minibatches,
@@ -112,16 +181,6 @@ class GrpoController:
             share_prompts=self.config.actor.share_prompts,
             prices=self.prices,
         )
-        with self.engines_asleep():
-            metrics |= plan.metrics | self.check_engine(summaries, groups)
-            with self.timed("train"):
-                metrics |= self.actors.update(plan.minibatches, groups, plan.advantages)
-        self.pool.release(summaries)
-        metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in summaries) / self.timings["time/train"]
-        if self.due(runner.weight_sync_interval):
-            with self.timed("sync"):
-                self.sync_weights()
-        return metrics
 
     def sync_weights(self) -> None:
         """Have every engine take the actors' weights. Their version is the step that made them."""
@@ -132,12 +191,14 @@ class GrpoController:
         if not self.val_rows or self.config.runner.val_check_interval < 0:
             return {}
         with self.timed("validate"):
-            results = self.pool.generate(self.tasks("val", self.val_rows, 1))
+            results = self.pool.generate(self.tasks("val", self.val_rows, 1, self.step))
         summaries = [summary for summary, _ in results]
         self.pool.release(summaries)
+        self._count_bad("val", summaries, self.step)
         correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
         lengths = [n for s in summaries for n in s.response_tokens]
         accuracy = sum(correct) / max(1, len(correct))
+        self.best = max(self.best, {"val/accuracy": accuracy, "step": self.step}, key=lambda best: best["val/accuracy"])
         log.info("step %d: val/accuracy %.3f on %d problems", self.step, accuracy, len(correct))
         return {
             "val/accuracy": accuracy,
@@ -147,11 +208,27 @@ class GrpoController:
         }
 
     def save(self) -> None:
-        """Write a checkpoint that a run can be resumed from."""
-        with self.timed("checkpoint"):
-            state = {"step": self.step, "sampler": self.sampler.state_dict()}
-            folder = save_checkpoint(self.run_dir, self.step, self.actors.save, state, self.config.runner.keep_last)
-        log.info("saved %s", folder)
+        """Write a checkpoint that a run can be resumed from. Where that fails, training goes on from what it has; only the
+        last one of a run must not fail."""
+        state = self.position | {"best": self.best, "bad_steps": self.bad_steps}
+        state["metrics"] = self.metrics | self.timings  # of this step, which is logged after it was saved
+        try:
+            with self.timed("checkpoint"):
+                self.last_good = save_checkpoint(
+                    self.run_dir, self.step, self.actors.save, state, self.config.runner.keep_last
+                )
+        except CheckpointFailed as error:
+            self.events.add(self.step, "checkpoint_failed", str(error))
+            if self.step == self.total_steps:
+                raise
+        else:
+            log.info("saved %s", self.last_good)
+
+    def log_step(self) -> None:
+        """The step's figures, to everybody who wants them."""
+        self.metrics |= self.timings
+        self.trackers.log(self.step, self.metrics)
+        self.progress.update(self.step, self.metrics)
 
     def stop(self) -> None:
         """End engines and process group in order, at the end of a run that went well."""
@@ -160,12 +237,12 @@ class GrpoController:
 
     # --- its parts ----------------------------------------------------------------------------------------------------
 
-    def tasks(self, split: str, rows: list[int], samples: int) -> list[Task]:
+    def tasks(self, split: str, rows: list[int], samples: int, step: int) -> list[Task]:
         """One task per row. Random streams depend on the seed, the step (training only), the row and the sample, nothing else."""
-        when = self.step if split == "train" else "val"
+        when = step if split == "train" else "val"
         return [
             Task(
-                group_id=f"{split}-{self.step}-{k}",
+                group_id=f"{split}-{step}-{k}",
                 split=split,
                 row=row,
                 seeds=tuple(_seed(self.config.runner.seed, split, when, k, row, i) for i in range(samples)),
@@ -197,24 +274,49 @@ class GrpoController:
         if self.shares_gpu:
             self.pool.restore_memory()
 
-    def check_engine(self, summaries, groups) -> dict[str, float]:
-        """The mismatch guard, on the run's first step and every so many after it; raises `EngineMismatch`."""
-        interval = self.config.runner.mismatch_check_interval
+    def guard(self, summaries: list[GroupSummary]) -> tuple[RankMiniBatch, ...]:
+        """Who scores what for the mismatch guard: on a run's first step, on this process's first, and on every so many."""
+        interval, step = self.config.runner.mismatch_check_interval, self.step + 1
         items = pick(summaries)
         if interval < 1 or not items or not self.config.rollout.return_logprobs:
-            return {}
-        if self.checked and self.step % interval:
-            return {}
-        self.checked = True
+            return ()
+        if self.checked and step % interval:
+            return ()
         plan = plan_micro_batches(
             items, ranks=self.actors.world_size, budget=self.config.runner.max_tokens_per_mbs, prices=self.prices
         )
-        shares = [RankMiniBatch(micro, plan.run_vision, 1) for micro in plan.micro_batches]
+        return tuple(RankMiniBatch(micro, plan.run_vision, 1) for micro in plan.micro_batches)
+
+    def check_engine(self, summaries: list[GroupSummary], guard: tuple[RankMiniBatch, ...]) -> None:
+        """Let the mismatch guard judge; raises `EngineMismatch`."""
+        if not guard:
+            return
         with self.timed("check"):
-            rows = self.actors.score(shares, groups)
+            rows = self.actors.score(guard)
         scores = [Score(summaries[g].images, tokens, seen, blank) for g, tokens, seen, blank in rows]
         trained = self.config.actor.fsdp_config.mixed_precision.param_dtype
-        return judge(scores, max(trained, self.config.rollout.model.precision, key=NOISE.__getitem__))
+        found = judge(scores, max(trained, self.config.rollout.model.precision, key=NOISE.__getitem__))
+        if self.step == 0 or (self.step + 1) % self.config.runner.mismatch_check_interval == 0:
+            self.metrics |= found  # a resumed run checks once more, but its metrics are those of one never stopped
+        self.checked = True
+
+    def count_bad_steps(self) -> None:
+        """Optimizer steps that were skipped because their gradient was not finite; raises `TooManyBadSteps`."""
+        if not self.metrics.get("actor/skipped_steps"):
+            self.bad_steps = 0
+            return
+        self.bad_steps += 1
+        self.events.add(self.step, "step_skipped", "the gradient is not finite; its optimizer step was skipped")
+        if self.bad_steps >= self.config.runner.max_bad_steps:
+            raise TooManyBadSteps(
+                f"{self.bad_steps} steps in a row had a gradient that is not finite (runner.max_bad_steps); the last good "
+                f"checkpoint is {self.last_good or 'none'}. Resume from it with a lower actor.optim.lr or actor.optim.clip_grad"
+            )
+
+    def _count_bad(self, split: str, summaries: list[GroupSummary], step: int) -> None:
+        """Rows that couldn't be answered or graded; raises `TooManyBadRows`."""
+        self.bad_rows.add_failed(split, summaries, step)
+        self.bad_rows.check()
 
     def stop_if_all_failed(self, summaries) -> None:
         if all(error for s in summaries for error in s.errors):
@@ -223,36 +325,101 @@ class GrpoController:
     def _prepare_data(self, rows: dict[str, int]) -> None:
         """Choose the rows of each split that are used, the order of the training rows, and how many steps that makes."""
         data, runner = self.config.data, self.config.runner
-        self.train_rows = self._usable("train", rows["train"])
         val = rows.get("val", 0) if data.val_samples < 0 else min(data.val_samples, rows.get("val", 0))
-        self.val_rows = self._usable("val", val)
-        self.sampler = EpochSampler(self.train_rows, data.rollout_batch_size, shuffle=data.shuffle, seed=data.seed)
-        steps = self.sampler.batches_per_epoch * runner.max_epochs
+        totals = {"train": rows["train"], "val": val}
+        self.bad_rows = BadRows(self.run_dir, data.max_bad_rows, totals, resumed=self.last_good is not None)
+        self.train_rows, self.val_rows = self._usable("train", rows["train"]), self._usable("val", val)
+        steps = self._sampler().batches_per_epoch * runner.max_epochs
         self.total_steps = steps if runner.max_steps < 0 else min(steps, runner.max_steps)
 
+    def _sampler(self) -> EpochSampler:
+        data = self.config.data
+        return EpochSampler(self.train_rows, data.rollout_batch_size, shuffle=data.shuffle, seed=data.seed)
+
     def _usable(self, split: str, n: int) -> list[int]:
-        """Rows of a split to use, those with too long a prompt left out where the config says so."""
-        if not n or not self.config.data.filter_prompt_by_length:
-            return list(range(n))
-        kept, too_long, bad = self.pool.filter_rows(split, list(range(n)))
-        log.info(
-            "%s: %d rows, %d of them longer than data.max_prompt_length, %d unreadable", split, n, too_long, len(bad)
+        """Rows of a split to use: those with too long a prompt are left out where the config says so, bad ones always."""
+        kept, too_long, bad = self.pool.filter_rows(
+            split, list(range(n)), lambda done: self.progress.phase(f"checking rows of {split}: {done} of {n}")
         )
-        for row, reason in list(bad.items())[:5]:
-            log.warning("%s row %d left out: %s", split, row, reason)
+        log.info("%s: %d rows, %d of them longer than data.max_prompt_length, %d bad", split, n, too_long, len(bad))
+        if bad:
+            self.bad_rows.add(split, [bad[row] for row in sorted(bad)])
+            log.warning("bad rows of %s, left out (%s):\n%s", split, self.bad_rows.path, self.bad_rows.table(split))
+            self.bad_rows.check()
         return kept
 
-    def _resume(self) -> None:
-        folder = find_checkpoint(self.run_dir, self.config.runner.resume_dir)
-        if folder is None:
-            set_checkpoints_aside(self.run_dir)
-            return
-        state = load_state(folder)
-        self.actors.load(str(folder / ACTOR_FOLDER))
-        self.step = state["step"]
-        self.sampler.load_state_dict(state["sampler"])
-        self.sync_weights()
-        log.info("resumed from %s", folder)
+    def _start_actors(self) -> None:
+        """Processes are there; load the model and agree on how its weights travel."""
+        self.progress.phase("sharding the policy")
+        self.prices = self.actors.start(self.total_steps)
+        placement = self.placement
+        self.weight_sync = WeightSync(
+            choose(self.config.rollout.weight_sync, placement.device, placement.collocated, placement.beside_actors),
+            self.actors,
+            self.pool,
+            device=placement.device,
+            engine_ranks=self.config.rollout.tensor_parallel_size,
+        )
+
+    def _restart_actors(self, error: ActorsLost) -> None:
+        """New actor ranks in the place of lost ones, and the run back at its last complete checkpoint."""
+        limit = self.config.runner.max_restarts
+        if self.events.count("actors_restarted") >= limit:
+            raise TooManyRestarts(
+                f"{error}. The actor ranks were started again {limit} times before (runner.max_restarts); the last "
+                f"complete checkpoint is {self.last_good or 'none'}"
+            ) from error
+        back = f"the run goes back to {self.last_good or 'its start: it has no checkpoint yet'}"
+        self.events.add(self.step, "actors_restarted", f"{error}; the actor ranks start again, {back}")
+        self.actors.kill()
+        if self.weight_sync.busy:
+            self.pool.replace_all("they may wait for weights that will not come")
+        self.pool.release()
+        self.trackers.close()
+        self.ledger.close()
+        config, placement = self.config, self.placement
+        self.actors = ActorGroup(config, self.model_path, placement.device, placement.actor)
+        self._start_actors()
+        self._resume(again=True)
+
+    def _resume(self, again: bool = False) -> None:
+        """Go to the last good checkpoint, or to the start, and have every engine take those weights."""
+        self.step, self.best, self.bad_steps = 0, {"val/accuracy": -1.0, "step": 0}, 0
+        self.sampler = self._sampler()
+        logged: dict[str, float] = {}
+        if self.last_good is not None:
+            state = load_state(self.last_good)
+            self.actors.load(str(self.last_good / ACTOR_FOLDER))
+            self.step, self.best, self.bad_steps = state["step"], state["best"], state["bad_steps"]
+            self.sampler.load_state_dict(state["sampler"])
+            logged = state["metrics"]
+            self.events.add(self.step, "resumed", f"resumed from {self.last_good}", logging.INFO)
+        if self.step or again:
+            self.sync_weights()
+        self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
+        resume_step = self.step if self.step or again else None
+        self.ledger = StepLines(self.run_dir / "ledger.jsonl", -1 if resume_step == 0 else resume_step)
+        self.trackers = make_trackers(
+            self.run_dir,
+            self.config.runner.logger.logger_backends,
+            project_name=self.config.runner.logger.project_name,
+            experiment_name=self.config.runner.experiment_name,
+            config=asdict(self.config),
+            resume_step=-1 if resume_step == 0 else resume_step,
+        )
+        if logged and self.trackers.last_step != self.step:
+            self.trackers.log(self.step, logged)  # what was saved, but not yet logged when the run ended
+
+    def _stop_early(self, stop: Interrupted) -> None:
+        """The run was asked to stop: keep what it has computed."""
+        if self.trackers.last_step != self.step and self.step:
+            self.log_step()
+        if self.step and (self.last_good is None or load_state(self.last_good)["step"] != self.step):
+            self.save()
+        kept = (
+            f"resume from {self.last_good} with runner.resume_dir=auto" if self.last_good else "nothing was trained yet"
+        )
+        self.events.add(self.step, "interrupted", f"{stop}; {kept}")
 
 
 def _seed(*parts: object) -> int:

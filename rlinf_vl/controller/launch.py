@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._raylet import Config as RayConfig
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.config.placement import parse_placement, placement_slots
 from rlinf_vl.config.schema import ClusterConfig, Config
+from rlinf_vl.controller.cluster import cluster_to_join
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +44,28 @@ def device_of(cluster: ClusterConfig) -> str:
 
 @contextmanager
 def ray_cluster(config: Config) -> Iterator[None]:
-    """Join `cluster.ray_address`, or run a private cluster on this machine for as long as the context lasts."""
+    """Join the cluster that `cluster.ray_address` names, or run a private one on this machine while the context lasts.
+
+    Raises:
+        ConfigError: several nodes are asked for, and there is no cluster to join.
+    """
     cluster = config.cluster
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if cluster.ray_address:
-        ray.init(address=cluster.ray_address, **quiet)
+    address, node_ip = cluster_to_join(cluster.ray_address, os.environ)
+    RayConfig.initialize("")  # Ray read RAY_AUTH_MODE when it was imported; this is how it looks again
+    actor_environment = _actor_environment(cluster)
+    if address:
+        log.info("joining the Ray cluster at %s", address)
+        ray.init(address=address, _node_ip_address=node_ip, runtime_env={"env_vars": actor_environment}, **quiet)
+    elif cluster.num_nodes > 1:
+        raise ConfigError(
+            f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, and none that "
+            "ray_utils/start_ray.sh started runs on this node; start it, or name its head with cluster.ray_address=HOST:PORT"
+        )
     else:
-        for name, value in _actor_environment(cluster).items():
-            os.environ[name] = value  # workers of a private cluster inherit them
+        os.environ.update(actor_environment)  # workers of a private cluster inherit them
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, _slots_named(cluster)),

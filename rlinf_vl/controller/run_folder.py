@@ -1,5 +1,6 @@
 """Checkpoints of a run: written aside, made durable, then renamed into place, so that one that has its name is complete."""
 
+import errno
 import json
 import logging
 import os
@@ -8,6 +9,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from ray.exceptions import RayTaskError
 
 log = logging.getLogger(__name__)
 
@@ -26,30 +29,58 @@ def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written. What was there before is as it was."""
+
+
 def save_checkpoint(
     run_dir: Path, step: int, write_actor: Callable[[str], None], state: dict[str, Any], keep_last: int
 ) -> Path:
     """Write `checkpoints/global_step_{step}`: the actors' part through `write_actor(folder)`, then the controller's `state`.
 
     Older checkpoints beyond `keep_last` (-1: none) are deleted once the new one is in place.
+
+    Raises:
+        CheckpointFailed: the disk is full, or refuses.
     """
     final = run_dir / "checkpoints" / f"global_step_{step}"
     aside = final.with_name(f".{final.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    (aside / ACTOR_FOLDER).mkdir(parents=True)
-    write_actor(str(aside / ACTOR_FOLDER))
-    (aside / STATE_FILE).write_text(json.dumps(state, indent=1))
-    for path in aside.rglob("*"):
-        _sync(path)
-    _sync(aside)
-    if final.exists():  # a resumed run that comes by a step again
-        shutil.rmtree(final)
-    os.rename(aside, final)
-    _sync(final.parent)
+    former = [size_of(folder) for _, folder in checkpoints(run_dir)[-1:]]
+    try:
+        if former and shutil.disk_usage(run_dir).free < former[0]:
+            raise OSError(errno.ENOSPC, "less room than the checkpoint before took")
+        shutil.rmtree(aside, ignore_errors=True)
+        (aside / ACTOR_FOLDER).mkdir(parents=True)
+        write_actor(str(aside / ACTOR_FOLDER))
+        (aside / STATE_FILE).write_text(json.dumps(state, indent=1))
+        for path in aside.rglob("*"):
+            _sync(path)
+        _sync(aside)
+        replaced = final.with_name(f".{final.name}.replaced")
+        if final.exists():  # a resumed run that comes by a step again
+            os.rename(final, replaced)
+        os.rename(aside, final)
+        _sync(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except (OSError, RayTaskError) as error:
+        needed = max([*former, size_of(aside)])
+        shutil.rmtree(aside, ignore_errors=True)
+        free, kept = shutil.disk_usage(run_dir).free, [folder for _, folder in checkpoints(run_dir)]
+        raise CheckpointFailed(
+            f"the checkpoint of step {step} could not be written to {final.parent}: {str(error).strip().splitlines()[-1]}. "
+            f"It needs {'at least ' if not former else ''}{needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free; with "
+            f"runner.keep_last: {keep_last} there must be room for {keep_last + 1 if keep_last > 0 else 'every'} "
+            f"checkpoint{'s' if keep_last else ''}. The last good one is {kept[-1] if kept else 'none'}"
+        ) from error
     if keep_last > 0:
         for _, old in checkpoints(run_dir)[:-keep_last]:
             shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files in a folder; 0 if it is not there."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def set_checkpoints_aside(run_dir: Path) -> Path | None:

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import ray
+from ray.exceptions import RayActorError
 
-from rlinf_vl.actor.group import ActorGroup
+from rlinf_vl.actor.group import ActorGroup, ActorsLost
+from rlinf_vl.ray_process import cause_of
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.weights.buckets import BUCKET_BYTES
 from rlinf_vl.weights.collective import WeightGroup
@@ -32,24 +34,29 @@ class WeightSync:
         pool have started."""
         self.way, self.actors, self.pool = way, actors, pool
         self._backend, self._engine_ranks = "nccl" if device == "cuda" else "gloo", engine_ranks
-        self._checked, self._joined = False, -1
+        self._checked, self._joined, self.busy = False, -1, False
         actors.set_weight_sync(way, bucket_bytes)
         log.info("weights are synced by %s", way)
 
     def __call__(self, version: int) -> None:
-        """Have every engine take the actors' weights, as `version`."""
+        """Have every engine take the actors' weights, as `version`. `busy` afterwards: it failed, and engines may wait for
+        weights that will not come."""
+        self.busy = True
         if self.way == "nccl" and self._joined != self.pool.restarts:
             self._join()
         labels = self.actors.offer_weights(check=not self._checked)
         taken = self.pool.take_weights(self.way, labels, version, spare=self.actors.spare_weights)
         delivered = self.actors.deliver_weights()
         if self.way == "nccl":  # a broadcast needs all of its members: one that dies ends it for everybody
-            _wait(taken + delivered)
+            try:
+                _wait(taken + delivered)
+            except RayActorError as error:
+                raise ActorsLost(f"a member of the weight broadcast died: {cause_of(error)}") from error
         else:
-            _wait(delivered)
+            self.actors.wait(delivered)
             self.pool.settle(taken)
         self.actors.release_weights()
-        self._checked = True
+        self._checked, self.busy = True, False
 
     def _join(self) -> None:
         """A new group of rank 0 and every engine: at first, and when a worker was replaced since."""

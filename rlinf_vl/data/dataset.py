@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from rlinf_vl.data.rows import missing_column, row_to_problem, wanted_columns
+from rlinf_vl.data.images import decode
+from rlinf_vl.data.rows import kind_and_reason, missing_column, row_to_problem, wanted_columns
 from rlinf_vl.types import Problem
 
 if TYPE_CHECKING:
@@ -14,12 +15,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that can't be used: the kind of reason that it is counted under, its id, and the reason."""
+
+    kind: str
+    id: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"row {self.id}: {self.kind}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
 class FilterResult:
-    """Which rows can be used: `kept`, those with too long a prompt, and unreadable ones with the reason."""
+    """Which rows can be used: `kept`, those with too long a prompt, and unusable ones with the reason."""
 
     kept: list[int] = field(default_factory=list)
     too_long: list[int] = field(default_factory=list)
-    bad: dict[int, str] = field(default_factory=dict)
+    bad: dict[int, BadRow] = field(default_factory=dict)
 
 
 class ProblemDataset:
@@ -30,6 +43,7 @@ class ProblemDataset:
         self._format, self._columns = row_format, columns
         self._ids = [id for source in sources for id in source.ids()]
         self._ends = list(accumulate(len(source) for source in sources))
+        self._decodable: set[str] = set()  # hashes of images that were decoded before
 
     @classmethod
     def open(
@@ -43,6 +57,7 @@ class ProblemDataset:
         system_prompt: str | None = None,
         prompt_suffix: str = "",
         blank_images: bool = False,
+        image_hosts: Sequence[str] = (),
     ) -> "ProblemDataset":
         """Open sources (see `rlinf_vl.data.sources.open_source`) one after the other; no row is converted yet.
 
@@ -74,6 +89,7 @@ class ProblemDataset:
             "system_prompt": system_prompt,
             "prompt_suffix": prompt_suffix,
             "blank_images": blank_images,
+            "image_hosts": tuple(image_hosts),
         }
         return cls(sources, row_format, list(dict.fromkeys(column for _, column in wanted)))
 
@@ -94,21 +110,34 @@ class ProblemDataset:
         row = source.row(i - (self._ends[k] - len(source)), self._columns)
         return row_to_problem(row, row_id=self._ids[i], root=source.root, **self._format)
 
-    def filter_by_length(
-        self, dataset_indices: Sequence[int], count_tokens: Callable[[Problem], int], max_tokens: int
-    ) -> FilterResult:
-        """Sort rows by whether their prompt is at most `max_tokens` long, as `count_tokens` counts it.
+    def row_id(self, i: int) -> str:
+        """The id that `Problem.id` is, of a row that may be bad."""
+        return self._ids[i]
 
-        A row that can't be read or counted never raises here: it is in `bad`, with its reason.
+    def filter_by_length(
+        self, rows: Sequence[int], count_tokens: Callable[[int, Problem], int], max_tokens: int
+    ) -> FilterResult:
+        """Sort rows by whether their prompt is at most `max_tokens` long, as `count_tokens(row, problem)` counts it.
+
+        Every image of those that fit is decoded, once by this dataset, as a header doesn't tell that a file is truncated.
+        No row raises here: one that can't be read, counted or decoded is in `bad`.
         """
         result = FilterResult()
-        for i in dataset_indices:
+        for i in rows:
             try:
-                n_tokens = count_tokens(self[i])
-            except ValueError as e:  # RowError, ImageError, and what the processor refuses
-                result.bad[i] = str(e)
-                continue
-            (result.kept if n_tokens <= max_tokens else result.too_long).append(i)
+                problem = self[i]
+                if count_tokens(i, problem) > max_tokens:
+                    result.too_long.append(i)
+                    continue
+                for image in problem.images:
+                    if image.hash not in self._decodable:
+                        decode(image)
+                        self._decodable.add(image.hash)
+            except Exception as e:  # RowError, ImageError, and whatever a reader, a chat template or a tokenizer raises
+                kind, reason = kind_and_reason(e)
+                result.bad[i] = BadRow(kind, self._ids[i], reason)
+            else:
+                result.kept.append(i)
         return result
 
 

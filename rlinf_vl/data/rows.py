@@ -12,16 +12,29 @@ from rlinf_vl.types import ImageRef, Message, Problem
 IMAGE_PLACEHOLDER = "<image>"
 _IMAGE = object()
 
+PROMPT_UNUSABLE = "prompt unusable"
+PROMPT_TOO_LONG = "prompt too long"
+ANSWER_MISSING = "answer missing"
+ANSWER_UNUSABLE = "answer unusable"
+IMAGES_DISAGREE = "placeholders and images disagree"
+
 
 class RowError(ValueError):
-    """A row that can't become a problem: its id and the reason."""
+    """A row that can't become a problem: its id, the kind of reason (as `ImageError.kind`) and the reason."""
 
-    def __init__(self, row_id: str, reason: str) -> None:
-        super().__init__(f"row {row_id}: {reason}")
-        self.row_id, self.reason = row_id, reason
+    def __init__(self, row_id: str, kind: str, reason: str) -> None:
+        super().__init__(row_id, kind, reason)
+        self.row_id, self.kind, self.reason = row_id, kind, reason
 
-    def __reduce__(self):
-        return type(self), (self.row_id, self.reason)
+    def __str__(self) -> str:
+        return f"row {self.row_id}: {self.reason}"
+
+
+def kind_and_reason(error: Exception) -> tuple[str, str]:
+    """What a bad row is counted under, and what is wrong with it; an error that isn't ours is counted by its type."""
+    if isinstance(error, (RowError, ImageError)):
+        return error.kind, error.reason
+    return type(error).__name__, str(error)
 
 
 def wanted_columns(prompt_key: str, answer_key: str, image_keys: Sequence[str]) -> list[tuple[str, str]]:
@@ -50,6 +63,7 @@ def row_to_problem(
     system_prompt: str | None = None,
     prompt_suffix: str = "",
     blank_images: bool = False,
+    image_hosts: Sequence[str] = (),
     root: Path | None = None,
 ) -> Problem:
     """The problem that a row states.
@@ -62,21 +76,22 @@ def row_to_problem(
         system_prompt: put first; it replaces a system message of the row's own.
         prompt_suffix: appended to the last message.
         blank_images: replace each image by a grey one of its size.
+        image_hosts: whom images may be fetched from.
         root: the folder that paths of images are relative to.
 
     Raises:
         RowError: a missing column, an unusable prompt, answer or image, or placeholders and images unequal in number.
     """
     if missing := missing_column(wanted_columns(prompt_key, answer_key, image_keys), list(row), "the row"):
-        raise RowError(row_id, missing)
-    images = _images(row, row_id, image_keys, root)
+        raise RowError(row_id, "column missing", missing)
+    images = _images(row, row_id, image_keys, root, image_hosts)
     if blank_images:
         images = [blank_like(image) for image in images]
     try:
         turns = _turns(row[prompt_key], prompt_key)
-        _place_images(turns, len(images))
     except ValueError as e:
-        raise RowError(row_id, str(e)) from None
+        raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
+    _place_images(turns, len(images), row_id)
     if prompt_suffix:
         turns[-1][1].append(prompt_suffix)
     if system_prompt is not None:
@@ -89,32 +104,36 @@ def row_to_problem(
     )
 
 
-def _images(row: dict[str, Any], row_id: str, image_keys: Sequence[str], root: Path | None) -> list[ImageRef]:
+def _images(
+    row: dict[str, Any], row_id: str, image_keys: Sequence[str], root: Path | None, hosts: Sequence[str]
+) -> list[ImageRef]:
     images = []
     for column in image_keys:
         for i, value in enumerate(image_values(row[column])):
             try:
-                images.append(to_image_ref(value, root=root))
+                images.append(to_image_ref(value, root=root, hosts=hosts))
             except ImageError as e:
-                raise RowError(row_id, f"column {column!r}, image {i}: {e}") from e
+                raise RowError(row_id, e.kind, f"column {column!r}, image {i}: {e}") from e
     return images
 
 
 def _turns(prompt: Any, key: str) -> list[tuple[str, list[Any]]]:
     """(role, pieces) per message; a piece is a text or `_IMAGE`."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and prompt.strip():
         return [("user", _split(prompt))]
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"column {key!r} holds {_shown(prompt)}: expected a string or a list of chat messages")
+        raise ValueError(f"column {key!r} holds {_shown(prompt)}: expected a text or a list of chat messages")
     turns = []
     for message in prompt:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f"column {key!r}: {_shown(message)} is no chat message with role and content")
         content = message["content"]
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         turns.append((message["role"], [piece for part in parts for piece in _pieces(part, key)]))
     if turns[-1][0] != "user":
         raise ValueError(f"column {key!r}: the last message is of role {turns[-1][0]!r}, not 'user'")
+    if not any(piece is _IMAGE or piece.strip() for role, pieces in turns if role == "user" for piece in pieces):
+        raise ValueError(f"column {key!r}: no message of role 'user' says anything")
     return turns
 
 
@@ -137,14 +156,16 @@ def _split(text: str) -> list[Any]:
     return pieces
 
 
-def _place_images(turns: list[tuple[str, list[Any]]], n_images: int) -> None:
+def _place_images(turns: list[tuple[str, list[Any]]], n_images: int, row_id: str) -> None:
     """Put images first in the first user message if nothing marks a place; else check that the numbers agree."""
     places = sum(piece is _IMAGE for _, pieces in turns for piece in pieces)
     if places == 0:
         first = next(pieces for role, pieces in turns if role == "user")
         first[:0] = [_IMAGE] * n_images
     elif places != n_images:
-        raise ValueError(f"the prompt has {places} {IMAGE_PLACEHOLDER} and the row {n_images} images")
+        raise RowError(
+            row_id, IMAGES_DISAGREE, f"the prompt has {places} {IMAGE_PLACEHOLDER} and the row {n_images} images"
+        )
 
 
 def _messages(turns: list[tuple[str, list[Any]]], images: Sequence[ImageRef]) -> tuple[Message, ...]:
@@ -164,11 +185,14 @@ def _messages(turns: list[tuple[str, list[Any]]], images: Sequence[ImageRef]) ->
 
 
 def _answer(value: Any, row_id: str, key: str) -> str:
+    if value is None or not str(value).strip():
+        raise RowError(row_id, ANSWER_MISSING, f"column {key!r} is empty")
     usable = isinstance(value, (str, int, float)) and not isinstance(value, bool)
-    if not usable or (isinstance(value, float) and not math.isfinite(value)):
-        raise RowError(row_id, f"column {key!r} holds {_shown(value)}: expected a string or a finite number")
-    if not str(value).strip():
-        raise RowError(row_id, f"column {key!r} is empty")
+    nan = str(value).strip().lower() == "nan"  # also as a text, which is how tables of strings hold a missing value
+    if not usable or nan or (isinstance(value, float) and math.isinf(value)):
+        raise RowError(
+            row_id, ANSWER_UNUSABLE, f"column {key!r} holds {_shown(value)}: expected a string or a finite number"
+        )
     return str(value)
 
 

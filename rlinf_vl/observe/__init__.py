@@ -1,5 +1,6 @@
 """What a run shows of itself: metrics, trackers, the progress line. Curves: `python -m rlinf_vl.observe.curve`."""
 
+from rlinf_vl.observe.lines import EventLog, StepLines, read_steps
 from rlinf_vl.observe.metrics import MetricSums, summarize_rollout
 from rlinf_vl.observe.progress import RunProgress, setup_logging
 from rlinf_vl.observe.tracker import (
@@ -9,19 +10,20 @@ from rlinf_vl.observe.tracker import (
     Trackers,
     WandbTracker,
     make_trackers,
-    read_metrics,
 )
 
 __all__ = [
+    "EventLog",
     "JsonlTracker",
     "MetricSums",
     "RunProgress",
+    "StepLines",
     "TensorBoardTracker",
     "Tracker",
     "Trackers",
     "WandbTracker",
     "make_trackers",
-    "read_metrics",
+    "read_steps",
     "setup_logging",
     "summarize_rollout",
 ]

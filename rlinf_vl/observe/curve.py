@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from rlinf_vl.observe.tracker import read_metrics
+from rlinf_vl.observe.lines import read_steps
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 64, 52
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not metrics_file.exists():
             parser.error(f"{metrics_file} does not exist")
         series[name] = [
-            (row["step"], row["val/accuracy"]) for row in read_metrics(metrics_file) if "val/accuracy" in row
+            (row["step"], row["val/accuracy"]) for row in read_steps(metrics_file) if "val/accuracy" in row
         ]
         if not series[name]:
             parser.error(f"{metrics_file} has no val/accuracy")

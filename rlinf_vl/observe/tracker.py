@@ -1,12 +1,12 @@
 """Where a step's scalars go: metrics.jsonl always, TensorBoard and wandb on request."""
 
-import json
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from rlinf_vl.observe.lines import StepLines
 
 logger = logging.getLogger(__name__)
 
@@ -22,55 +22,27 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """`metrics.jsonl`: one JSON object a line and step, `step` first, the rest sorted by name, flushed line by line.
-
-    The file never has a step twice, nor a torn line once it is open: resuming at step k drops what was written after k.
-    NaN and infinities are written as null, so every line is valid JSON.
-
-    Args:
-        path: the file; its folder is made.
-        resume_step: the last step whose lines are kept; None starts afresh and moves what a former run left there to
-            `<name>.previous`.
+    """`metrics.jsonl`: the scalars of each step by name, sorted (`StepLines`). NaN and infinities are written as null, so
+    every line is valid JSON.
 
     Raises:
         ValueError: (`log`) a step not after the last one, or a metric called `step`.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._last_step: int | None = None
-        if self.path.exists():
-            if resume_step is None:
-                os.replace(self.path, self.path.with_name(self.path.name + ".previous"))
-            else:
-                self._drop_after(resume_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._lines = StepLines(path, resume_step)
+
+    @property
+    def last_step(self) -> int | None:
+        return self._lines.last_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"{self.path}: step {step} logged after step {self._last_step}")
         if "step" in metrics:
             raise ValueError("a metric can't be called 'step'")
-        row = {"step": step} | {name: _json_number(metrics[name]) for name in sorted(metrics)}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-        self._last_step = step
+        self._lines.append(step, {name: _json_number(metrics[name]) for name in sorted(metrics)})
 
     def close(self) -> None:
-        self._file.close()
-
-    def _drop_after(self, step: int) -> None:
-        """Rewrites the file atomically with its whole lines of steps up to `step`."""
-        rows = {row["step"]: row for row in read_metrics(self.path) if row["step"] <= step}
-        scratch = self.path.with_name(self.path.name + ".tmp")
-        with scratch.open("w", encoding="utf-8") as file:
-            for kept in sorted(rows):
-                file.write(json.dumps(rows[kept], allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, self.path)
-        self._last_step = max(rows, default=None)
+        self._lines.close()
 
 
 class TensorBoardTracker:
@@ -136,13 +108,15 @@ class WandbTracker:
 class Trackers:
     """Several trackers as one. One that fails, other than metrics.jsonl, warns once and never stops training."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = list(trackers)
+    def __init__(self, trackers: Sequence[Tracker], last_step: int | None = None) -> None:
+        """`last_step`: the last step that they have."""
+        self._trackers, self.last_step = list(trackers), last_step
         self._warned: set[int] = set()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for tracker in self._trackers:
             self._call(tracker, "log", step, metrics)
+        self.last_step = step
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -186,7 +160,8 @@ def make_trackers(
                 "(metrics.jsonl is always written)"
             )
     run_dir = Path(run_dir)
-    trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl", resume_step)]
+    jsonl = JsonlTracker(run_dir / "metrics.jsonl", resume_step)
+    trackers: list[Tracker] = [jsonl]
     for backend in dict.fromkeys(backends):
         try:
             if backend == "tensorboard":
@@ -205,21 +180,7 @@ def make_trackers(
             if isinstance(error, ImportError):
                 raise
             logger.warning("tracker %s could not start (%r); training goes on without it", backend, error)
-    return Trackers(trackers)
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, in the file's order. Lines that a crash left torn are skipped."""
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            logger.warning("%s: skipped a torn line: %.80s", path, line)
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
+    return Trackers(trackers, jsonl.last_step)
 
 
 def _json_number(value: float) -> float | int | None:

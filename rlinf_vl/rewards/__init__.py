@@ -3,12 +3,13 @@
 import difflib
 from collections.abc import Callable
 
-from rlinf_vl.rewards.math_grader import grade_math, stop_grading
+from rlinf_vl.rewards.grading_pool import GradingError, GradingTimeout
+from rlinf_vl.rewards.math_grader import grade_math, math_verdict, stop_grading
 
-__all__ = ["GRADERS", "grade_math", "grader", "stop_grading"]
+__all__ = ["GRADERS", "GradingError", "GradingTimeout", "grade_math", "grader", "math_verdict", "stop_grading"]
 
-GRADERS: dict[str, Callable[[str, str], bool]] = {"math": grade_math}
-"""reward.reward_type → function of (response, reference answer)."""
+GRADERS: dict[str, Callable[[str, str], bool]] = {"math": math_verdict}
+"""reward.reward_type → function of (response, reference answer); raises `GradingError` where it comes to no verdict."""
 
 
 def grader(reward_type: str) -> Callable[[str, str], bool]:

@@ -1,41 +1,53 @@
 r"""When two normalised answers are the same.
 
 Equal strings are; so are equal numbers, roundings as in `rlinf_vl.rewards.numbers`. Dressing is taken off: the name of
-the quantity (`AB = 12`, `m\angle A = 30`), units and degrees, unless both sides have one and they differ. A percentage
-is its value (25 % is 0.25), and where the answer is one its sign may be left out; 25 % is not 25. Of a chain of
-equalities every link must be the answer. Lists without brackets and sets match in any order, tuples and intervals in
-theirs. Whatever is left is for algebra.
+the quantity (`AB = 12`, `m\angle A = 30`), units and degrees, unless both sides have one and they differ. A per cent
+sign may be left out like a unit but not added: 25 % is neither 25 nor 0.25, nor is 0.25 25 %. Of a chain of equalities
+every link must be the answer. Lists without brackets and sets match in any order, tuples and intervals in theirs.
+Whatever is left is for algebra.
 """
 
 import re
 from collections.abc import Callable
-from itertools import accumulate
 
-from rlinf_vl.rewards.latex import key, split_equation, split_list, split_unit
-from rlinf_vl.rewards.numbers import parse_number, percent, same_number
+from rlinf_vl.rewards.latex import depths, key, split_equation, split_list, split_unit
+from rlinf_vl.rewards.numbers import parse_number, same_number
 
 Algebra = Callable[[str, str], bool]
-"""(response, answer), both normalised and without dressing → the same?"""
+"""Whether two formulas, (response, answer), are the same."""
 
 MAX_ELEMENTS = 8
 """Longest list that is compared."""
 
 MAX_NESTING = 12
-"""Deepest brackets that algebra is tried on: its parser's time grows steeply with them."""
+"""Deepest brackets that are looked into: the time of algebra's parser grows steeply with them."""
 
 
 def same(response: str, answer: str, algebra: Algebra) -> bool:
-    """Whether two answers, as `rlinf_vl.rewards.latex.normalise` leaves them, are the same."""
+    """Whether two answers, as `rlinf_vl.rewards.latex.normalise` leaves them, are the same; what `algebra` raises passes.
+
+    Without algebra it is quick: texts of a thousand characters take milliseconds.
+    """
     if not response or not answer:
         return False
-    if key(response) == key(answer):
-        return True
+    if (seen := _same_at_sight(response, answer)) is not None:
+        return seen
+    if max(depths(response) + depths(answer)) > MAX_NESTING:
+        return False
     if _one_value(response) and _one_value(answer):
         return _same_equation(response, answer, algebra)
     given, wanted = split_list(response), split_list(answer)
     if given is None or wanted is None or given[0] != wanted[0]:
         return False
     return _same_elements(given[1], wanted[1], algebra, ordered=bool(given[0]))
+
+
+def _same_at_sight(response: str, answer: str) -> bool | None:
+    """Whether two equal strings or two plain numbers are the same; None for others."""
+    if key(response) == key(answer):
+        return True
+    given, wanted = parse_number(response), parse_number(answer)
+    return same_number(given, wanted) if given and wanted else None
 
 
 def _one_value(text: str) -> bool:
@@ -75,25 +87,15 @@ def _share_name(given: list[str], wanted: list[str]) -> bool:
 def _same_value(response: str, answer: str, algebra: Algebra) -> bool:
     given, given_unit = split_unit(response)
     wanted, wanted_unit = split_unit(answer)
-    if not given or not wanted or (given_unit and wanted_unit and given_unit != wanted_unit):
+    if not given or not wanted:
         return False
-    stray_percent = given_unit == "%" and wanted_unit != "%"
-    if key(given) == key(wanted):
-        return not stray_percent
-    a, b = parse_number(given), parse_number(wanted)
-    if a and b:
-        if stray_percent:
-            return same_number(percent(a), b)
-        value_of_percent = wanted_unit == "%" and given_unit is None and same_number(a, percent(b))
-        return same_number(a, b) or value_of_percent
-    if _hopeless(given) or _hopeless(wanted):
+    if given_unit and given_unit != wanted_unit and (wanted_unit or given_unit == "%"):
         return False
-    return algebra(f"\\frac{{{given}}}{{100}}" if stray_percent else given, wanted)
+    if (seen := _same_at_sight(given, wanted)) is not None:
+        return seen
+    return not _hopeless(given) and not _hopeless(wanted) and algebra(given, wanted)
 
 
 def _hopeless(text: str) -> bool:
-    """Not for algebra: a word, two numbers side by side, brackets without end, or characters that no formula has."""
-    if not text.isascii() or re.fullmatch("[A-Za-z ]{2,}", text) or re.search("[0-9] +[0-9]|[0-9] *_|__", text):
-        return True
-    depths = accumulate((c in "([{") - (c in ")]}") for c in text)
-    return max(depths) > MAX_NESTING
+    """Not for algebra: a word, signs only, two numbers side by side, or characters that no formula has."""
+    return not text.isascii() or re.search("^[A-Za-z ]{2,}$|^[^A-Za-z0-9]*$|[0-9] +[0-9]|[0-9] *_|__", text) is not None

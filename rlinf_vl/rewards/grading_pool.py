@@ -1,121 +1,143 @@
-"""The process that does the algebra of grading: what takes too long is killed with it.
+"""Grading in worker processes: what takes too much time or memory is killed with its worker.
 
 Invariants kept here:
-- The worker is a fresh interpreter, never a fork: it imports its own module and nothing of the caller's.
-- It never outlives its parent: end of input ends it, and while it computes its processor-time limit does.
-- Threads take turns; time counts from the moment the worker has the question.
+- Every question has a worker of its own, forked from a server that has everything imported: callers wait for nobody
+  else's question, and nothing that an answer does to its worker is there for the next.
+- The server is a fresh interpreter, never a fork of the caller: it imports its own module and nothing of the caller's.
+- Nothing outlives the caller: a closed socket ends the server, and its limits end a worker.
+- No call waits for ever: a server that stands still is replaced.
 """
 
 import atexit
 import json
 import os
-import select
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-WALL_FACTOR = 4
-"""On a busy machine an honest answer may take this much longer than its processor time."""
-
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
+class GradingError(Exception):
+    """There is no verdict; `kind` says why in a word or two, by which such trajectories are counted."""
+
+    kind = "grading failed"
+
+
+class GradingTimeout(GradingError):
+    """There is no verdict, since the worker reached a limit of time or memory."""
+
+    kind = "grading timed out"
+
+
 class GradingPool:
-    """One worker process, started on first use and replaced after an overrun or a crash.
+    """A server, started on first use and replaced after a crash, and its workers, one for each question under way.
 
     Args:
-        limit_s: the worker's processor time for one question; beyond it, or beyond `WALL_FACTOR` times as much on the
-            clock, the verdict is False.
-        start_limit_s: time for the worker to start (imports), not counted in `limit_s`.
+        limit_s: a worker's processor time; on a machine with a core to spare, that is its time on the clock.
+        wall_limit_s: its time on the clock, whatever else the machine does.
+        start_limit_s: time for the server to start (imports), not counted in the others.
     """
 
-    def __init__(self, limit_s: float = 1.5, start_limit_s: float = 120.0) -> None:
-        self.limit_s, self.start_limit_s = limit_s, start_limit_s
+    def __init__(self, limit_s: float = 0.5, wall_limit_s: float = 5.0, start_limit_s: float = 120.0) -> None:
+        self.limit_s, self.wall_limit_s, self.start_limit_s = limit_s, wall_limit_s, start_limit_s
+        self._questions: socket.socket | None = None
         self._forget()
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self.close)
 
     def same(self, response: str, answer: str) -> bool:
-        """Whether two normalised answers are the same by `rlinf_vl.rewards.comparison`, algebra included.
+        """Whether two normalised answers are the same by `rlinf_vl.rewards.comparison`; safe in any thread.
 
         Raises:
-            RuntimeError: the worker can't be started.
+            GradingTimeout: the worker was ended by its limits, or the server doesn't react.
+            GradingError: the worker died otherwise, and so did a second one.
+            RuntimeError: the server can't be started.
         """
-        question = json.dumps([response, answer]).encode() + b"\n"
-        with self._lock:
-            self._ensure_ready()
+        question = json.dumps([response, answer]).encode()
+        for _ in range(2):
+            questions = self._server()
+            begin = time.monotonic()
             try:
-                self._process.stdin.write(question)
-                self._process.stdin.flush()
-                reply = self._read_line(WALL_FACTOR * self.limit_s)
-            except OSError:
-                reply = None
-            if reply is None:
-                self._kill()
-                self._start()  # warms up while nobody waits
-                return False
-            return json.loads(reply)["same"]
+                reply, lost = self._ask(questions, question), False
+            except OSError:  # the server is gone or stands still
+                reply, lost = b"", True
+            if reply == b"m":
+                raise GradingTimeout(f"no verdict within the limit of memory: {response[:80]!r}")
+            if reply:
+                return reply == b"1"
+            seconds = time.monotonic() - begin
+            late = seconds > self.limit_s / 2  # the kernel's timers are not exact
+            if lost or not late:
+                self._drop(questions)
+            if late:
+                raise GradingTimeout(f"no verdict in {seconds:.1f} s: {response[:80]!r}")
+        raise GradingError(f"the grading worker died twice: {response[:80]!r}")
 
     def close(self) -> None:
-        """End the worker; the next question starts another."""
+        """End the server; the next question starts another."""
         with self._lock:
             self._kill()
 
-    def _forget(self) -> None:
-        """Begin anew; also in a forked child, whose copies of the parent's pipes must not be used."""
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
-        self._ready = False
+    def _ask(self, questions: socket.socket, question: bytes) -> bytes:
+        """The worker's reply to one question; empty if it died without one."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                socket.send_fds(questions, [question], [theirs.fileno()])
+            ours.settimeout(self.wall_limit_s + 0.5)  # the worker's own timer goes first
+            return ours.recv(1)
 
-    def _ensure_ready(self) -> None:
-        if self._process is None or self._process.poll() is not None:
-            self._kill()
-            self._start()
-        if self._ready:
-            return
-        reply = self._read_line(self.start_limit_s)
-        error = "no reply" if reply is None else json.loads(reply).get("error")
-        if error:
-            self._kill()
-            raise RuntimeError(f"the grading worker doesn't start: {error}")
-        self._ready = True
+    def _forget(self) -> None:
+        """Begin anew; also in a forked child, which must not share the parent's server."""
+        self._lock = threading.Lock()
+        if self._questions is not None:
+            self._questions.close()
+        self._questions = self._process = None
+
+    def _server(self) -> socket.socket:
+        """The socket that takes questions, with a live server behind it."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._kill()
+                self._start()
+            return self._questions
+
+    def _drop(self, questions: socket.socket) -> None:
+        """End the server behind this socket, unless another thread did."""
+        with self._lock:
+            if self._questions is questions:
+                self._kill()
 
     def _start(self) -> None:
+        self._questions, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlinf_vl.rewards.math_worker", str(self.limit_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the parent
-        )
+        limits = [str(self.limit_s), str(self.wall_limit_s)]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlinf_vl.rewards.math_worker", *limits],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+        self._questions.settimeout(self.start_limit_s)
+        try:
+            reply = self._questions.recv(4096)
+        except OSError as e:
+            reply = str(e).encode()
+        if reply != b"ready":
+            self._kill()
+            raise RuntimeError(f"the grading worker doesn't start: {reply.decode() or 'it died'}")
+        self._questions.settimeout(self.wall_limit_s)
 
     def _kill(self) -> None:
-        process, self._process, self._ready = self._process, None, False
-        if process is not None:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-            try:
-                process.stdin.close()
-            except OSError:  # unsent input
-                pass
-
-    def _read_line(self, seconds: float) -> bytes | None:
-        """One line from the worker; None if it doesn't come in time or the worker is gone."""
-        deadline, line = time.monotonic() + seconds, b""
-        descriptor = self._process.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        while not line.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                return None
-            chunk = os.read(descriptor, 65536)
-            if not chunk:
-                return None
-            line += chunk
-        return line
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._questions.close()
+        self._questions = self._process = None

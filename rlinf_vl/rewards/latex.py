@@ -1,6 +1,7 @@
 r"""Reading an answer: the last `\boxed{…}`, one spelling for what LaTeX can spell in many, units, names, lists."""
 
 import re
+from itertools import accumulate
 
 _CHARACTERS = str.maketrans(
     {
@@ -16,17 +17,20 @@ _REWRITES = [
     (re.compile(pattern), to)
     for pattern, to in (
         (r"√ ?\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"√ ?\{?([0-9]+|[a-z])\}?", r"\\sqrt{\1}"),
+        (r"√ ?\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?", r"\\sqrt{\1}"),
         (r"\\\$|\$|\\[()\[\]]", ""),
         (r"\\(?:left|right)\.|\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle)(?![a-zA-Z])", ""),
         (r"\\!", ""),
         (r"\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\\thinspace(?![a-zA-Z])", " "),
         (r"\{,\}", ","),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\(?:text|mathrm|textrm|textbf|textit|mathbf|mathit|mbox|operatorname|rm) ?\{([^{}]*)\}", r" \1 "),
+        (
+            r"\\(?:text|mathrm|textrm|textbf|textit|mathbf|boldsymbol|mathit|mbox|operatorname|rm) ?\{([^{}]*)\}",
+            r" \1 ",
+        ),
         (r"\\(?:thick)?approx(?![a-zA-Z])", r"\\approx "),
         (r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![a-zA-Z])|\\degree(?![a-zA-Z])", r"^\\circ "),
-        (r"\\%", "%"),
+        (r"\\%| ?percent(?![a-z])", "%"),
         (r"(?<![\\a-zA-Z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
         (r"\\sqrt ?([0-9])", r"\\sqrt{\1}"),
@@ -34,28 +38,28 @@ _REWRITES = [
         (r"(\\frac ?\{[^{}]*\}) ?([0-9a-z])", r"\1{\2}"),
         (r" (?:or|and) ", " , "),
         (r" {2,}", " "),
+        (r"(^|=) ?([0-9.,]+)m(?= ?(?:\^|$))", r"\1 \2 m"),  # metres, not a product
     )
 ]
 
-_LENGTHS = "cm|mm|km|ft|feet|foot|inch(?:es)?|in|yd|yards?|mi|miles?|(?:centi|milli|kilo)?met(?:er|re)s?|units?"
-_OTHERS = "deg(?:rees?)?|rad(?:ians?)?|percent|dollars?|cents?|hours?|hrs?|minutes?|min|seconds?|sec|kg|grams?|lbs?|mph"
+_UNITS = {
+    "cm": "cm|centimet(?:er|re)s?", "mm": "mm|millimet(?:er|re)s?", "km": "km|kilomet(?:er|re)s?",
+    "m": r"met(?:er|re)s?|(?<=\s)m", "ft": "ft|feet|foot", "inch": "in|inch(?:es)?", "yd": "yd|yards?",
+    "mi": "mi|miles?", "degree": "deg|degrees?", "rad": "rad|radians?", "h": "hours?|hrs?", "min": "min|minutes?",
+    "s": "sec|seconds?", "dollar": "dollars?", "cent": "cents?", "kg": "kg", "g": "grams?", "lb": "lbs?", "mph": "mph",
+    "unit": "units?",
+}  # fmt: skip
 _UNIT = re.compile(
-    rf"(?<=[0-9)}}\s])\s*(?:(?P<kind>square|sq\.?|cubic|cu\.?)\s+)?(?P<name>{_LENGTHS}|{_OTHERS}|(?<=\s)m)\.?"
-    r"\s*(?:\^\s*\{?\s*(?P<power>[123])\s*\}?)?$"
+    r"(?<=[0-9)}\s])\s*(?:(?P<kind>square|sq\.?|cubic|cu\.?)\s+)?"
+    rf"(?:{'|'.join(f'(?P<{unit}>{pattern})' for unit, pattern in _UNITS.items())})"
+    r"\.?\s*(?:\^\s*\{?\s*(?P<power>[123])\s*\}?)?$"
 )
-_CANONICAL = [
-    (re.compile(pattern), unit)
-    for pattern, unit in (
-        (r"m|met(er|re)s?", "m"), (r"cm|centimet(er|re)s?", "cm"), (r"mm|millimet(er|re)s?", "mm"),
-        (r"km|kilomet(er|re)s?", "km"), (r"ft|feet|foot", "ft"), (r"in|inch(es)?", "in"), (r"yd|yards?", "yd"),
-        (r"mi|miles?", "mi"), (r"deg(rees?)?", "degree"), (r"rad(ians?)?", "rad"),
-        ("percent", "%"), (r"hours?|hrs?", "h"), (r"minutes?|min", "min"), (r"seconds?|sec", "s"),
-    )
-]  # fmt: skip
 
+_BOX = re.compile(r"\\boxed\s{0,9}\{")
+_ANGLE = re.compile(r"(?:m ?)?\\(?:measured)?angle(?![a-zA-Z])")
 _DECORATION = re.compile(
-    r"\\(?:overline|widehat|overarc|overset|frown|arc|overrightarrow|vec|angle|measuredangle|triangle|mathcal|operatorname)"
-    r"(?![a-zA-Z])|[{}()|' ]|_ ?[0-9a-zA-Z]"
+    r"\\(?:overline|widehat|overarc|overset|frown|arc|overrightarrow|vec|triangle|mathcal|operatorname)(?![a-zA-Z])"
+    r"|[{}()|' ]|_ ?[0-9a-zA-Z]"
 )
 _GREEK = re.compile(r"\\(alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu)(?![a-zA-Z])")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan)(?![a-zA-Z])")
@@ -68,23 +72,15 @@ def last_boxed(text: str, max_length: int) -> str | None:
 
     None if there is no box, the last one is unbalanced or empty, or it holds more than `max_length` characters.
     """
-    start = text.rfind("\\boxed")
-    if start < 0:
-        return None
-    head = re.compile(r"\\boxed\s{0,9}\{").match(text, start)
+    head = _BOX.match(text, max(0, text.rfind("\\boxed")))
     if head is None:
         return None
-    depth, i, begin = 1, head.end(), head.end()
-    while i < len(text) and i - begin <= max_length:
-        if text[i] == "\\":
-            i += 1  # an escaped brace is no brace
-        elif text[i] == "{":
-            depth += 1
-        elif text[i] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[begin:i].strip() or None
-        i += 1
+    depth, rest = 1, text[head.end() : head.end() + max_length + 1]
+    for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # an escaped brace is no brace
+        depth += (brace[0] == "{") - (brace[0] == "}")
+        if depth == 0:
+            box = rest[: brace.start()]
+            return box if box.strip() else None
     return None
 
 
@@ -105,7 +101,7 @@ def key(text: str) -> str:
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    r"""(value, unit) with the unit's name made canonical: `12 square inches` → ("12", "in^2"), `25%` → ("25", "%").
+    r"""(value, unit) with the unit's name made canonical: `12 square inches` → ("12", "inch^2"), `25%` → ("25", "%").
 
     "units" and "square units" name none: the unit is None.
     """
@@ -119,15 +115,13 @@ def split_unit(text: str) -> tuple[str, str | None]:
     match = _UNIT.search(text)
     if match is None or not text[: match.start()].strip():
         return text, None
-    if match["name"].startswith("unit"):
-        return text[: match.start()].strip(), None
-    unit = next((unit for pattern, unit in _CANONICAL if pattern.fullmatch(match["name"])), match["name"].rstrip("s"))
+    unit = next(unit for unit in _UNITS if match[unit])
     power = {"s": "2", "c": "3"}.get((match["kind"] or " ")[0], match["power"] or "1")
-    return text[: match.start()].strip(), unit if power == "1" else f"{unit}^{power}"
+    return text[: match.start()].strip(), None if unit == "unit" else unit if power == "1" else f"{unit}^{power}"
 
 
 def split_equation(text: str) -> tuple[list[str], list[str]]:
-    r"""(names, values) of a chain of equalities: `m\angle A = 2x = 30` → (["mA"], ["2x", "30"])."""
+    r"""(names, values) of a chain of equalities: `m\angle A = 2x = 30` → (["A"], ["2x", "30"])."""
     parts = [part.strip() for part in _EQUALS.split(text)]
     parts = parts[1:] if not parts[0] and len(parts) > 1 else parts  # `= 7`
     if len(parts) == 1:
@@ -146,31 +140,27 @@ def split_list(text: str) -> tuple[str, list[str]] | None:
         inner = text[2:-2]
     elif text[:1] in "([" and text[-1:] in ")]" and _closing(text) == len(text) - 1:
         brackets, inner = text[0] + text[-1], text[1:-1]
-    elements, depth, start = [], 0, 0
-    for i, c in enumerate(inner):
-        depth += (c in "([{") - (c in ")]}")
-        if c in ",;" and depth == 0:
-            elements.append(inner[start:i].strip())
-            start = i + 1
-    elements.append(inner[start:].strip())
+    commas = [i for i, (c, depth) in enumerate(zip(inner, depths(inner), strict=True)) if c in ",;" and depth == 0]
+    begins, ends = [0, *(i + 1 for i in commas)], [*commas, len(inner)]
+    elements = [inner[begin:end].strip() for begin, end in zip(begins, ends, strict=True)]
     if len(elements) == 1 and text.count("\\pm") == 1:
         return "", [text.replace("\\pm", sign) for sign in "+-"]
     return (brackets, elements) if len(elements) > 1 else None
 
 
 def _name(text: str) -> str | None:
-    """The letters of what could be the name of a quantity (`x`, `AB`, `m∠A`, `length of AB`); None for others."""
+    """The letters of what could be the name of a quantity (`x`, `AB`, `m∠A`, `∠1`, `length of AB`); None for others."""
     if _TRIGONOMETRIC.match(text):
         return re.sub(r"[^A-Za-z0-9]", "", text) if re.fullmatch(r"\\[a-z]+[({ ]*[0-9A-Za-z\\^]+[)} ]*", text) else None
-    letters = _GREEK.sub(r"\1", _DECORATION.sub("", text))
-    return letters if re.fullmatch(r"[A-Za-z]{1,40}", letters) else None
+    letters = _GREEK.sub(r"\1", _DECORATION.sub("", _ANGLE.sub("∠", text)))
+    return letters.removeprefix("∠") if re.fullmatch(r"[A-Za-z]{1,40}|∠[A-Za-z0-9]{1,9}", letters) else None
+
+
+def depths(text: str) -> list[int]:
+    """How many brackets are open behind each character, any kind closing any."""
+    return list(accumulate((c in "([{") - (c in ")]}") for c in text))
 
 
 def _closing(text: str) -> int:
-    """Position of the bracket that closes the one `text` begins with, any kind closing any; -1 if none does."""
-    depth = 0
-    for i, c in enumerate(text):
-        depth += (c in "([{") - (c in ")]}")
-        if depth == 0:
-            return i
-    return -1
+    """Position of the bracket that closes the one `text` begins with; -1 if none does."""
+    return next((i for i, depth in enumerate(depths(text)) if depth == 0), -1)

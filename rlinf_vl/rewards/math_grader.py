@@ -1,11 +1,13 @@
 r"""Is a response's last `\boxed{…}` the answer?
 
-What can be settled by reading (equal strings, plain numbers) is settled here, in any thread; what needs algebra goes to
-a worker process under a time limit (`rlinf_vl.rewards.grading_pool`).
+Whatever needs no algebra (numbers, names, units, lists of them) is settled here, in any thread; the rest goes to a worker
+process under limits of time and memory (`rlinf_vl.rewards.grading_pool`).
 """
 
+from functools import lru_cache
+
 from rlinf_vl.rewards.comparison import same
-from rlinf_vl.rewards.grading_pool import GradingPool
+from rlinf_vl.rewards.grading_pool import GradingError, GradingPool
 from rlinf_vl.rewards.latex import last_boxed, normalise
 
 MAX_LENGTH = 1000
@@ -19,30 +21,48 @@ class _NeedsAlgebra(Exception):
 
 
 def grade_math(response: str, answer: str) -> bool:
+    """Whether `math_verdict` finds the response right; without a verdict it is wrong.
+
+    Raises:
+        RuntimeError: as `math_verdict`.
+    """
+    try:
+        return math_verdict(response, answer)
+    except GradingError:
+        return False
+
+
+def math_verdict(response: str, answer: str) -> bool:
     r"""Whether the last `\boxed{…}` of `response` is `answer`, which may itself stand in a box or not.
 
     Nothing outside the box counts; no box, an empty or an unbalanced one is wrong. What counts as the same is told in
-    `rlinf_vl.rewards.comparison`. Safe in any thread; one call takes at most `GradingPool.limit_s` of the worker's
-    time (plus, on first use, its start, and the wait for other threads' calls); what takes longer is wrong.
+    `rlinf_vl.rewards.comparison`. Safe in any thread; bounded by `GradingPool`'s limits (plus, on first use, its start).
 
     Raises:
-        RuntimeError: the worker process can't be started (math-verify is missing, say).
+        GradingTimeout: the comparison took too much time or memory.
+        GradingError: the process that compares died.
+        RuntimeError: no such process can be started (math-verify is missing, say).
     """
     given = last_boxed(response, MAX_LENGTH)
-    wanted = last_boxed(answer, MAX_LENGTH) if "\\boxed" in answer else answer[: MAX_LENGTH + 1]
+    wanted = last_boxed(answer, MAX_LENGTH) if "\\boxed" in answer else answer
     if given is None or wanted is None or len(wanted) > MAX_LENGTH:
         return False
     given, wanted = normalise(given), normalise(wanted)
     try:
-        return same(given, wanted, _refuse)
+        return same(given, wanted, _no_algebra)
     except _NeedsAlgebra:
-        return _POOL.same(given, wanted)
+        return _ask(given, wanted)
 
 
 def stop_grading() -> None:
-    """End the worker process now instead of with this process; the next call that needs it starts another."""
+    """End the grading processes now instead of with this process; the next call that needs them starts others."""
     _POOL.close()
 
 
-def _refuse(response: str, answer: str) -> bool:
+def _no_algebra(response: str, answer: str) -> bool:
     raise _NeedsAlgebra
+
+
+@lru_cache(maxsize=4096)  # the responses of a group repeat each other
+def _ask(given: str, wanted: str) -> bool:
+    return _POOL.same(given, wanted)

@@ -1,92 +1,72 @@
-"""The grading worker: reads [response, answer] as JSON, one a line, and writes {"same": bool} (run by `GradingPool`).
+"""The grading server: for each question it forks a worker that answers it and ends (run by `GradingPool`).
 
-A timer of the kernel's ends it when a question takes too much processor time: even while Python is stuck in one
-big-number operation, whether or not its parent still lives, and not because the machine is busy with something else.
-Memory is limited too.
+A question is a packet on the socket that is standard input: [response, answer] as JSON, and with it the socket for the
+reply: "1" or "0", or "m" where memory doesn't suffice. Timers of the kernel's end a worker that takes too long, even
+while Python is stuck in one big-number operation and whether or not anybody still waits for it.
 """
 
+import gc
 import json
 import os
 import resource
 import signal
+import socket
 import sys
-from fractions import Fraction
 
+from rlinf_vl.rewards.algebra import algebra
 from rlinf_vl.rewards.comparison import same
-from rlinf_vl.rewards.numbers import is_rounding, parse_number, stands_for
 
-MEMORY_BYTES = 1 << 30
-"""Address space of the worker: ten times what its imports need."""
-
-_EQUAL = Fraction(1, 10**12)
-"""Relative difference below which two closed forms, evaluated to 30 digits, are the same number."""
+MEMORY_BYTES = 100 << 20
+"""Address space that a worker may take beyond what the server has (some 60 MiB of it resident)."""
 
 
-def algebra(response: str, answer: str) -> bool:
-    """Whether math-verify finds two formulas the same; numbers are compared by value, roundings allowed."""
-    from math_verify import verify
-    from sympy import Expr
-
-    given, wanted = _parse(response), _parse(answer)
-    if given is None or wanted is None:
-        return False
-    if all(isinstance(x, Expr) and not x.free_symbols for x in (given, wanted)):
-        a, b = _value(response, given), _value(answer, wanted)
-        if a is None or b is None:
-            return False
-        return _same_values(response, a, answer, b)
-    return bool(verify(wanted, given, timeout_seconds=None))
-
-
-def _same_values(response: str, a: Fraction, answer: str, b: Fraction) -> bool:
-    if abs(a - b) <= _EQUAL * max(abs(a), abs(b)):
-        return True
-    given, wanted = parse_number(response), parse_number(answer)
-    if given is not None:
-        return is_rounding(given, b)
-    return wanted is not None and stands_for(wanted, a)
-
-
-def _parse(text: str):
-    from math_verify import LatexExtractionConfig, parse
-
-    found = parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
-
-
-def _value(text: str, formula) -> Fraction | None:
-    """The number that a formula is; None if it isn't a finite real one."""
-    if (number := parse_number(text)) is not None:
-        return number.value
-    value = formula.evalf(30)
-    return Fraction(str(value)) if value.is_Float or value.is_Integer or value.is_Rational else None
-
-
-def main(limit_s: float) -> None:
-    """Answer questions until the input ends, each within `limit_s` seconds of processor time."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # nothing that a library prints gets between the replies
-    try:
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        algebra(r"\sqrt{12}", r"2\sqrt{3}")  # imports, and fills the parser's caches
-        algebra("1+x", "x+1")
+def main(limit_s: float, wall_limit_s: float) -> None:
+    """Answer questions until the other end is closed, each within `limit_s` of processor time and `wall_limit_s`."""
+    questions = socket.socket(fileno=0)
+    try:  # imports, and fills the parser's caches
+        algebra(r"\sqrt{12}+\sin(\frac{30\pi}{180})", r"\frac{1}{2}+2\cdot3^{1/2}")
+        algebra("2(x+1)=y", "y=2x+2")
     except Exception as e:
-        replies.write(json.dumps({"error": f"{type(e).__name__}: {e}"}) + "\n")
+        questions.send(f"{type(e).__name__}: {e}".encode())
         return
-    replies.write("{}\n")
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, limit_s)
-        try:
-            verdict = same(*json.loads(line), algebra)
-        except Exception:  # MemoryError and RecursionError too: what can't be understood is wrong
-            verdict = False
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(json.dumps({"same": verdict}) + "\n")
+    gc.freeze()  # workers share these pages as long as nothing writes to them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    questions.send(b"ready")
+    while True:
+        question, sockets, *_ = socket.recv_fds(questions, 1 << 16, 1)  # two boxes, all escaped, are shorter
+        if not sockets:
+            return
+        if os.fork() == 0:
+            questions.close()  # or the server's death would go unnoticed while a worker lives
+            _limit(limit_s, wall_limit_s)
+            os.write(sockets[0], _answer(question))
+            os._exit(0)
+        os.close(sockets[0])
+
+
+def _limit(limit_s: float, wall_limit_s: float) -> None:
+    for timer, seconds, end in (
+        (signal.ITIMER_PROF, limit_s, signal.SIGPROF),
+        (signal.ITIMER_REAL, wall_limit_s, signal.SIGALRM),
+    ):
+        signal.signal(end, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [end])
+        signal.setitimer(timer, seconds)
+    with open("/proc/self/statm") as f:
+        limit = int(f.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _answer(question: bytes) -> bytes:
+    try:
+        return b"1" if same(*json.loads(question), algebra) else b"0"
+    except MemoryError:
+        return b"m"
+    except Exception:  # RecursionError too: what can't be understood is wrong
+        return b"0"
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), float(sys.argv[2]))

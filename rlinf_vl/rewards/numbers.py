@@ -4,8 +4,8 @@ A number without a decimal point is exact: 7 is never right for 7.2, nor 500 for
 
 - A *response's* decimal is right within 0.1 % of the answer's value, or if it is the answer rounded to the digits given
   and gives at least three significant ones (17.3 for 10√3; 8.7 for 5√3 is wrong).
-- A *reference* decimal stands for what rounds to it if it has three significant digits, or two of them and two places
-  (0.38 stands for 5/13; 8.66 for 5√3; 0.6 for itself only).
+- A *reference* decimal stands for what rounds to it if it has three significant digits (8.66 for 5√3). With two of them
+  and two places it does so only for an exact response (0.38 for 5/13); 0.6 stands for itself.
 """
 
 import re
@@ -61,32 +61,15 @@ def parse_number(text: str) -> Number | None:
     return None
 
 
-def percent(number: Number) -> Number:
-    """The value of `number` per cent."""
-    places = number.places + 2 if number.places else 0
-    return Number(number.value / 100, places, number.significant)
-
-
 def same_number(response: Number, answer: Number) -> bool:
     """Whether the response's number is the answer's, roundings as told above."""
-    if response.value == answer.value:
+    error = abs(response.value - answer.value)
+    if error == 0:
         return True
-    return is_rounding(response, answer.value) or stands_for(answer, response.value)
-
-
-def is_rounding(response: Number, value: Fraction) -> bool:
-    """Whether a response's decimal is right for an answer of this value."""
-    if response.places == 0:
-        return False
-    error = abs(response.value - value)
-    if error * 1000 < abs(value):
-        return True
-    return response.significant >= 3 and 2 * error * 10**response.places <= 1
-
-
-def stands_for(answer: Number, value: Fraction) -> bool:
-    """Whether a reference decimal is the response's value, rounded; an integer is no response to a decimal."""
-    precise = answer.significant >= 3 or (answer.significant >= 2 and answer.places >= 2)
-    if answer.places == 0 or value.denominator == 1 or not precise:
-        return False
-    return 2 * abs(answer.value - value) * 10**answer.places <= 1
+    if response.places:
+        if error * 1000 <= abs(answer.value):
+            return True
+        if response.significant >= 3 and 2 * error * 10**response.places <= 1:
+            return True
+    rounded = answer.significant >= 3 or (answer.significant == 2 <= answer.places and response.places == 0)
+    return rounded and answer.places > 0 and 2 * error * 10**answer.places <= 1

@@ -59,9 +59,9 @@ class GroupStore:
         sizes = ray.experimental.get_local_object_locations([reference, *new])
         return reference, sum(size["object_size"] for size in sizes.values())
 
-    def release(self, group_ids: Sequence[str]) -> None:
-        """These groups may go, and images that no other group shows."""
-        for group_id in group_ids:
+    def release(self, group_ids: Sequence[str] | None) -> None:
+        """These groups (None: all) may go, and images that no other group shows."""
+        for group_id in list(self._groups) if group_ids is None else group_ids:
             self._groups.pop(group_id, None)
         shown = set().union(*(hashes for _, hashes in self._groups.values()))
         self._images = {name: reference for name, reference in self._images.items() if name in shown}

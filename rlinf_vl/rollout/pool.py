@@ -7,39 +7,28 @@ included whose groups it had already delivered (they lived in its memory).
 
 import dataclasses
 import logging
-import os
-import signal
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import RayActorError, RayTaskError
 
 from rlinf_vl.config.schema import Config
+from rlinf_vl.data.dataset import BadRow
+from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, kill
 from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.worker import RolloutWorker, Task
 from rlinf_vl.types import GroupSummary
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two heartbeats of a worker that is generating.
-HEARTBEAT_PERIOD_S = 5.0
 #: Seconds that a replacement is given to load its model and start its engine.
 START_TIMEOUT_S = 1800
 #: Workers replaced in one call of `generate` before the pool gives up: what kills every replacement is not chance.
 MAX_REPLACEMENTS = 8
-
-
-@ray.remote(num_cpus=0)
-def _kill_process(pid: int) -> None:
-    """A stopped or wedged process does not obey Ray; it obeys this."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+#: Rows that a worker checks between two reports of progress.
+FILTER_ROWS = 256
 
 
 def _cause_of_death(error: RayActorError | RayTaskError) -> str:
@@ -48,51 +37,61 @@ def _cause_of_death(error: RayActorError | RayTaskError) -> str:
         if not isinstance(error.cause, EngineDied):
             raise error
         return str(error.cause)
-    return str(error).splitlines()[0]
+    return cause_of(error)
 
 
 class _Slot:
     """One place for a worker: its placement, who is in it, and what that one has been given in the running call."""
 
-    def __init__(self, option: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> None:
+    def __init__(self, option: dict[str, Any], make: Callable[[dict[str, Any]], Any], timeout: float) -> None:
         self.option, self._make = option, make
+        self.heart = Heartbeat(lambda: self.worker.heartbeat.remote(), timeout)
         self.start()
 
     def start(self) -> None:
         self.worker = self._make(self.option)
         self.tasks: dict[str, Task] = {}
-        self.beat: ray.ObjectRef | None = None
-        self.beat_sent = 0.0
         self._process: ray.ObjectRef = self.worker.process.remote()
+        self.heart.restart()
 
     def kill(self) -> None:
         """End the worker's process even if it is stopped. Its engine's processes end with it."""
-        ray.kill(self.worker)
-        try:
-            node, pid = ray.get(self._process, timeout=1)
-        except (GetTimeoutError, RayActorError, RayTaskError):
-            return  # it never lived, or is dead already
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        ray.get(_kill_process.options(scheduling_strategy=there).remote(pid))
+        kill(self.worker, self._process)
 
 
 class RolloutPool:
     """The workers; `options[i]` are the Ray options that place each.
 
     Every worker first gets its share of the tasks in one call, up to what keeps its engine busy; the rest goes, task by
-    task, to whichever worker finishes one.
+    task, to whichever worker finishes one. With the embedded engine the share is all: what a sample's logprobs are
+    rounded to depends on who else is in its batch, and that must not depend on time if a resumed run is to equal one
+    that was never stopped.
     """
 
-    def __init__(self, config: Config, model_path: str, device: str, options: Sequence[dict[str, Any]]) -> None:
-        self.max_running = config.rollout.max_running_requests
-        self.heartbeat_timeout = config.rollout.heartbeat_timeout
-        self.restarts = 0
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        device: str,
+        options: Sequence[dict[str, Any]],
+        *,
+        report: Callable[[str], None] = log.warning,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            report: told, in words, of every worker that is replaced.
+            check: called at least once a second while `generate` waits; what it raises ends the rollout.
+        """
+        self.max_running = None if config.rollout.rollout_backend == "torch" else config.rollout.max_running_requests
+        self.restarts, self._report, self._check = 0, report, check
         self._current: tuple[Callable[[], Sequence[ray.ObjectRef]], int] | None = None  # weights in buckets, version
 
         def make(option: dict[str, Any]):
             return RolloutWorker.options(**option).remote(config, model_path, device)
 
-        self._slots = [_Slot(option, make) for option in options]
+        timeout = config.runner.heartbeat_timeout
+        self._slots = [_Slot(option, make, timeout) for option in options]
         #: (split, row) → what stands for an image that other rows have too; None where no other has
         self._shared: dict[tuple[str, int], int | None] = {}
 
@@ -104,12 +103,19 @@ class RolloutPool:
         """References to wait for: each worker's rows per split."""
         return [worker.ready.remote() for worker in self.workers]
 
-    def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[list[int], int, dict[int, str]]:
-        """Rows whose prompts fit, in order; how many were too long; and the reason for each row that can't be read."""
-        n = len(self._slots)
-        results = ray.get([w.filter_rows.remote(split, list(rows[i::n])) for i, w in enumerate(self.workers)])
+    def filter_rows(
+        self, split: str, rows: Sequence[int], progress: Callable[[int], None] = lambda done: None
+    ) -> tuple[list[int], int, dict[int, BadRow]]:
+        """Rows whose prompts fit, in order; how many were too long; and those that can't be used. `progress` is told how
+        many rows were looked at."""
+        n, results = len(self._slots), []
+        for start in range(0, len(rows), FILTER_ROWS * n):
+            part = list(rows[start : start + FILTER_ROWS * n])
+            results += ray.get([w.filter_rows.remote(split, part[i::n]) for i, w in enumerate(self.workers)])
+            self._check()
+            progress(start + len(part))
         kept = sorted(row for result, _ in results for row in result.kept)
-        bad = {row: reason for result, _ in results for row, reason in result.bad.items()}
+        bad = {row: why for result, _ in results for row, why in result.bad.items()}
         images = {row: image for _, part in results for row, image in part.items()}
         often = Counter(image for shown in images.values() for image in shown)
         self._shared |= {
@@ -125,10 +131,12 @@ class RolloutPool:
 
         Raises:
             RuntimeError: workers keep dying (more than `MAX_REPLACEMENTS` in this call).
+            Exception: what `check` raised.
         """
         samples = max(1, len(tasks[0].seeds)) if tasks else 1
-        window = max(1, 2 * self.max_running // samples)
-        share = min(window, -(-len(tasks) // len(self._slots)))
+        share = -(-len(tasks) // len(self._slots))
+        if self.max_running is not None:
+            share = min(share, max(1, 2 * self.max_running // samples))
         shown = [self._shared.get((task.split, task.row), task.group_id) for task in tasks]
         turn: dict[Any, int] = {}  # rows that share an image follow each other, so that mostly one worker stores it
         order = [
@@ -154,7 +162,7 @@ class RolloutPool:
             if replaced > MAX_REPLACEMENTS:
                 raise RuntimeError(f"{replaced} rollout workers died in one rollout; the last one: {reason}")
             lost = list(slot.tasks.values())
-            log.warning("a rollout worker is replaced, its %d groups are sent again: %s", len(lost), reason)
+            self._report(f"a rollout worker is replaced, its {len(lost)} groups are sent again: {reason}")
             for stream in [s for s, owner in streams.items() if owner is slot]:
                 del streams[stream]
             for task in lost:
@@ -165,11 +173,12 @@ class RolloutPool:
 
         for slot in self._slots:
             slot.tasks = {}
-            slot.beat, slot.beat_sent = None, time.monotonic()
+            slot.heart.restart()
             send(slot, share)
         while streams or queue:
+            self._check()
             for slot in self._slots:
-                if reason := self._heartbeat(slot):
+                if reason := slot.heart.failure():
                     replace(slot, reason)
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=HEARTBEAT_PERIOD_S / 5)
             if not ready:
@@ -190,38 +199,27 @@ class RolloutPool:
             send(slot, 1)
         return [results[task.group_id] for task in tasks]
 
-    def _heartbeat(self, slot: _Slot) -> str | None:
-        """Ask a worker now and then whether it and its engine live; the reason to replace it, if there is one."""
-        now = time.monotonic()
-        if slot.beat is None:
-            if now - slot.beat_sent >= HEARTBEAT_PERIOD_S:
-                slot.beat, slot.beat_sent = slot.worker.heartbeat.remote(), now
-            return None
-        answered, _ = ray.wait([slot.beat], timeout=0)
-        if not answered:
-            silent = now - slot.beat_sent
-            return f"no heartbeat for {silent:.0f} s" if silent > self.heartbeat_timeout else None
-        try:
-            alive = ray.get(slot.beat)
-        except RayActorError as error:
-            return _cause_of_death(error)
-        slot.beat, slot.beat_sent = None, now
-        return None if alive else "its engine is dead"
-
     def _replace(self, slot: _Slot) -> None:
         """A new worker in the place of one that is dead or not to be trusted, with the current weights."""
         slot.kill()
         slot.start()
         self.restarts += 1
         ray.get(slot.worker.ready.remote(), timeout=START_TIMEOUT_S)
-        slot.beat_sent = time.monotonic()
+        slot.heart.restart()
         if self._current:
             buckets, version = self._current
             ray.get(slot.worker.load_weights.remote(buckets(), version))
 
-    def release(self, summaries: Sequence[GroupSummary]) -> None:
-        """Let the groups of these summaries go from the object store, once nobody reads them any more."""
-        ids = [summary.id for summary in summaries]
+    def replace_all(self, reason: str) -> None:
+        """New workers in every place: what the old ones were in the middle of can't be ended otherwise."""
+        self._report(f"all rollout workers are replaced: {reason}")
+        self._current = None
+        for slot in self._slots:
+            self._replace(slot)
+
+    def release(self, summaries: Sequence[GroupSummary] | None = None) -> None:
+        """Let the groups of these summaries (None: all) go from the object store, once nobody reads them any more."""
+        ids = None if summaries is None else [summary.id for summary in summaries]
         for worker in self.workers:
             worker.release.remote(ids)
 
@@ -243,17 +241,17 @@ class RolloutPool:
     def settle(self, taken: Sequence[ray.ObjectRef]) -> None:
         """Wait for what `take_weights` began. A worker that dies or hangs meanwhile is replaced, and given the spare weights."""
         for slot, reference in zip(self._slots, taken, strict=True):
-            slot.beat, slot.beat_sent = None, time.monotonic()
+            slot.heart.restart()
             reason = None
             while reason is None and not ray.wait([reference], timeout=HEARTBEAT_PERIOD_S / 5)[0]:
-                reason = self._heartbeat(slot)
+                reason = slot.heart.failure()
             try:
                 if reason is None:
                     ray.get(reference)
                     continue
             except (RayActorError, RayTaskError) as error:
                 reason = _cause_of_death(error)
-            log.warning("a rollout worker is replaced during a weight sync: %s", reason)
+            self._report(f"a rollout worker is replaced during a weight sync: {reason}")
             self._replace(slot)
 
     def release_memory(self) -> None:

@@ -6,7 +6,7 @@ whose trajectories carry the reason; it is counted and never trained on.
 
 import asyncio
 import logging
-import os
+import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,26 @@ import torch
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
+from rlinf_vl.data.rows import PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError, kind_and_reason
 from rlinf_vl.envs import Env, make_env
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rewards import grader
+from rlinf_vl.ray_process import where
+from rlinf_vl.rewards import GradingError, grader
 from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.exchange import GroupStore
 from rlinf_vl.rollout.make_engine import make_engine
-from rlinf_vl.types import Completion, Group, GroupSummary, Problem, Request, Sample, SamplingParams, Trajectory
+from rlinf_vl.types import (
+    Completion,
+    Group,
+    GroupSummary,
+    Message,
+    Problem,
+    Request,
+    Sample,
+    SamplingParams,
+    Trajectory,
+)
 from rlinf_vl.weights import WeightsDiffer, handles, unpack
 from rlinf_vl.weights.buckets import Labelled, mismatch, verify
 from rlinf_vl.weights.collective import WeightGroup
@@ -79,6 +91,7 @@ class RolloutRank:
                 system_prompt=data.system_prompt,
                 prompt_suffix=data.prompt_suffix,
                 blank_images=data.blank_images,
+                image_hosts=data.image_hosts,
             )
             for split, paths in (("train", data.train_data_paths), ("val", data.val_data_paths))
             if paths
@@ -99,28 +112,24 @@ class RolloutRank:
 
     async def process(self) -> tuple[str, int]:
         """(node id, process id) of this worker."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+        return where()
 
     async def heartbeat(self) -> bool:
         """Whether the engine lives; that it answers at all says that the worker does."""
-        return await asyncio.to_thread(self.engine.alive, self.config.rollout.heartbeat_timeout)
+        return await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout)
 
     async def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[FilterResult, dict[int, set[int]]]:
-        """Which of `rows` have a prompt within data.max_prompt_length, expanded ids counted; and by row a number that stands
-        for each of its images."""
-        row, images = -1, {}
-
-        def at(i: int) -> int:
-            nonlocal row
-            row = i
-            return i
-
-        def length(problem: Problem) -> int:
-            images[row] = {int(image.hash[:15], 16) for image in problem.images}
-            return len(self.processor.prompt(problem.messages, problem.images)[0])
-
+        """Which of `rows` can be used and have a prompt within data.max_prompt_length, expanded ids counted (a longer one is
+        bad where data.filter_prompt_by_length is false); and by row a number that stands for each of its images."""
+        images = {}
         limit = self.config.data.max_prompt_length
-        return await asyncio.to_thread(self.datasets[split].filter_by_length, map(at, rows), length, limit), images
+
+        def length(row: int, problem: Problem) -> int:
+            images[row] = {int(image.hash[:15], 16) for image in problem.images}
+            ids, _ = self._prompt(problem, problem.messages, self.config.data.filter_prompt_by_length)
+            return len(ids)
+
+        return await asyncio.to_thread(self.datasets[split].filter_by_length, rows, length, limit), images
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
         """Answer tasks; groups are yielded as they finish, as a summary and a reference to the `Group`."""
@@ -132,7 +141,7 @@ class RolloutRank:
                 prepared.append(self._prepare(task))
             except Exception as e:
                 log.warning("%s row %d: %s", task.split, task.row, e)
-                running.append(asyncio.ensure_future(self._failed(task, f"{type(e).__name__}: {e}")))
+                running.append(asyncio.ensure_future(self._failed(task, e)))
         try:
             futures = self.engine.submit([p.request for p in prepared])
         except RuntimeError as e:
@@ -144,8 +153,8 @@ class RolloutRank:
             reference, object_bytes = self.store.put(group, own_images=group.id in alone)
             yield GroupSummary.of(group, object_bytes), reference
 
-    async def release(self, group_ids: Sequence[str]) -> None:
-        """These groups are no longer needed: their memory may go."""
+    async def release(self, group_ids: Sequence[str] | None) -> None:
+        """These groups (None: all) are no longer needed: their memory may go."""
         self.store.release(group_ids)
 
     def _prepare(self, task: Task) -> _Prepared:
@@ -161,25 +170,34 @@ class RolloutRank:
             for _ in task.seeds
         )
         messages = [env.start(problem) for env in envs]
-        ids, grids = self.processor.prompt(messages[0], problem.images)
-        if len(ids) > self.config.data.max_prompt_length:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, data.max_prompt_length is {self.config.data.max_prompt_length}"
-            )
+        ids, grids = self._prompt(problem, messages[0])
         request = Request(ids, problem.images, grids, self.sampling[task.split], task.seeds)
         return _Prepared(task, problem, envs, request)
+
+    def _prompt(
+        self, problem: Problem, messages: Sequence[Message], any_length: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            ids, grids = self.processor.prompt(messages, problem.images)
+        except Exception as e:  # what the chat template, the tokenizer or the processor refuses
+            raise RowError(problem.id, PROMPT_UNUSABLE, f"{type(e).__name__}: {e}") from e
+        limit = self.config.data.max_prompt_length
+        if len(ids) > limit and not any_length:
+            reason = f"the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}"
+            raise RowError(problem.id, PROMPT_TOO_LONG, reason)
+        return ids, grids
 
     async def _finish(self, prepared: _Prepared, future: "asyncio.Future[Completion]") -> Group:
         try:
             completion = await future
         except Exception as e:
-            if not await asyncio.to_thread(self.engine.alive, self.config.rollout.heartbeat_timeout):
+            if not await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout):
                 raise EngineDied(f"the engine died: {e}") from e
             log.warning("%s row %d: generation failed: %s", prepared.task.split, prepared.task.row, e)
-            return await self._failed(prepared.task, f"{type(e).__name__}: {e}")
+            return await self._failed(prepared.task, e)
         trajectories = await asyncio.gather(
             *(
-                asyncio.to_thread(self._grade, env, sample)
+                asyncio.to_thread(self._grade, prepared, env, sample)
                 for env, sample in zip(prepared.envs, completion.samples, strict=True)
             )
         )
@@ -193,18 +211,23 @@ class RolloutRank:
             answer=prepared.problem.answer,
         )
 
-    def _grade(self, env: Env, sample: Sample) -> Trajectory:
+    def _grade(self, prepared: _Prepared, env: Env, sample: Sample) -> Trajectory:
         assert not (sample.ids == self.processor.image_token_id).any(), "an image placeholder was sampled"
         text = self.processor.decode(sample.ids)
         reward, correct = 0.0, False
         error = "the engine gave up on this sample" if sample.finish_reason == "error" else None
         try:
             result = env.step(text)
-            reward, correct = result.reward, bool(result.info.get("correct", False))
             env.close()
+            if not math.isfinite(result.reward):
+                raise ValueError(f"environment {self.config.rollout.env_class!r} gave reward {result.reward}")
+            reward, correct = float(result.reward), bool(result.info.get("correct", False))
+        except GradingError as e:  # no verdict
+            error = f"{e.kind}: {e}"
         except Exception as e:
-            log.warning("grading failed: %s", e)
-            error = f"{type(e).__name__}: {e}"
+            error = ": ".join(kind_and_reason(e))
+        if error:
+            log.warning("%s: %s", prepared.problem.id, error)
         return Trajectory(
             ids=sample.ids,
             response_mask=np.ones(len(sample.ids), bool),
@@ -216,13 +239,13 @@ class RolloutRank:
             error=error,
         )
 
-    async def _failed(self, task: Task, reason: str) -> Group:
-        """A group without tokens whose trajectories carry the reason."""
-        none = np.zeros(0, np.int32)
+    async def _failed(self, task: Task, error: Exception) -> Group:
+        """A group without tokens whose trajectories carry the reason, its kind first."""
+        none, reason = np.zeros(0, np.int32), ": ".join(kind_and_reason(error))
         trajectory = Trajectory(none, none.astype(bool), None, none, 0.0, "error", error=reason)
         return Group(
             task.group_id,
-            f"{task.split}:{task.row}",
+            self.datasets[task.split].row_id(task.row),
             none,
             (),
             np.zeros((0, 3), np.int32),

@@ -21,7 +21,7 @@ def pool(toy_folder):
 
     overrides = [
         "cluster.component_placement={actor: 0, rollout: 0-1}",
-        "rollout.heartbeat_timeout=8",
+        "runner.heartbeat_timeout=8",
         "algorithm.sampling_params.max_new_tokens=24",
         "rollout.max_running_requests=16",  # slow enough to be caught in the middle
     ]

@@ -53,7 +53,7 @@ def parts(toy_folder, models):
         pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
         actors = ActorGroup(config, str(models[2]), placement.device, placement.actor)
         ray.get(pool.start())
-        ray.get(actors.start(total_steps=2))
+        actors.start(total_steps=2)
         yield actors, pool
         pool.stop()
         actors.stop()

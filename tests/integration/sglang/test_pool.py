@@ -27,7 +27,7 @@ def pool(toy):
 
     overrides = [
         "cluster.component_placement={actor: 0, rollout: 0}",
-        f"rollout.heartbeat_timeout={HEARTBEAT_TIMEOUT}",
+        f"runner.heartbeat_timeout={HEARTBEAT_TIMEOUT}",
         "rollout.max_running_requests=16",  # slow enough to be caught in the middle
     ]
     config = load_config("toy-grpo-cpu-sglang", overrides)

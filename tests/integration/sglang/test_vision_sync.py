@@ -85,7 +85,9 @@ def shares(groups) -> tuple[RankMiniBatch, dict[int, ray.ObjectRef]]:
 
 def differences(rank, groups) -> dict[int, float]:
     """Images of a prompt → the mean |engine - trainer| over its sampled tokens."""
-    rows = rank.score(*shares(groups))
+    mini, references = shares(groups)
+    assert rank.hold(references) == []
+    rows = rank.score(mini)
     return {
         len(group.images): sum(seen for g, _, seen, _ in rows if g == number)
         / sum(tokens for g, tokens, *_ in rows if g == number)
@@ -111,7 +113,8 @@ def test_the_engine_follows_a_step_that_trains_the_vision_tower(engine, toy, ran
     assert max(differences(rank, before).values()) <= TOLERANCE
 
     mini, references = shares(before)
-    rank.update([mini], references, {g: (1.0, -1.0, 0.5, -0.5) for g in references})
+    rank.hold(references)
+    rank.update([mini], {g: (1.0, -1.0, 0.5, -0.5) for g in references})
     buckets = [unpack(ray.get(reference)) for reference in rank.offer_weights(check=False)]
     trained = {name: value for bucket in buckets for name, value in bucket.items()}
     assert any("visual" in name for name in trained)

@@ -66,7 +66,7 @@ RULES = [
     (["runner.experiment_name=a/b"], ["runner.experiment_name: 'a/b'", "runner.output_dir"]),
     (["runner.experiment_name='..'"], ["runner.experiment_name: '..'"]),
     (["runner.experiment_name="], ["runner.experiment_name: ''"]),
-    (["cluster.num_nodes=2"], ["cluster.num_nodes: 2", "cluster.ray_address=auto"]),
+    (["cluster.num_nodes=2", "cluster.ray_address=null"], ["cluster.num_nodes: 2", "cluster.ray_address=auto"]),
     (["cluster.component_placement={actor: 0, rolout: 1}"], ["cluster.component_placement", "did you mean 'rollout'?"]),
     (["cluster.component_placement={actor: 0}"], ["cluster.component_placement", "no place for 'rollout'"]),
     (["runner.logger.logger_backends=[tensorbord]"], ["'tensorbord' is unknown", "did you mean 'tensorboard'?"]),

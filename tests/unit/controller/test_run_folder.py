@@ -6,6 +6,7 @@ import pytest
 
 from rlinf_vl.controller.run_folder import (
     ACTOR_FOLDER,
+    CheckpointFailed,
     checkpoints,
     find_checkpoint,
     load_state,
@@ -35,8 +36,9 @@ def test_a_write_that_fails_leaves_the_last_one(tmp_path):
         write(folder)
         raise OSError("No space left on device")
 
-    with pytest.raises(OSError):
+    with pytest.raises(CheckpointFailed, match=r"step 2 .*No space left.*MB are free.*room for 2.*global_step_1$"):
         save_checkpoint(tmp_path, 2, fail, {"step": 2}, keep_last=1)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1, "what was half written is gone"
     assert find_checkpoint(tmp_path, "auto").name == "global_step_1"
 
 
@@ -56,6 +58,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     save_checkpoint(tmp_path, 3, write, {"a": 1}, keep_last=-1)
     save_checkpoint(tmp_path, 3, write, {"a": 2}, keep_last=-1)
     assert load_state(find_checkpoint(tmp_path, "auto")) == {"a": 2}
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
 def test_a_fresh_start_in_a_used_folder_keeps_the_former_checkpoints_apart(tmp_path):

@@ -1,10 +1,12 @@
 """Datasets from real files of every kind: columns, ids, several sources, rows that fail, and the length filter."""
 
 import base64
+import gc
 import io
 import json
 import logging
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -202,20 +204,49 @@ def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
 
 
 def test_bad_rows_are_found_when_asked_for_and_sorted_out_by_the_filter(tmp_path: Path) -> None:
-    cells = ([A, B], [A], [A, b"no image"], [A, B], [A, A[:45]])
+    cells = ([A, B], [A], [A, b"no image"], [A, B], [A, A[:45]], [A, B])
     dataset = open_(write(tmp_path / "rows.parquet", rows(*cells)))
     with pytest.raises(RowError, match="row rows:1: the prompt has 2 <image> and the row 1 images"):
         dataset[1]
 
-    def count(problem: Problem) -> int:
-        for image in problem.images:
-            decode(image)
-        return 10 if problem.id == "rows:3" else 5
+    def count(row: int, problem: Problem) -> int:
+        assert problem.id == dataset.row_id(row)
+        if row == 5:
+            raise TypeError("no text")  # what a tokenizer may do
+        return 10 if row == 3 else 5
 
-    result = dataset.filter_by_length([0, 1, 2, 3, 4], count, 5)
+    result = dataset.filter_by_length(range(6), count, 5)
     assert isinstance(result, FilterResult) and result.kept == [0] and result.too_long == [3]
-    assert sorted(result.bad) == [1, 2, 4] and "column 'images', image 1" in result.bad[2]
+    assert {row: (bad.kind, bad.id) for row, bad in result.bad.items()} == {
+        1: ("placeholders and images disagree", "rows:1"),
+        2: ("not an image", "rows:2"),
+        4: ("image can't be decoded", "rows:4"),
+        5: ("TypeError", "rows:5"),
+    }
+    assert "column 'images', image 1" in result.bad[2].reason and result.bad[5].reason == "no text"
+    assert str(result.bad[5]) == "row rows:5: TypeError: no text"
     assert dataset.filter_by_length([3], count, 10).kept == [3]
+
+
+def test_the_filter_decodes_every_image_once_and_keeps_no_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_(write(tmp_path / "rows.parquet", rows([A, B], [B, A], [A, A], [A, B])))
+    decoded: list[ImageRef] = []
+    pictures: list[weakref.ref] = []
+
+    def watched(ref: ImageRef) -> Image.Image:
+        decoded.append(ref)
+        picture = decode(ref)
+        pictures.append(weakref.ref(picture))
+        return picture
+
+    monkeypatch.setattr("rlinf_vl.data.dataset.decode", watched)
+    for part in ([0, 1], [2, 3]):
+        assert dataset.filter_by_length(part, lambda row, problem: 1, 5).kept == part
+    assert decoded == list(IMAGES)
+    gc.collect()
+    assert [picture() for picture in pictures] == [None, None]
 
 
 def test_a_dataset_travels_to_another_process(tmp_path: Path) -> None:

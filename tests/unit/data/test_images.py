@@ -3,6 +3,7 @@
 import base64
 import io
 import os
+import pickle
 import struct
 import zlib
 from pathlib import Path
@@ -64,7 +65,8 @@ def test_a_pil_image_becomes_a_png_of_its_pixels() -> None:
     ("value", "message"),
     [
         (b"", "0 bytes beginning b''"),
-        (b"GIF89a but no more", "no image"),
+        (b"GIF89a but no more", "damaged or truncated header"),
+        (base64.b64encode(b"GIF89a but no more").decode(), "damaged or truncated header"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image"),
         ({"bytes": None, "path": None}, "both None"),
@@ -72,8 +74,11 @@ def test_a_pil_image_becomes_a_png_of_its_pixels() -> None:
         ({"bytes": {"bytes": PNG}}, "dict again"),
         (17, "int is no image"),
         (np.zeros((4, 5, 3), np.uint8), r"ndarray of shape \(4, 5, 3\) is no image"),
-        ("https://example.org/a.png", "not fetched from the network"),
-        ("HTTP://example.org/a.png", "not fetched from the network"),
+        ("https://example.org/a.png", "the hosts in data.image_hosts only, which are none"),
+        ("HTTP://example.org/a.png", "the hosts in data.image_hosts only, which are none"),
+        ("file:///etc/passwd", "nor a file in"),
+        ("ftp://example.org/a.png", "nor a file in"),
+        ("//example.org/a.png", "leads out of"),
         ("data:image/png,abc", "isn't ';base64"),
         ("data:image/png;base64,a*b", "not base64"),
         (f"data:image/png;base64,{base64.b64encode(b'text').decode()}", "no image"),
@@ -86,7 +91,13 @@ def test_a_pil_image_becomes_a_png_of_its_pixels() -> None:
         ("/etc/passwd", "leads out of"),
         ("link.png", "leads out of"),
         ("linked/outside.png", "leads out of"),
+        ("loop", "nor a file in|can't be read"),
+        ("pipe", "nor a file in"),
+        ("folder", "nor a file in"),
+        ("large.png", "67,108,865 bytes; at most 67,108,864"),
+        (bytes(2**26 + 1), "67,108,865 bytes; at most 67,108,864"),
     ],
+    ids=lambda value: repr(value)[:40],
 )
 def test_what_is_refused_and_why(tmp_path: Path, value: Any, message: str) -> None:
     root = tmp_path / "data"
@@ -94,6 +105,11 @@ def test_what_is_refused_and_why(tmp_path: Path, value: Any, message: str) -> No
     (tmp_path / "outside.png").write_bytes(PNG)
     os.symlink(tmp_path / "outside.png", root / "link.png")
     os.symlink(tmp_path, root / "linked")
+    os.symlink(root / "loop", root / "loop")
+    os.mkfifo(root / "pipe")  # reading it would wait for ever
+    (root / "folder").mkdir()
+    with (root / "large.png").open("wb") as file:
+        file.truncate(2**26 + 1)
     with pytest.raises(ImageError, match=message):
         to_image_ref(value, root=root)
 
@@ -103,18 +119,70 @@ def test_a_path_needs_a_folder() -> None:
         to_image_ref("images/red.png", root=None)
 
 
-def test_a_bomb_is_refused_by_its_header() -> None:
+def png_bomb(side: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    def bomb(side: int) -> bytes:
-        header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-        return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
-    with pytest.raises(ImageError, match="8000×8000 pixels; at most 50,000,000"):
-        to_image_ref(bomb(8000), root=None)
-    with pytest.raises(ImageError, match="no image"):
-        to_image_ref(bomb(60_000), root=None)
+
+def webp_bomb() -> bytes:
+    """Animated, of the largest canvas that the format has: 16384 × 16384."""
+    frame = encode(Image.new("RGB", (1, 1)), "WEBP", lossless=True)[12:]
+    chunk = struct.pack("<4sI", b"ANMF", 16 + len(frame)) + bytes(16) + frame
+    body = struct.pack("<4sIB3x", b"VP8X", 10, 2) + b"\xff\x3f\x00" * 2 + struct.pack("<4sI6x", b"ANIM", 6) + chunk
+    return struct.pack("<4sI4s", b"RIFF", 4 + len(body), b"WEBP") + body
+
+
+def tiff_of_a_large_tile() -> bytes:
+    """A picture of 16 × 16 whose only tile has 32768 × 32768."""
+    tags = [
+        (256, 16),
+        (257, 16),
+        (258, 8),
+        (259, 1),
+        (262, 1),
+        (277, 1),
+        (322, 32768),
+        (323, 32768),
+        (324, 8),
+        (325, 256),
+    ]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(260)
+
+
+@pytest.mark.parametrize(
+    "data", [png_bomb(8000), png_bomb(12_000), png_bomb(60_000), webp_bomb(), tiff_of_a_large_tile()]
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_bomb_is_refused_by_its_header(data: bytes) -> None:
+    with pytest.raises(ImageError, match="at most 50,000,000 pixels? are accepted|at most 50,000,000 are") as caught:
+        to_image_ref(data, root=None)
+    assert caught.value.kind == "image too large"
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 200), (200, 1), (5, 1000), (4000, 20)])
+def test_narrow_images_pass_up_to_the_ratio_that_processors_take(size: tuple[int, int]) -> None:
+    ref = to_image_ref(encode(Image.new("RGB", size, RED)), root=None)
+    assert decode(ref).size == size and image_size(ref) == size[::-1]
+
+
+@pytest.mark.parametrize("size", [(1, 4000), (4000, 1), (1, 201), (0, 5)])
+def test_narrower_ones_are_refused_with_their_size(size: tuple[int, int]) -> None:
+    header = b"P6 %d %d 255 " % size
+    with pytest.raises(ImageError, match=f"{size[0]}×{size[1]} pixels: one side is over 200|no image") as caught:
+        to_image_ref(header + bytes(3 * size[0] * size[1]), root=None)
+    assert caught.value.kind in ("image too narrow", "not an image")
+    if 0 not in size:
+        with pytest.raises(ImageError, match="over 200 times"):
+            to_image_ref(Image.new("RGB", size), root=None)
+
+
+def test_an_error_travels_with_its_kind() -> None:
+    error = pickle.loads(pickle.dumps(ImageError("not an image", "3 bytes")))
+    assert (error.kind, error.reason, str(error)) == ("not an image", "3 bytes", "3 bytes")
 
 
 def test_cells_are_flattened_in_order() -> None:
@@ -166,6 +234,7 @@ def _varieties() -> dict[str, bytes]:
         "grey and alpha": encode(Image.new("LA", (8, 6), (90, 128))),
         "16 bit": encode(Image.fromarray(np.full((6, 8), 0x8040, np.uint16))),
         "float tiff": encode(Image.fromarray(np.full((6, 8), 90, np.float32)), "TIFF"),
+        "two pictures": encode(rgb, "MPO", save_all=True, append_images=[rgb]),
         "cmyk": encode(Image.new("CMYK", (8, 6), (0, 255, 255, 0)), "JPEG"),
         "bmp": encode(rgb, "BMP"),
         "ppm": encode(rgb, "PPM"),
@@ -204,8 +273,15 @@ def test_colours_survive_decoding() -> None:
 def test_a_truncated_file_passes_its_header_and_fails_to_decode(format: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     data = encode(Image.fromarray(noise), format)
-    with pytest.raises(ImageError, match="can't be decoded|no image"):
+    with pytest.raises(ImageError, match="can't be decoded|truncated header"):
         decode(to_image_ref(data[: len(data) // 2], root=None))
+
+
+def test_bytes_that_lie_in_the_object_store() -> None:
+    assert decode(ImageRef("a", memoryview(np.frombuffer(PNG, np.uint8)))).getpixel((0, 0)) == RED
+    for data in (PNG[:50], PNG[:12], b"text"):
+        with pytest.raises(ImageError, match="can't be decoded|truncated header|no image"):
+            decode(ImageRef("a", memoryview(np.frombuffer(data, np.uint8))))
 
 
 def test_a_blank_image_has_the_size_and_nothing_else() -> None:

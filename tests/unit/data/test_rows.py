@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from rlinf_vl.data.images import decode
-from rlinf_vl.data.rows import RowError, row_to_problem
+from rlinf_vl.data.rows import RowError, kind_and_reason, row_to_problem
 from rlinf_vl.types import ImageRef, Problem
 
 
@@ -106,7 +106,7 @@ def test_answers_are_stored_as_given(value: Any, stored: str) -> None:
     assert problem("Find x.", answer=value).answer == stored
 
 
-@pytest.mark.parametrize("value", [None, "", "  ", True, float("nan"), ["6"], {"value": 6}])
+@pytest.mark.parametrize("value", [None, "", "  ", True, float("nan"), float("-inf"), "NaN", ["6"], {"value": 6}])
 def test_unusable_answers_are_the_rows_error(value: Any) -> None:
     with pytest.raises(RowError, match="row d:0: column 'answer'"):
         problem("Find x.", answer=value)
@@ -119,12 +119,14 @@ def test_unusable_answers_are_the_rows_error(value: Any) -> None:
         ("<image>Find x.", None, "the prompt has 1 <image> and the row 0 images"),
         ("<image><image>Find x.", [A], "the prompt has 2 <image> and the row 1 images"),
         ("Find x.", [A, b"text"], "column 'images', image 1: 4 bytes beginning b'text'"),
-        ("Find x.", "https://example.org/a.png", "not fetched from the network"),
+        ("Find x.", "https://example.org/a.png", "data.image_hosts"),
         (None, [A], "column 'problem' holds None"),
         ([], [A], "column 'problem' holds \\[\\]"),
         ([{"role": "user"}], [A], "no chat message with role and content"),
         ([{"role": "assistant", "content": "x"}], [A], "last message is of role 'assistant'"),
         ([{"role": "user", "content": None}], [A], "content part"),
+        ([{"role": "user", "content": " "}], [A], "no message of role 'user' says anything"),
+        ([{"role": "system", "content": "x"}, {"role": "user", "content": []}], None, "says anything"),
         ([{"role": "user", "content": [{"type": "video"}]}], [A], "neither text nor a placeholder"),
         ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], [A], "data.image_keys"),
     ],
@@ -133,6 +135,26 @@ def test_unusable_rows_name_themselves_and_the_reason(prompt: Any, images: Any, 
     with pytest.raises(RowError, match="row d:0: .*" + message) as caught:
         problem(prompt, images)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"problem": " ", "images": None, "answer": "6"}, "prompt unusable"),
+        ({"problem": "x", "images": None, "answer": " "}, "answer missing"),
+        ({"problem": "x", "images": None, "answer": [6]}, "answer unusable"),
+        ({"problem": "<image>", "images": None, "answer": "6"}, "placeholders and images disagree"),
+        ({"problem": "x", "images": b"text", "answer": "6"}, "not an image"),
+        ({"problem": "x", "images": "gone.png", "answer": "6"}, "image file can't be read"),
+        ({"problem": "x", "images": "http://a.org/a.png", "answer": "6"}, "image not fetched"),
+        ({"problem": "x", "images": None}, "column missing"),
+    ],
+)
+def test_each_class_of_reason_has_a_kind(row: dict[str, Any], kind: str) -> None:
+    with pytest.raises(RowError) as caught:
+        row_to_problem(row, row_id="d:0")
+    assert kind_and_reason(caught.value) == (kind, caught.value.reason)
+    assert kind_and_reason(KeyError("x")) == ("KeyError", "'x'")
 
 
 def test_a_missing_column_is_named_with_the_nearest() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlinf_vl.observe import JsonlTracker, TensorBoardTracker, Trackers, make_trackers, read_metrics
+from rlinf_vl.observe import JsonlTracker, TensorBoardTracker, Trackers, make_trackers, read_steps
 
 NAMES = {"project_name": "p", "experiment_name": "e", "config": {"a": {"b": 1}}}
 
@@ -83,10 +83,10 @@ def test_jsonl_fresh_start_moves_the_former_run_aside(tmp_path):
     assert strict_lines(tmp_path / "metrics.jsonl.previous") == [{"step": 9}]
 
 
-def test_read_metrics_warns_of_what_it_skips(tmp_path, caplog):
+def test_read_steps_warns_of_what_it_skips(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n[3]\n{"step": 2, "x"')
-    assert read_metrics(path) == [{"step": 1}]
+    assert read_steps(path) == [{"step": 1}]
     assert "torn" in caplog.text
 
 

@@ -1,8 +1,8 @@
-r"""The table of tricky pairs: (what stands in the response's box, the reference answer, right or wrong, why)."""
+r"""Answers that are right: (what stands in the response's box, the reference answer, why)."""
 
 import pytest
 
-from rlinf_vl.rewards import grade_math
+from rlinf_vl.rewards import math_verdict
 
 RIGHT = [
     # --- numbers and how they are written
@@ -41,7 +41,21 @@ RIGHT = [
     ("½", "0.5", "a Unicode fraction"),
     (r"0.\overline{3}", r"\frac{1}{3}", "a repeating decimal"),
     (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2", "a fraction of a root"),
+    ("\\frac{0}{5}", "0", "nothing, divided"),
+    (r"\tfrac{3}{6}", "0.5", "a small fraction, unreduced"),
+    ("1 000", "1000", "thousands by a space"),
+    ("−\\frac{1}{2}", "-0.5", "the Unicode minus of a fraction"),
     # --- closed forms
+    ("√16", "4", "a Unicode root that is an integer"),
+    ("√(12)", r"2\sqrt{3}", "a Unicode root of parentheses"),
+    ("4√2", r"\sqrt{32}", "a Unicode root with a factor"),
+    ("π/2", r"\frac{\pi}{2}", "half of Unicode pi"),
+    (r"\sqrt{0.25}", "0.5", "the root of a decimal"),
+    (r"\sqrt{\frac{1}{4}}", "0.5", "the root of a fraction"),
+    ("8^{1/3}", "2", "a root written as a power"),
+    ("3²", "9", "a Unicode square"),
+    (r"1.2\times10^3", "1200", "powers of ten"),
+    (r"\left|-3\right|", "3", "an absolute value"),
     (r"\sqrt{75}", r"5\sqrt{3}", "an unreduced root"),
     (r"5\sqrt3", r"5\sqrt{3}", "a root without braces"),
     ("5√3", r"5\sqrt{3}", "a Unicode root"),
@@ -66,7 +80,14 @@ RIGHT = [
     (r"9\pi", "28.27", "the exact value of a rounded reference"),
     ("28.274", "28.27", "more digits than the reference"),
     ("28.3", "28.27", "three digits of a longer reference"),
-    (r"\frac{5}{13}", "0.38", "a reference of two places stands for what rounds to it"),
+    (r"\frac{5}{13}", "0.38", "a reference of two places stands for an exact value that rounds to it"),
+    ("5/12", "0.42", "likewise"),
+    ("0.417", r"\frac{5}{12}", "three digits behind a zero"),
+    (r"\frac{24}{7}", "3.43", "a fraction of a rounded reference"),
+    (r"36\pi", "113.10", "a reference that ends with a zero"),
+    (r"\frac{3\sqrt{2}}{2}", "2.12", "a root of a rounded reference"),
+    ("99.9", "100", "just within 0.1 %"),
+    ("1.618", r"\frac{1+\sqrt5}{2}", "a sum with a root"),
     (r"10\sqrt{3}", "17.3", "a reference of three digits likewise"),
     ("44.1", "44.09", "within 0.1 %"),
     (r"5\sqrt{3} \approx 8.66", "8.66", "exact and rounded, both right"),
@@ -102,10 +123,19 @@ RIGHT = [
     (r"5\sqrt{3}\text{ units}", r"5\sqrt{3}", "a unit behind a root"),
     (r"\$12", "12", "dollars"),
     (r"25\%", r"25\%", "a percentage"),
+    ("25 percent", r"25\%", "a percentage in words"),
+    ("25 %", "25%", "a space before the sign"),
+    (r"m\angle 1 = 54", "54", "a numbered angle"),
+    (r"\angle ABC = 54^\circ", r"m\angle CBA = 54", "an angle read from its other side"),
+    (r"\angle A = \angle B = 30", "30", "two names"),
+    (r"12~\text{cm}", "12", "LaTeX's tie before a unit"),
+    (r"12\mathrm{cm}", "12", "a unit set upright"),
+    (r"12\ \text{units}", "12", "LaTeX's space before a unit"),
+    (r"6\text{ units}^2", "6", "squared units"),
+    (r"6\text{ sq. units}", "6", "square units, shortened"),
+    (r"\boldsymbol{6}", "6", "bold type"),
+    (r"5\sqrt{3}\text{ cm}", "8.66", "a root with a unit for a rounded reference"),
     ("25", r"25\%", "the sign left out where the answer is a percentage"),
-    ("0.25", r"25\%", "a percentage's value"),
-    (r"25\%", "0.25", "a percentage for its value"),
-    (r"\frac{1}{4}", r"25\%", "a percentage's value as a fraction"),
     # --- several values, formulas, words
     ("3, 5", "5, 3", "a list in any order"),
     (r"3 \text{ or } 5", "3, 5", "or for the comma"),
@@ -122,101 +152,12 @@ RIGHT = [
     (r"\text{yes}", "Yes", "a word, whatever its case"),
 ]  # fmt: skip
 
-WRONG = [
-    # --- other numbers
-    ("7", "6", "another number"),
-    ("-6", "6", "the sign"),
-    ("500", "5", "100 times the answer"),
-    ("0.05", "5", "a hundredth of the answer"),
-    ("50", "5", "10 times the answer"),
-    ("0.5", "5", "a tenth of the answer"),
-    ("66", "6", "the answer twice"),
-    ("16", "6", "the answer as a part"),
-    ("6.5", "6", "a decimal that begins with the answer"),
-    ("1 2", "12", "two numbers side by side"),
-    ("12", "1 2", "two numbers side by side in the reference"),
-    ("6_7", "6", "an index"),
-    ("1,2", "12", "a list, no thousands"),
-    ("1,44", "144", "no thousands"),
-    ("2", r"\frac{1}{2}", "the reciprocal"),
-    (r"\frac{2}{1}", r"\frac{1}{2}", "the reciprocal, as a fraction"),
-    (r"\frac{1}{0}", "0", "nothing, divided by zero"),
-    (r"3\frac{1}{2}", r"\frac{3}{2}", "a mixed number is no product"),
-    # --- other closed forms
-    (r"7\sqrt{3}", r"5\sqrt{3}", "another factor"),
-    (r"5\sqrt{2}", r"5\sqrt{3}", "another radicand"),
-    (r"\sqrt{3}", r"5\sqrt{3}", "a factor missing"),
-    ("5", r"5\sqrt{3}", "the root missing"),
-    ("15", r"5\sqrt{3}", "the root sign missing"),
-    (r"5\sqrt{3}", "5", "a root too many"),
-    (r"5\sqrt[3]{3}", r"5\sqrt{3}", "a cube root"),
-    ("3", r"3\pi", "pi missing"),
-    (r"3\pi", "3", "pi too many"),
-    (r"6\pi", r"3\pi", "another multiple of pi"),
-    (r"\pi^2", r"\pi", "a power of pi"),
-    (r"\sqrt{-3}", r"\sqrt{3}", "an imaginary number"),
-    # --- roundings
-    ("8.7", r"5\sqrt{3}", "two digits, 0.5 % off"),
-    ("9", r"5\sqrt{3}", "an integer is no rounding"),
-    ("8.65", r"5\sqrt{3}", "three digits, the last one wrong"),
-    ("3.1", r"\pi", "1.3 % off"),
-    ("3", r"\pi", "an integer for pi"),
-    ("0.33", r"\frac{1}{3}", "two digits, 1 % off"),
-    ("53", "53.41", "an integer for a decimal"),
-    ("113", "112.5", "an integer for a half"),
-    ("1001", "1000", "integers are exact, near or not"),
-    ("0.62", "0.6", "a reference of one digit stands for itself"),
-    (r"7\sqrt{3}", "8.66", "the value of another root"),
-    ("0.39", r"\frac{5}{13}", "a rounding to two digits, and a wrong one"),
-    ("8.56", "8.66", "one digit off"),
-    (r"5\sqrt{3} \approx 8.77", "8.66", "exact right, rounded wrong"),
-    # --- dressing
-    ("y = 7", "x = 7", "another variable"),
-    ("AC = 12", "AB = 12", "another segment"),
-    ("2x = 14", "14", "an equation whose right side is the answer, its solution not"),
-    ("x + 7 = 14", "14", "likewise"),
-    ("x = 7 = 8", "8", "a chain that contradicts itself"),
-    ("12 cm", "12 m", "another unit"),
-    ("12 cm", r"12\text{ cm}^2", "a length for an area"),
-    (r"30^\circ", r"60^\circ", "another angle"),
-    (r"\frac{\pi}{6}", "30", "radians for degrees"),
-    (r"25\%", "25", "a percentage for a number"),
-    (r"2500\%", r"25\%", "100 times a percentage"),
-    (r"0.25\%", "0.25", "a hundredth"),
-    (r"10\sin(30)", "5", "a sine of radians"),
-    # --- several values, formulas, words
-    ("5, 6", "6", "two answers for one"),
-    (r"6 \text{ or } 7", "6", "two answers for one, in words"),
-    ("6, 6", "6", "the answer twice"),
-    ("3", "3, 5", "one answer for two"),
-    ("(2, 1)", "(1, 2)", "a point's coordinates swapped"),
-    ("[1, 2]", "(1, 2)", "a closed interval for an open one"),
-    (r"\pm 3", "3", "plus or minus"),
-    ("2x+2", "2x+1", "another formula"),
-    ("x", "7", "a name only"),
-    ("x =", "7", "an unfinished equation"),
-    ("A", "B", "another choice"),
-    ("AB", "12", "a name for a number"),
-    ("six", "6", "a number in words"),
-    ("", "6", "nothing"),
-    (r"\ ", "6", "nothing but a space"),
-    ("?", "6", "no answer"),
-    (r"\text{none}", "0", "a word"),
-    (r"\infty", "6", "infinity"),
-    (r"\infty", r"-\infty", "the other infinity"),
-]  # fmt: skip
-
 
 @pytest.mark.parametrize(("box", "answer", "why"), RIGHT, ids=[f"{b} is {a}" for b, a, _ in RIGHT])
 def test_right(box: str, answer: str, why: str) -> None:
-    assert grade_math(rf"So the answer is \boxed{{{box}}}.", answer), why
-
-
-@pytest.mark.parametrize(("box", "answer", "why"), WRONG, ids=[f"{b} is not {a}" for b, a, _ in WRONG])
-def test_wrong(box: str, answer: str, why: str) -> None:
-    assert not grade_math(rf"So the answer is \boxed{{{box}}}.", answer), why
+    assert math_verdict(rf"So the answer is \boxed{{{box}}}.", answer) is True, why
 
 
 def test_the_table_states_each_pair_once() -> None:
-    pairs = [(box, answer) for box, answer, _ in RIGHT + WRONG]
-    assert len(set(pairs)) == len(pairs) >= 80
+    pairs = [(box, answer) for box, answer, _ in RIGHT]
+    assert len(set(pairs)) == len(pairs) >= 139

@@ -1,0 +1,42 @@
+"""SIGTERM and Ctrl-C: the first asks a run to stop with a checkpoint, the second ends it at once."""
+
+import logging
+import signal
+
+log = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and can do so here; `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+class StopRequest:
+    """What the signals have asked for. Until the run is `graceful`, and from the second signal on, they raise
+    `KeyboardInterrupt` wherever the main thread is, so that every context manager around it ends what it began. (Ray's own
+    calls let that through as it is; of a `SystemExit` they lose the code.)"""
+
+    def __init__(self) -> None:
+        self.graceful = False
+        #: The last signal's.
+        self.number: int | None = None
+
+    def install(self) -> None:
+        """Take both signals; again after `ray.init`, which puts handlers of its own."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        first, self.number = self.number is None, number
+        if not (self.graceful and first):
+            raise KeyboardInterrupt
+        name = signal.Signals(number).name
+        log.warning("%s: the run will stop with a checkpoint as soon as it can; once more to stop it at once", name)
+
+    def check(self) -> None:
+        """Raise `Interrupted` if the run was asked to stop."""
+        if self.number is not None:
+            raise Interrupted(self.number)

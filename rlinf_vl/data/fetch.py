@@ -1,0 +1,101 @@
+"""Images that rows name by URL: fetched from listed hosts only, within a time and a size, once per machine."""
+
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from hashlib import sha256
+from http.client import HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rlinf_vl.data.toy import build_once, cache_root
+
+TIMEOUT_S = 30.0
+"""Seconds for a whole image, from looking up its host to its last byte."""
+
+
+class FetchError(Exception):
+    """A URL that isn't fetched, or couldn't be."""
+
+
+def fetch(url: str, hosts: Sequence[str], max_bytes: int, check: Callable[[bytes], object]) -> bytes:
+    """What an http(s) URL of one of `hosts` holds. It is kept under `cache_root()` if `check` doesn't raise, and taken
+    from there from then on.
+
+    Raises:
+        FetchError: the host of the URL, or of one that it redirects to, is not listed (case and port don't matter); no
+            complete answer within `TIMEOUT_S`, or one above `max_bytes`.
+    """
+    _check_host(url, hosts)
+    kept = cache_root() / "fetched" / sha256(url.encode(errors="surrogatepass")).hexdigest()
+
+    def build(path: Path) -> None:
+        data = _download(url, hosts, max_bytes)
+        check(data)
+        path.write_bytes(data)
+
+    return build_once(kept, build).read_bytes()
+
+
+def _check_host(url: str, hosts: Sequence[str]) -> None:
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError as e:
+        raise FetchError(f"{_shown(url)} is no URL: {e}") from e
+    if parts.scheme not in ("http", "https") or host not in [listed.lower() for listed in hosts]:
+        raise FetchError(
+            f"{_shown(url)}: images are fetched from the hosts in data.image_hosts only, which are "
+            f"{', '.join(hosts) or 'none'}; list it there, or download the images beside the dataset"
+        )
+    if "@" in parts.netloc or "\\" in parts.netloc:  # which part is the host is read in more than one way
+        raise FetchError(f"{_shown(url)}: a URL with a user in it is not fetched")
+
+
+class _RedirectToListed(urllib.request.HTTPRedirectHandler):
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        _check_host(newurl, self._hosts)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _download(url: str, hosts: Sequence[str], max_bytes: int) -> bytes:
+    """In a thread, as the time-out of a socket begins anew with every byte that a host sends."""
+    answer: Future[bytes] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(_read(url, hosts, max_bytes))
+        except BaseException as e:
+            answer.set_exception(e)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return answer.result(TIMEOUT_S)
+    except TimeoutError:
+        raise FetchError(f"{_shown(url)}: not complete after {TIMEOUT_S:g} s") from None
+
+
+def _read(url: str, hosts: Sequence[str], max_bytes: int) -> bytes:
+    opener = urllib.request.build_opener(_RedirectToListed(hosts))
+    deadline = time.monotonic() + TIMEOUT_S
+    data = bytearray()
+    try:
+        with opener.open(url, timeout=TIMEOUT_S) as response:
+            while time.monotonic() < deadline and (chunk := response.read1(2**16)):
+                data += chunk
+                if len(data) > max_bytes:
+                    raise FetchError(f"{_shown(url)}: more than {max_bytes:,} bytes")
+            if response.length:
+                raise FetchError(f"{_shown(url)}: the connection ended {response.length} bytes early")
+    except (OSError, HTTPException, ValueError) as e:
+        raise FetchError(f"{_shown(url)} can't be fetched: {e}") from e
+    return bytes(data)
+
+
+def _shown(url: str) -> str:
+    return repr(url if len(url) <= 80 else url[:77] + "…")

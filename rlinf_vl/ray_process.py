@@ -1,0 +1,76 @@
+"""Ray actors that may die or hang: noticing it, and ending them whatever state their process is in."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+#: Seconds between two heartbeats of an actor that is at work.
+HEARTBEAT_PERIOD_S = 5.0
+
+
+@ray.remote(num_cpus=0)
+def _kill_process(pid: int) -> None:
+    """A stopped or wedged process does not obey Ray; it obeys this."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def where() -> tuple[str, int]:
+    """(node id, process id) of the calling actor: what `kill` wants to know."""
+    return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+def kill(actor, process: ray.ObjectRef) -> None:
+    """End an actor's process even if it is stopped; `process` is a reference to what `where` said there."""
+    ray.kill(actor)
+    try:
+        node, pid = ray.get(process, timeout=1)
+    except (GetTimeoutError, RayActorError, RayTaskError):
+        return  # it never lived, or is dead already
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    ray.get(_kill_process.options(scheduling_strategy=there).remote(pid))
+
+
+class Heartbeat:
+    """Asks an actor now and then whether it is well. `ask` calls a method of it that answers soon, even while it works."""
+
+    def __init__(self, ask: Callable[[], ray.ObjectRef], timeout: float) -> None:
+        """`timeout`: seconds without an answer after which it is taken for hung."""
+        self._ask, self._timeout = ask, timeout
+        self.restart()
+
+    def restart(self) -> None:
+        """It is expected to be well now."""
+        self._pending: ray.ObjectRef | None = None
+        self._since = time.monotonic()
+
+    def failure(self) -> str | None:
+        """Why the actor is not to be trusted any more, None while it is. Never waits."""
+        now = time.monotonic()
+        if self._pending is None:
+            if now - self._since >= HEARTBEAT_PERIOD_S:
+                self._pending, self._since = self._ask(), now
+            return None
+        answered, _ = ray.wait([self._pending], timeout=0)
+        if not answered:
+            silent = now - self._since
+            return f"no heartbeat for {silent:.0f} s" if silent > self._timeout else None
+        try:
+            well = ray.get(self._pending)
+        except RayActorError as error:
+            return cause_of(error)
+        self._pending, self._since = None, now
+        return None if well else "its engine is dead"
+
+
+def cause_of(error: RayActorError) -> str:
+    """Ray's reason for an actor's death, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if len(lines) < 2 else f"{lines[0]} ({lines[-1]})"

@@ -1,0 +1,318 @@
+"""Two hosts on one machine, network namespaces joined by a cable: the cluster's scripts, and a run across both."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from whole_run import FIXED_METRICS, rows_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 6379
+OURS = (  # settings of the scripts that this session's environment must not bring in
+    "RANK", "WORLD_SIZE", "MASTER_ADDR", "RAY_HEAD_FILE", "RAY_PORT", "RAY_INTERFACE", "RAY_NODE_IP", "RAY_ADDRESS",
+    "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
+)  # fmt: skip
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root, and ip of iproute2"),
+]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace with one address, a Ray folder and a home of its own."""
+
+    rank: int
+    namespace: str
+    interface: str
+    ip: str
+    folder: Path
+
+    def popen(self, *command: str, **settings: str) -> subprocess.Popen:
+        environment = {name: value for name, value in os.environ.items() if name not in OURS}
+        environment |= {"RLINF_VL_PYTHON": sys.executable, "RAY_WAIT_TIMEOUT": "60"}
+        environment |= {"RAY_TMPDIR": str(self.folder), "RANK": str(self.rank), "WORLD_SIZE": "2", **settings}
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *command: str, expect: int = 0, within: float = 100, **settings: str) -> str:
+        """What a command says, whose exit code must be `expect`."""
+        return finish(self.popen(*command, **settings), expect, within)
+
+    def start(self, **settings: str) -> str:
+        return self.run(*self.starting(), **settings)
+
+    def starting(self) -> list[str]:
+        cpus = 2 - self.rank  # room for both actor ranks on the head, for the rollout worker on the other
+        return script("start_ray.sh", f"--num-cpus={cpus}", "--num-gpus=1", "--object-store-memory=200000000")
+
+    def processes(self) -> list[psutil.Process]:
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
+        return [psutil.Process(int(pid)) for pid in listed.stdout.split() if psutil.pid_exists(int(pid))]
+
+    def actors(self) -> set[str]:
+        """Classes of the Ray actors that run here."""
+        found = set()
+        for process in self.processes():
+            try:
+                found.add(process.cmdline()[0].partition("ray::")[2].partition(".")[0])
+            except (psutil.Error, IndexError):
+                continue
+        return found & {"ActorRank", "RolloutRank"}
+
+
+def script(name: str, *arguments: str) -> list[str]:
+    return ["bash", str(ROOT / "ray_utils" / name), *arguments]
+
+
+def finish(process: subprocess.Popen, expect: int = 0, within: float = 100) -> str:
+    try:
+        output, _ = process.communicate(timeout=within)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == expect, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+    here = os.getpid() % 10**6
+    folder = Path(tempfile.mkdtemp(prefix="rc"))  # short: the paths of sockets are bounded
+    both = [
+        Host(0, f"rlinf{here}a", f"rv{here}a", "10.213.7.1", folder / "a"),
+        Host(1, f"rlinf{here}b", f"rv{here}b", "10.213.7.2", folder / "b"),
+    ]
+    try:
+        try:
+            for host in both:
+                host.folder.mkdir()
+                ip("netns", "add", host.namespace)
+            a, b = both
+            ip("link", "add", a.interface, "netns", a.namespace, "type", "veth",
+               "peer", "name", b.interface, "netns", b.namespace)  # fmt: skip
+            for host in both:
+                ip("-n", host.namespace, "addr", "add", f"{host.ip}/24", "dev", host.interface)
+                for interface in ("lo", host.interface):
+                    ip("-n", host.namespace, "link", "set", interface, "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        yield both
+    finally:
+        for host in both:
+            if host.namespace in os.listdir("/run/netns"):
+                for process in host.processes():
+                    process.kill()
+                ip("netns", "del", host.namespace)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def head_file(hosts) -> Path:
+    return hosts[0].folder / "shared/head"
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts, head_file):
+    """The two hosts as a cluster through a shared file; rank 1 was started first, and waited."""
+    head, other = hosts
+    early = other.popen(*other.starting(), RAY_HEAD_FILE=str(head_file))
+    time.sleep(1.5)
+    said = head.start(RAY_HEAD_FILE=str(head_file))
+    assert f"head is up at {head.ip}:{PORT}; 1 other node(s) may join" in said
+    said = finish(early)
+    assert f"{head_file} is not there yet. Is rank 0 started?; waiting up to" in said
+    assert f"rank 1 joined {head.ip}:{PORT} as {other.ip}" in said
+    yield hosts
+    for host in hosts:
+        host.run(*script("stop_ray.sh"))
+
+
+# --- what goes wrong before there is a cluster ------------------------------------------------------------------------
+
+
+def test_a_head_file_that_an_earlier_cluster_left(hosts, tmp_path):
+    (tmp_path / "head").write_text(f"{hosts[0].ip}:{PORT}\n")
+    begin = time.monotonic()
+    settings = {"RAY_HEAD_FILE": str(tmp_path / "head"), "RAY_WAIT_TIMEOUT": "2"}
+    said = hosts[1].run(*script("start_ray.sh"), expect=1, **settings)
+    assert f"gave up after 2 s: {tmp_path}/head names {hosts[0].ip}:{PORT}, where no Ray head answers" in said
+    assert "left by an earlier cluster?" in said
+    assert time.monotonic() - begin < 2 + 15
+
+
+def test_a_port_that_is_taken(hosts, tmp_path):
+    listen = f"import socket; s = socket.create_server(('', {PORT})); print('up', flush=True); s.accept()"
+    holder = hosts[0].popen(sys.executable, "-c", listen)
+    try:
+        assert holder.stdout.readline() == "up\n"
+        said = hosts[0].run(*script("start_ray.sh"), expect=1, within=30, RAY_HEAD_FILE=str(tmp_path / "head"))
+        assert f"port {PORT} of this machine is taken by process {holder.pid} (python" in said
+        # nor does the other node take for a head what merely listens there
+        settings = {"MASTER_ADDR": hosts[0].ip, "RAY_AUTH_TOKEN": "0" * 64, "RAY_WAIT_TIMEOUT": "2"}
+        said = hosts[1].run(*script("start_ray.sh"), expect=1, within=60, **settings)
+        assert f"what listens at {hosts[0].ip}:{PORT} does not answer as a Ray head does" in said
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert [host.processes() for host in hosts] == [[], []]
+
+
+# --- a cluster --------------------------------------------------------------------------------------------------------
+
+
+def test_check_counts_the_nodes(cluster, head_file):
+    head, other = cluster
+    for host in cluster:  # by the record, and by the file
+        for settings in ({}, {"RAY_HEAD_FILE": str(head_file)}):
+            said = host.run(*script("check_ray.sh", "3", "--cpu"), **settings)
+            assert f"2 of 2 node(s) ({head.ip}, {other.ip}) offer 3 CPU(s); at least 3 wanted" in said
+    assert "offer 2 GPU(s); at least 2 wanted" in head.run(*script("check_ray.sh", "2"))  # that Ray was told of
+
+
+def test_a_peer_that_does_not_come(cluster):
+    begin = time.monotonic()
+    said = cluster[0].run(*script("check_ray.sh", "4", "--cpu"), expect=1, WORLD_SIZE="3", RAY_WAIT_TIMEOUT="2")
+    assert "gave up after 2 s: 2 of 3 node(s)" in said and "offer 3 CPU(s); at least 4 wanted" in said
+    said = cluster[0].run(*script("check_ray.sh", "3"), expect=1, RAY_WAIT_TIMEOUT="0")
+    assert "offer 2 GPU(s); at least 3 wanted" in said
+    assert time.monotonic() - begin < 2 + 20
+
+
+def test_starting_twice_is_starting_once(cluster, head_file):
+    before = [{process.pid for process in host.processes()} for host in cluster]
+    said = [host.start(RAY_HEAD_FILE=str(head_file)) for host in cluster]
+    assert "the head already runs" in said[0] and "this machine has already joined" in said[1]
+    assert [{process.pid for process in host.processes()} for host in cluster] == before
+
+
+def test_the_token_is_wanted_and_private(cluster, head_file, tmp_path):
+    files = [head_file, Path(f"{head_file}.token"), *cluster[0].folder.glob("rlinf_vl-*/*")]
+    assert len(files) == 4 and {oct(path.stat().st_mode & 0o777) for path in files} == {"0o600"}
+    stranger = {
+        "MASTER_ADDR": cluster[0].ip,
+        "RAY_TMPDIR": str(tmp_path),
+        "HOME": str(tmp_path),
+        "RAY_WAIT_TIMEOUT": "1",
+    }
+    check = script("check_ray.sh", "1", "--cpu")
+    assert "wants a token, and there is none in" in cluster[1].run(*check, expect=1, **stranger)
+    said = cluster[1].run(*check, expect=1, RAY_AUTH_TOKEN="0" * 64, **stranger)
+    assert "refuses the token of RAY_AUTH_TOKEN" in said
+    asking = (
+        "import sys; from ray._raylet import GcsClient as G; print(len(G(address=sys.argv[1]).get_all_node_info()))"
+    )
+    asking = [sys.executable, "-c", asking, f"{cluster[0].ip}:{PORT}"]
+    assert "InvalidAuthToken" in cluster[0].run(*asking, expect=1, RAY_AUTH_MODE="disabled")
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{head_file}.token"}
+    assert cluster[0].run(*asking, **token) == "2\n"
+
+
+def test_the_dashboard_is_on_loopback(cluster):
+    ask = "import socket, sys; print([socket.socket().connect_ex((ip, 8265)) == 0 for ip in sys.argv[1:]])"
+    assert cluster[0].run(sys.executable, "-c", ask, "127.0.0.1", cluster[0].ip) == "[True, False]\n"
+
+
+def test_an_interface_that_does_not_lead_to_the_head(cluster, tmp_path):
+    fresh = {"MASTER_ADDR": cluster[0].ip, "RAY_TMPDIR": str(tmp_path), "RAY_WAIT_TIMEOUT": "2"}
+    said = cluster[1].run(*script("start_ray.sh"), expect=1, RAY_INTERFACE="lo", **fresh)
+    assert (
+        f"cannot be reached from 127.0.0.1: wrong interface? this machine has lo (127.0.0.1), {cluster[1].interface}"
+        in said
+    )
+    said = cluster[1].run(*script("start_ray.sh"), expect=2, RAY_INTERFACE="eth7", **fresh)
+    assert "RAY_INTERFACE=eth7: no such interface" in said
+    said = cluster[0].run(*script("start_ray.sh"), expect=2, RAY_INTERFACE="lo", **fresh)
+    assert "the other nodes cannot reach 127.0.0.1" in said
+
+
+def test_a_run_across_both_hosts(cluster, tmp_path):
+    """By the run script, which finds the cluster by itself: the actor ranks on one host, the rollout worker on the other."""
+    head, other = cluster
+    run = head.popen(
+        "bash",
+        str(ROOT / "examples/reasoning/run_main_grpo_vqa.sh"),
+        "toy-grpo-cpu",
+        f"runner.output_dir={tmp_path}",
+        "runner.max_steps=2",
+        "runner.val_check_interval=-1",
+        "runner.save_interval=-1",
+        "data.rollout_batch_size=4",
+        "cluster.num_nodes=2",
+        "cluster.component_placement={actor: 0-1, rollout: 2}",
+    )
+    seen = {head.ip: set(), other.ip: set()}
+    while run.poll() is None:
+        for host in cluster:
+            seen[host.ip] |= host.actors()
+        time.sleep(0.3)
+    said = finish(run)
+    assert f"joining the Ray cluster at {head.ip}:{PORT}" in said
+    assert seen == {head.ip: {"ActorRank"}, other.ip: {"RolloutRank"}}
+    rows = rows_of(tmp_path / "toy-grpo-cpu/metrics.jsonl")
+    assert [row["step"] for row in rows if row.keys() >= FIXED_METRICS] == [1, 2]
+    versions = [(row["rollout/weight_version_min"], row["rollout/weight_version_max"]) for row in rows[-2:]]
+    assert versions == [(0, 0), (1, 1)], "the second step is sampled from weights that travelled to the other host"
+    assert all(row["actor/rollout_train_abs_diff_max"] <= 2e-4 for row in rows[-2:])
+
+
+# --- the end of one, and the next -------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_died_is_not_joined_but_replaced(cluster, head_file):
+    """By addresses this time, the token from the environment; and a stranger's Ray on the machine is left alone."""
+    head, other = cluster
+    finding = "import os; from rlinf_vl.controller.cluster import cluster_to_join as c; print(c('auto', os.environ))"
+    asking = [sys.executable, "-c", finding]
+    assert head.run(*asking).endswith(f"('{head.ip}:{PORT}', '{head.ip}')\n")
+    for host, name in [(head, "gcs_server"), (other, "raylet")]:
+        for process in host.processes():
+            if process.name() == name:
+                process.send_signal(signal.SIGKILL)
+    said = head.run(*asking)
+    assert "its head does not answer" in said and said.endswith("(None, None)\n")
+
+    stranger = shutil.copy(shutil.which("sleep"), head.folder / "raylet")
+    decoy = head.popen(stranger, "300")
+    settings = {"MASTER_ADDR": head.ip, "RAY_AUTH_TOKEN": "5" * 64, "RAY_HEAD_FILE": ""}
+    assert f"ending what is left of a node of the cluster at {head.ip}:{PORT}" in head.start(**settings)
+    assert "ending what is left" in other.start(**settings)
+    head.run(*script("check_ray.sh", "3", "--cpu"), **settings)
+
+    other.run(*script("stop_ray.sh"))
+    assert other.processes() == []
+    assert "1 of 2 node(s)" in head.run(*script("check_ray.sh", "3", "--cpu"), expect=1, RAY_WAIT_TIMEOUT="1")
+    head.run(*script("stop_ray.sh"))
+    assert [process.pid for process in head.processes()] == [decoy.pid]
+    decoy.kill()
+    decoy.communicate()
+    assert "stopped already" in head.run(*script("stop_ray.sh"))
+    assert head.run(*asking) == "(None, None)\n"
+    with pytest.raises(AssertionError, match="no cluster was started on this node"):
+        head.run(*script("check_ray.sh", "1", "--cpu"))
+
+
+def test_stopping_the_head_takes_its_file_away(hosts, head_file):
+    hosts[0].start(RAY_HEAD_FILE=str(head_file))
+    assert head_file.read_text() == f"{hosts[0].ip}:{PORT}\n"
+    hosts[0].run(*script("stop_ray.sh"))
+    assert list(head_file.parent.iterdir()) == []
+    assert [host.processes() for host in hosts] == [[], []]

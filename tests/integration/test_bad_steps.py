@@ -1,0 +1,110 @@
+"""What a step survives: gradients that are not finite, and rollout workers that die between generation and training."""
+
+import math
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from rlinf_vl.config import load_config
+from rlinf_vl.weights import unpack
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def controller(tmp_path):
+    from rlinf_vl.controller.grpo import GrpoController
+    from rlinf_vl.controller.launch import place, ray_cluster
+    from rlinf_vl.models.toy import toy_checkpoint_path
+    from rlinf_vl.observe.progress import RunProgress
+
+    overrides = [
+        "runner.max_steps=6",
+        "runner.max_bad_steps=2",
+        "runner.save_interval=1",
+        "runner.val_check_interval=-1",
+        "data.rollout_batch_size=6",
+        "data.filter_prompt_by_length=false",
+        "algorithm.group_size=8",
+        "algorithm.sampling_params.max_new_tokens=24",
+        "rollout.weight_sync=object_store",
+        f"runner.output_dir={tmp_path}",
+    ]
+    config = load_config("toy-grpo-cpu", overrides)
+    with ray_cluster(config), place(config) as placement:
+        controller = GrpoController(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress())
+        yield controller
+        controller.stop()
+
+
+def weights_of(actors) -> dict[str, bytes]:
+    offered = actors.offer_weights(check=False)
+    found = {name: value.numpy().tobytes() for ref in offered for name, value in unpack(ray.get(ref)).items()}
+    actors.release_weights()
+    return found
+
+
+def test_a_step_whose_gradient_is_not_finite_is_skipped_and_a_few_in_a_row_end_the_run(
+    controller, monkeypatch, tmp_path
+):
+    from rlinf_vl.controller.grpo import TooManyBadSteps
+    from rlinf_vl.observe.lines import read_steps
+
+    plan, weights = controller.plan, {}
+
+    def planned(summaries):
+        weights[controller.step] = weights_of(controller.actors)
+        made = plan(summaries)
+        if controller.step + 1 in (2, 4, 5):
+            made = replace(made, advantages=tuple(tuple(math.inf for _ in group) for group in made.advantages))
+        return made
+
+    monkeypatch.setattr(controller, "plan", planned)
+    with pytest.raises(TooManyBadSteps, match=r"runner\.max_bad_steps.*global_step_4"):
+        controller.fit()
+    weights[5] = weights_of(controller.actors)
+    assert controller.step == 5
+    same = [weights[step] == weights[step - 1] for step in range(1, 6)]
+    assert same == [False, True, False, True, True]
+    rows = read_steps(tmp_path / "metrics.jsonl")
+    assert [row["actor/skipped_steps"] for row in rows] == [0, 1, 0, 1]
+    assert rows[1]["actor/grad_norm"] is None and rows[2]["actor/grad_norm"] > 0
+    assert controller.events.count("step_skipped") == 3
+
+
+def test_groups_that_are_held_outlive_their_worker_and_others_are_reported_lost(controller):
+    def kill_the_worker():
+        (worker,) = controller.pool.workers
+        _, pid = ray.get(worker.process.remote())
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RayActorError):
+            while True:
+                ray.get(worker.process.remote())
+        time.sleep(2)  # until its objects are gone from this node, too
+
+    tasks = controller.tasks("train", list(range(6)), 8, 1)
+    summaries, plan, guard = controller.rollout(tasks)
+    assert guard
+    kill_the_worker()
+    assert len(controller.actors.score(guard)) > 0
+    assert controller.actors.update(plan.minibatches, plan.advantages)["actor/grad_norm"] > 0
+
+    generate, calls = controller.pool.generate, []
+
+    def generated(tasks):
+        calls.append([task.group_id for task in tasks])
+        results = generate(tasks)
+        if len(calls) == 1:
+            kill_the_worker()
+        return results
+
+    controller.pool.generate = generated
+    summaries, plan, _ = controller.rollout(tasks)
+    assert [s.id for s in summaries] == calls[0] and calls[1] == calls[0], "all were lost, and sampled again"
+    assert controller.events.count("groups_lost") == 1
+    assert controller.actors.update(plan.minibatches, plan.advantages)["actor/grad_norm"] > 0

@@ -1,0 +1,36 @@
+"""The first signal asks, the second ends."""
+
+import os
+import signal
+
+import pytest
+
+from rlinf_vl.controller.stop_request import Interrupted, StopRequest
+
+
+@pytest.fixture
+def request_():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop = StopRequest()
+    stop.install()
+    yield stop
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_run_is_graceful_a_signal_ends_it(request_, number):
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+    assert request_.number == number
+
+
+def test_the_first_signal_asks_and_the_second_ends(request_):
+    request_.graceful = True
+    request_.check()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        request_.check()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert request_.number == signal.SIGINT

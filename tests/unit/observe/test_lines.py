@@ -1,0 +1,68 @@
+"""Files of JSON lines: taken back by step, and whole whatever happened to them."""
+
+import json
+
+import pytest
+
+from rlinf_vl.observe.lines import EventLog, StepLines, read_steps
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_resuming_drops_what_was_written_after(tmp_path):
+    path = tmp_path / "folder/ledger.jsonl"
+    lines = StepLines(path)
+    for step in range(1, 6):
+        lines.append(step, {"groups": [f"train-{step}-0"]})
+    lines.close()
+    again = StepLines(path, resume_step=3)
+    assert again.last_step == 3
+    again.append(4, {"groups": []})
+    again.close()
+    assert [(row["step"], len(row["groups"])) for row in lines_of(path)] == [(1, 1), (2, 1), (3, 1), (4, 0)]
+
+
+def test_a_torn_last_line_is_dropped_before_the_next_is_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
+    assert [row["step"] for row in read_steps(path)] == [1]
+    lines = StepLines(path, resume_step=9)
+    lines.append(2, {"a": 3})
+    lines.close()
+    assert lines_of(path) == [{"step": 1, "a": 1}, {"step": 2, "a": 3}]
+
+
+def test_a_step_is_written_once_and_a_fresh_start_keeps_what_was_there(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = StepLines(path)
+    lines.append(3, {})
+    with pytest.raises(ValueError, match="step 3 logged after step 3"):
+        lines.append(3, {})
+    lines.close()
+    StepLines(path).close()
+    assert path.read_text() == "" and lines_of(tmp_path / "metrics.jsonl.previous") == [{"step": 3}]
+
+
+def test_events_are_counted_written_and_summed_up(tmp_path, caplog):
+    events = EventLog(tmp_path)
+    assert events.summary() == ""
+    events.add(4, "worker_replaced", "no heartbeat for 9 s")
+    events.add(5, "worker_replaced", "it died")
+    events.add(5, "step_skipped", "not finite")
+    assert (events.count("worker_replaced"), events.count("resumed")) == (2, 0)
+    assert events.summary() == "1 × step skipped, 2 × worker replaced"
+    rows = lines_of(tmp_path / "events.jsonl")
+    assert [(row["step"], row["kind"]) for row in rows] == [
+        (4, "worker_replaced"),
+        (5, "worker_replaced"),
+        (5, "step_skipped"),
+    ]
+    assert "step 4: no heartbeat for 9 s" in caplog.text
+
+
+def test_events_that_can_not_be_written_are_still_told(tmp_path, caplog):
+    events = EventLog(tmp_path / "absent")
+    events.add(1, "checkpoint_failed", "the disk is full")
+    assert events.count("checkpoint_failed") == 1 and "the disk is full" in caplog.text
