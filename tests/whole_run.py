@@ -78,11 +78,11 @@ class Run:
                 continue
         return sorted(found, key=lambda process: process.pid)
 
-    def finish(self, expect: int = 0, seconds: float = 250) -> str:
-        """Wait for the end; every process and every piece of shared memory must be gone. What was written to the terminal."""
+    def finish(self, expect: int | None = 0, seconds: float = 250) -> str:
+        """Wait for the end, with that exit code (None: any but 0); every process and every piece of shared memory must be gone. What was written to the terminal."""
         try:
             code = self.process.wait(timeout=seconds)
-            assert code == expect, f"exit code {code}\n{self.output()}"
+            assert code == expect or (expect is None and code), f"exit code {code}\n{self.output()}"
         finally:
             if self.process.poll() is None:
                 self.process.kill()

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlinf_vl.data.dataset import BadRow
+from rlinf_vl.errors import RunError
 from rlinf_vl.observe.lines import read_steps
 from rlinf_vl.types import GroupSummary
 
@@ -19,7 +20,7 @@ SHOWN = 100
 """Characters of a reason that the table shows."""
 
 
-class TooManyBadRows(RuntimeError):
+class TooManyBadRows(RunError):
     """More of a split's rows are bad than data.max_bad_rows allows."""
 
 

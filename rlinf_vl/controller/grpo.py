@@ -32,6 +32,7 @@ from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.controller.stop_request import Interrupted, StopRequest
 from rlinf_vl.controller.weight_sync import WeightSync
 from rlinf_vl.data.sampler import EpochSampler
+from rlinf_vl.errors import RunError
 from rlinf_vl.observe.lines import EventLog, StepLines
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.observe.progress import RunProgress
@@ -45,11 +46,11 @@ from rlinf_vl.weights import choose
 log = logging.getLogger(__name__)
 
 
-class TooManyRestarts(RuntimeError):
+class TooManyRestarts(RunError):
     """Actor ranks keep dying."""
 
 
-class TooManyBadSteps(RuntimeError):
+class TooManyBadSteps(RunError):
     """The gradient stays not finite."""
 
 
@@ -317,10 +318,12 @@ class GrpoController:
         """Rows that couldn't be answered or graded; raises `TooManyBadRows`."""
         self.bad_rows.add_failed(split, summaries, step)
         self.bad_rows.check()
+        if split == "train":
+            self.metrics["data/bad_rows"] = self.bad_rows.counts()[split]
 
     def stop_if_all_failed(self, summaries) -> None:
         if all(error for s in summaries for error in s.errors):
-            raise RuntimeError(f"step {self.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
+            raise RunError(f"step {self.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
 
     def _prepare_data(self, rows: dict[str, int]) -> None:
         """Choose the rows of each split that are used, the order of the training rows, and how many steps that makes."""

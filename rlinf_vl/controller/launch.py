@@ -139,8 +139,6 @@ def place(config: Config) -> Iterator[Placement]:
                 }
                 if device == "cuda":
                     option["num_gpus"] = share
-                if cluster.ray_address:
-                    option["runtime_env"] = {"env_vars": _actor_environment(cluster)}
                 out.append(option)
             return tuple(out)
 

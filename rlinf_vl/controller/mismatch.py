@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlinf_vl.controller.step_plan import item_of, trainable
+from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import GroupSummary
 
@@ -27,7 +28,7 @@ class Score:
     blank_difference: float
 
 
-class EngineMismatch(RuntimeError):
+class EngineMismatch(RunError):
     """The engine does not sample from the trainer's policy; going on would train on noise."""
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
+from rlinf_vl.errors import RunError
+
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"global_step_(\d+)$")
@@ -29,7 +31,7 @@ def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-class CheckpointFailed(RuntimeError):
+class CheckpointFailed(RunError):
     """A checkpoint could not be written. What was there before is as it was."""
 
 

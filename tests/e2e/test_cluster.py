@@ -244,6 +244,20 @@ def test_an_interface_that_does_not_lead_to_the_head(cluster, tmp_path):
     assert "the other nodes cannot reach 127.0.0.1" in said
 
 
+def test_a_head_that_is_busy_is_not_taken_for_dead(cluster, head_file):
+    head = cluster[0]
+    before = {process.pid for process in head.processes()}
+    (gcs,) = [process for process in head.processes() if process.name() == "gcs_server"]
+    gcs.suspend()
+    try:
+        said = head.run(*script("start_ray.sh"), expect=1, RAY_HEAD_FILE=str(head_file))
+    finally:
+        gcs.resume()
+    assert f"what listens at {head.ip}:{PORT} does not answer" in said
+    assert {process.pid for process in head.processes()} >= before
+    assert "2 of 2 node(s)" in head.run(*script("check_ray.sh", "3", "--cpu"))
+
+
 def test_a_run_across_both_hosts(cluster, tmp_path):
     """By the run script, which finds the cluster by itself: the actor ranks on one host, the rollout worker on the other."""
     head, other = cluster

@@ -262,3 +262,33 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
     ]
     with pytest.raises(TooManyBadRows, match="2 of the 6 rows of train"):
         record.check()
+
+
+def test_a_run_trains_on_exactly_the_rows_that_are_sound(rank, found, toy_folder, tmp_path):
+    """One epoch of all 5,000 rows, through real actors; images that are decoded, tokenized and trained on."""
+    from rlinf_vl.controller.grpo import GrpoController
+    from rlinf_vl.controller.launch import place, ray_cluster
+    from rlinf_vl.observe.progress import RunProgress
+
+    overrides = [
+        f"data.train_data_paths={list(rank.config.data.train_data_paths)}",
+        "data.val_data_paths=[]",
+        "data.rollout_batch_size=370",
+        "data.max_bad_rows=0.24",
+        "algorithm.group_size=2",
+        "algorithm.sampling_params.max_new_tokens=2",
+        "runner.max_epochs=1",
+        "runner.max_steps=-1",
+        "runner.mismatch_check_interval=-1",
+        "rollout.weight_sync=object_store",
+    ]
+    config = load_config("toy-grpo-cpu", overrides)
+    with ray_cluster(config), place(config) as placement:
+        controller = GrpoController(config, str(toy_folder), placement, tmp_path, RunProgress())
+        metrics = controller.fit()
+        controller.stop()
+    assert metrics["data/bad_rows"] == 1200 and metrics["rollout/errors"] == 0
+    ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert sorted(row for step in ledger for row in step["rows"]) == found.kept
+    kinds = Counter(json.loads(line)["kind"] for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines())
+    assert kinds == Counter(row.kind for row in found.bad.values())

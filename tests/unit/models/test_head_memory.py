@@ -1,0 +1,37 @@
+"""The head at the size of a real vocabulary: what it needs beside the model, by the kernel's own account."""
+
+import subprocess
+import sys
+
+from rlinf_vl.config.schema import ActorConfig
+
+MEASURED = """
+import torch
+from rlinf_vl.models.logprobs import token_logprobs
+
+def resident(name):
+    lines = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("Vm"))
+    return int(lines[name].split()[0]) * 1024
+
+torch.set_num_threads(1)
+T, V, H = 8192, 151936, 256
+weight = torch.randn(V, H).mul_(0.05).requires_grad_()
+hidden = torch.randn(T, H, requires_grad=True)
+targets, places = torch.randint(0, V, (T,)), torch.arange(0, T, 64)
+before = resident("VmRSS")
+logprobs, entropy = token_logprobs(hidden, weight, targets, chunk=CHUNK)
+(logprobs.sum() + entropy.sum()).backward()
+above = resident("VmHWM") - before
+assert weight.grad.isfinite().all() and hidden.grad.abs().sum() > 0
+exact = (hidden.detach()[places] @ weight.detach().t()).log_softmax(-1).gather(1, targets[places, None])[:, 0]
+torch.testing.assert_close(logprobs.detach()[places], exact, atol=1e-5, rtol=1e-5)
+print(above)
+"""
+
+
+def test_forward_and_backward_of_8192_tokens_take_less_than_1200_mb_above_the_model():
+    """The gradient of the weights, 156 MB, included; full float32 logits alone would be 5 GB."""
+    code = MEASURED.replace("CHUNK", str(ActorConfig().logprob_chunk_tokens))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1.2e9
