@@ -1,0 +1,136 @@
+// Curves over steps, drawn by uPlot. Every chart is also told in words, and its values are read with the arrow keys.
+
+const DASHES = [[], [6, 4], [2, 3]];
+const HEIGHT = 190;
+const plots = [];
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const color = (i) => css(`--c${i % 7}`);
+
+function drawCharts({ runs, charts, phases }) {
+  const section = document.getElementById("curves");
+  const shown = ["val/accuracy_error", "val/problems", ...charts.flatMap((spec) => Object.keys(spec.lines))];
+  const figures = charts.map((spec) => chart(spec, linesOf(spec, runs)));
+  for (const run of runs) {
+    const names = [...phases, "other"].filter((name) => run.metrics[`time/${name}`]?.[1].some((v) => v > 0));
+    const title = runs.length > 1 ? `Time by phase: ${run.name}` : "Time by phase";
+    const lines = names.map((name, i) => ({ label: name, color: name === "other" ? 6 : i, dash: 0, at: points(run, `time/${name}`) }));
+    figures.push(chart({ title, about: "Seconds of each step.", zero: true, stacked: true }, lines));
+  }
+  section.querySelector(".charts").append(...figures.filter(Boolean));
+  if (!figures.some(Boolean)) section.querySelector(".about").textContent = "There are no metrics.";
+  const others = new Set(runs.flatMap((run) => Object.keys(run.metrics)).filter((name) => !shown.includes(name)).sort());
+  const more = document.getElementById("more-curves");
+  more.hidden = !others.size;
+  more.addEventListener("toggle", () => {
+    const specs = [...others].map((name) => ({ title: name, about: "", lines: { [name]: name.split("/").at(-1) } }));
+    more.lastElementChild.append(...specs.map((spec) => chart(spec, linesOf(spec, runs))).filter(Boolean));
+  }, { once: true });
+}
+
+function points(run, metric) {
+  const [steps, values] = run.metrics[metric] ?? [[], []];
+  return new Map(steps.map((step, i) => [step, values[i]]));
+}
+
+/** {label, color, dash, at: step → value, null where it isn't finite; errors} of every run and metric of a chart. */
+function linesOf(spec, runs) {
+  const several = runs.length > 1;
+  const label = (run, text) => (several ? `${run.name}: ${text}` : text);
+  const lines = runs.flatMap((run, r) =>
+    Object.entries(spec.lines).map(([metric, text], m) => ({
+      label: label(run, text), color: several ? r : m, dash: several ? m : 0,
+      at: points(run, metric), errors: points(run, `${metric}_error`),
+    })));
+  const drawn = lines.filter((line) => [...line.at.values()].some((value) => value !== null));
+  if (!spec.baselines || !drawn.length) return drawn;
+  const steps = drawn.flatMap((line) => [...line.at.keys()]);
+  const ends = [Math.min(...steps), Math.max(...steps)];
+  const baselines = runs.flatMap((run, r) => Object.entries(run.baselines).map(([name, value], b) => ({
+    label: label(run, name), color: several ? r : b + 1, dash: 1 + (b % 2), flat: true,
+    at: new Map(ends.map((step) => [step, value])),
+  })));
+  return [...drawn, ...baselines];
+}
+
+/** The figure, or null if there is nothing to draw. */
+function chart(spec, lines) {
+  if (!lines.length) return null;
+  const steps = [...new Set(lines.flatMap((line) => [...line.at.keys()]))].sort((a, b) => a - b);
+  const values = lines.map((line) => steps.map((step) => (line.flat ? line.at.values().next().value : line.at.get(step))));
+  const known = values.map((column) => column.filter((value) => typeof value === "number"));
+  const words = lines.map(({ label }, i) => `${label}: first ${number(known[i][0])}, last ${number(known[i].at(-1))}, ` +
+    `lowest ${number(Math.min(...known[i]))}, highest ${number(Math.max(...known[i]))}`);
+  const holder = h("div", { class: "plot", tabindex: 0, role: "img",
+    "aria-label": `${spec.title}, steps ${steps[0]} to ${steps.at(-1)}. ${words.join("; ")}. Arrow keys move from step to step.` });
+  const outputs = lines.map(() => h("span", { class: "value" }));
+  const stepOutput = h("span", { class: "value" });
+  const show = (k) => {
+    stepOutput.textContent = k === null ? "last values" : `step ${steps[k]}`;
+    lines.forEach((_, i) => (outputs[i].textContent = number(k === null ? known[i].at(-1) : values[i][k])));
+  };
+  show(null);
+  let plot = null;
+  new ResizeObserver(() => {
+    if (plot) plot.setSize({ width: holder.clientWidth, height: HEIGHT });
+    else plots.push((plot = drawPlot(holder, spec, lines, steps, values, show)));
+  }).observe(holder);
+  holder.addEventListener("blur", () => show(null));
+  holder.addEventListener("keydown", (event) => {
+    const at = plot.cursor.idx ?? steps.length;
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: steps.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    const k = Math.min(Math.max(to, 0), steps.length - 1);
+    plot.setCursor({ left: plot.valToPos(steps[k], "x"), top: 10 });
+    document.getElementById("announce").textContent =
+      `step ${steps[k]}: ${lines.map((line, i) => `${line.label} ${number(values[i][k])}`).join(", ")}`;
+  });
+  const legend = lines.map((line, i) => h("li", {},
+    h("span", { class: "swatch", "data-color": line.color % 7, "data-dash": line.dash }), line.label, outputs[i]));
+  return h("figure", { class: "card chart" },
+    h("figcaption", {}, h("h3", {}, spec.title), stepOutput, h("p", { class: "about" }, spec.about)),
+    holder, h("ul", { class: "legend" }, legend));
+}
+
+function drawPlot(holder, spec, lines, steps, values, show) {
+  const columns = [];
+  const series = [];
+  const bands = [];
+  const sums = steps.map(() => 0);
+  lines.forEach((line, i) => {
+    columns.push(spec.stacked ? values[i].map((value, k) => (sums[k] += value ?? 0)) : values[i]);
+    series.push({
+      label: line.label, width: spec.stacked ? 0 : 2, dash: DASHES[line.dash], stroke: () => color(line.color),
+      fill: spec.stacked && i === 0 ? () => `${color(0)}aa` : undefined,
+      points: { show: !spec.stacked && !line.flat && line.at.size <= 40, size: 5 },
+      paths: spec.stacked ? uPlot.paths.stepped({ align: -1 }) : undefined,
+    });
+    if (spec.stacked && i > 0) bands.push({ series: [i + 1, i], fill: () => `${color(line.color)}aa` });
+  });
+  lines.forEach((line, i) => {
+    if (!line.errors?.size) return;
+    for (const sign of [1, -1]) {
+      columns.push(steps.map((step, k) => (line.errors.get(step) >= 0 ? values[i][k] + sign * line.errors.get(step) : undefined)));
+      series.push({ label: "", stroke: "transparent", width: 0, points: { show: false } });
+    }
+    bands.push({ series: [series.length - 1, series.length], fill: () => `${color(line.color)}33` });
+  });
+  const log = spec.log && columns.flat().every((value) => value === undefined || value === null || value > 0);
+  const axis = { stroke: () => css("--muted"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  const end = { pad: 0.06, soft: 0, mode: spec.zero ? 1 : 3 }; // from zero, or wherever the values are
+  const widen = (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
+  const flat = (low, high) => high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high)); // too narrow for ticks of its own
+  const range = (_, low, high) => flat(low, high) ? [Math.min(1.1 * low, 0), Math.max(1.1 * high, 0) || (low ? 0 : 1)]
+    : uPlot.rangeNum(low, high, { min: end, max: end });
+  return new uPlot({
+    width: holder.clientWidth, height: HEIGHT, padding: [10, 12, 0, 0], legend: { show: false },
+    series: [{}, ...series], bands,
+    cursor: { sync: { key: "steps" }, y: false, points: { size: 6 } },
+    scales: { x: { time: false, range: widen }, y: log ? { distr: 3 } : { range } },
+    axes: [
+      { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000] },
+      { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+    ],
+    hooks: { setCursor: [(u) => show(u.cursor.idx)] },
+  }, [steps, ...columns], holder);
+}

@@ -1,0 +1,285 @@
+// The gallery: trajectories filtered, sorted and paged; for several runs a problem's trajectories side by side.
+
+const TOKENS_SHOWN = 600;
+const LEVELS = 4; // shades of a token's color on either side of zero
+const tokenText = (t, k) => t.tokens.table[t.tokens.index[k]] ?? "";
+
+function setUpGallery({ runs, images }) {
+  const form = document.getElementById("filters");
+  const holder = document.getElementById("gallery");
+  const pages = document.getElementById("pages");
+  const all = runs.flatMap((run) => indexRun(run));
+  const scales = { difference: scaleOf(all.map((item) => item.mismatch_max)), advantage: scaleOf(all.map((item) => item.advantage)) };
+  const pageSize = runs.length > 1 ? 10 : 20;
+  let entries = [];
+  let page = 0;
+
+  function apply(focus = false) {
+    const wanted = Object.fromEntries(new FormData(form));
+    const found = all.filter(filterBy(wanted, runs)).sort(comparison(wanted.sort));
+    entries = runs.length > 1 ? alignByProblem(found, runs) : found.map((item) => [[item]]);
+    let text = `${found.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} trajectories`;
+    if (runs.length > 1) {
+      const both = entries.filter((entry) => entry.every((side) => side.length)).length;
+      text += `, ${entries.length} problems; first the ${both} that all runs have`;
+    }
+    document.getElementById("found").textContent = all.length ? text : "The run has stored no trajectories.";
+    form.hidden = !all.length;
+    show(0, focus);
+  }
+
+  function show(to, focus = false) {
+    const last = Math.max(0, Math.ceil(entries.length / pageSize) - 1);
+    page = Math.min(Math.max(to, 0), last);
+    const view = { mode: form.elements.color.value, scales, images, only: (text) => {
+      form.elements.problem.value = text;
+      apply(true);
+    } };
+    showScale(view);
+    const shown = entries.slice(page * pageSize, (page + 1) * pageSize);
+    holder.replaceChildren(...shown.map((entry) => (runs.length > 1 ? aligned(entry, runs, view) : card(entry[0][0], view))));
+    pages.hidden = last === 0;
+    pages.querySelector("span").textContent = `page ${page + 1} of ${last + 1}`;
+    for (const button of pages.querySelectorAll("button")) button.disabled = button.value < 0 ? page === 0 : page === last;
+    if (focus) document.getElementById("found").focus();
+  }
+
+  let timer = null;
+  form.addEventListener("input", (event) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => (event.target.name === "color" ? show(page) : apply()), event.target.tagName === "SELECT" ? 0 : 150);
+  });
+  form.addEventListener("reset", () => setTimeout(() => apply()));
+  form.addEventListener("submit", (event) => event.preventDefault());
+  pages.addEventListener("click", (event) => {
+    if (event.target.tagName === "BUTTON") show(page + Number(event.target.value), true);
+  });
+  setUpTooltip(holder);
+  apply();
+}
+
+/** A run's trajectories with what they are filtered and sorted by. Nothing here is as large as the run's text. */
+function indexRun(run) {
+  const t = run.trajectories;
+  const groups = new Map();
+  const items = Array.from({ length: t.count }, (_, i) => {
+    const text = (name) => t[name].table[t[name].index[i]] ?? null;
+    const item = {
+      run, i, text, step: t.step[i], sample: t.sample[i], reward: t.reward[i], advantage: t.advantage[i],
+      split: text("split"), problem: text("problem_id"), group: text("group_id"), error: text("error"),
+      truncated: text("finish_reason") === "length" ? 1 : 0, from: t.offsets[i], to: t.offsets[i + 1],
+    };
+    item.outcome = item.error !== null ? "error" : t.correct[i] === 1 ? "correct" : t.correct[i] === 0 ? "wrong" : "not graded";
+    let [sum, count] = [0, 0];
+    for (let k = item.from; k < item.to; k++) {
+      const size = t.response_mask[k] ? Math.abs(t.rollout_logprobs[k] - t.train_logprobs[k]) : NaN;
+      if (Number.isNaN(size)) continue;
+      item.mismatch_max = Math.max(item.mismatch_max ?? 0, size);
+      sum += size;
+      count += 1;
+    }
+    if (count) item.mismatch_mean = sum / count;
+    const key = `${item.step} ${item.split} ${item.group}`;
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(item);
+    return item;
+  });
+  for (const [key, members] of groups) {
+    const rewards = members.map((item) => item.reward).filter((reward) => !Number.isNaN(reward));
+    const mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
+    const disputed = rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / rewards.length;
+    for (const item of members) Object.assign(item, { key, disputed, groupMean: mean, groupSize: members.length });
+  }
+  return items;
+}
+
+/** What is colored strongest: nine of ten values that aren't zero are at most as large. */
+function scaleOf(values) {
+  const sizes = values.map(Math.abs).filter((value) => value > 0 && value < Infinity).sort((a, b) => a - b);
+  return sizes[Math.floor(0.9 * (sizes.length - 1))] ?? 0;
+}
+
+function comparison(sort) {
+  const key = {
+    newest: (x) => x.step, best: (x) => x.reward, worst: (x) => -x.reward, disputed: (x) => x.disputed,
+    mismatch_max: (x) => x.mismatch_max, mismatch_mean: (x) => x.mismatch_mean, truncated: (x) => x.truncated,
+  }[sort];
+  const value = (item) => (Number.isFinite(key(item)) ? key(item) : -Infinity);
+  const order = (a, b) => (a === b ? 0 : a < b ? -1 : 1);
+  return (a, b) => order(value(b), value(a)) || b.step - a.step || order(a.key, b.key) || a.sample - b.sample;
+}
+
+function filterBy(wanted, runs) {
+  const text = wanted.text.trim().toLowerCase();
+  const problem = wanted.problem.trim();
+  const [from, to] = [wanted.from === "" ? -Infinity : Number(wanted.from), wanted.to === "" ? Infinity : Number(wanted.to)];
+  // Each distinct text is searched once.
+  const matches = text && new Map(runs.map((run) => [run, ["prompt", "response", "answer"].map((name) => {
+    const column = run.trajectories[name];
+    const hits = column.table.map((value) => value.toLowerCase().includes(text));
+    return (i) => hits[column.index[i]];
+  })]));
+  return (item) =>
+    (!wanted.split || item.split === wanted.split) && item.step >= from && item.step <= to &&
+    (!wanted.outcome || item.outcome === wanted.outcome || (wanted.outcome === "truncated" && item.truncated)) &&
+    (!problem || item.problem === problem || item.group === problem) &&
+    (!text || matches.get(item.run).some((hit) => hit(item.i)));
+}
+
+/** [[trajectories of run 0], [of run 1], …] of every problem, in the order of its first; problems of all runs come first. */
+function alignByProblem(found, runs) {
+  const problems = new Map();
+  for (const item of found) {
+    const key = `${item.split} ${item.problem}`;
+    if (!problems.has(key)) problems.set(key, runs.map(() => []));
+    problems.get(key)[runs.indexOf(item.run)].push(item);
+  }
+  const missing = (entry) => entry.filter((side) => !side.length).length;
+  return [...problems.values()].sort((a, b) => missing(a) - missing(b));
+}
+
+function aligned(entry, runs, view) {
+  const problem = entry.flat()[0].problem;
+  const sides = entry.map((side, r) => {
+    const place = h("div", {}, h("p", { class: "about" }, "None of this problem."));
+    const count = h("span", {});
+    let at = 0;
+    const go = (by) => {
+      at = (at + by + side.length) % side.length;
+      count.textContent = `${at + 1} of ${side.length}`;
+      place.replaceChildren(card(side[at], view));
+    };
+    const button = (by, text, label) => h("button", { type: "button", "aria-label": label, onclick: () => go(by) }, text);
+    if (side.length) go(0);
+    return h("div", { class: `side run${r}` }, h("div", { class: "side-head" }, h("strong", {}, runs[r].name),
+      side.length > 1 && [button(-1, "←", "Previous of this run"), count, button(1, "→", "Next of this run")]), place);
+  });
+  return h("section", { class: "aligned", "aria-label": `Problem ${problem}` }, h("h3", {}, `Problem ${problem}`), h("div", { class: "sides" }, sides));
+}
+
+function card(item, view) {
+  const t = item.run.trajectories;
+  const indices = [...t.images.slice(t.image_offsets[item.i], t.image_offsets[item.i + 1])];
+  const pictures = indices.map((index, k) => {
+    if (index < 0) return h("p", { class: "no-image" }, "Image left out");
+    const { url, size } = view.images[index];
+    const small = Math.max(...size) <= 128 && "small";
+    return h("img", { src: url, width: size[0], height: size[1], class: small, decoding: "async", alt: `Image ${k + 1} of ${indices.length} of problem ${item.problem}, ${size[0]} × ${size[1]} pixels` });
+  });
+  const head = h("header", {},
+    h("h3", {}, `${item.split === "val" ? "Validation" : "Training"}, step ${item.step}`),
+    h("span", { class: `badge ${item.outcome.replace(" ", "-")}` }, item.outcome),
+    item.truncated ? h("span", { class: "badge truncated" }, "truncated") : null,
+    h("button", { type: "button", class: "link", title: "Show all of this problem", onclick: () => view.only(item.problem) }, `problem ${item.problem}`),
+    item.groupSize > 1 && h("button", { type: "button", class: "link", title: "Show the whole group", onclick: () => view.only(item.group) }, `sample ${item.sample + 1} of ${item.groupSize}`));
+  const versions = [...new Set(t.weight_versions.slice(item.from, item.to))].filter((version) => version >= 0);
+  const facts = [
+    ["Reward", number(item.reward), rewardParts(item.text("reward_parts"))],
+    ["Advantage", number(item.advantage)],
+    item.groupSize > 1 && ["Group's reward", number(item.groupMean), `± ${number(Math.sqrt(item.disputed))}`],
+    ["Tokens", String(item.to - item.from), item.text("finish_reason") && `finish: ${item.text("finish_reason")}`],
+    item.mismatch_max !== undefined && ["|rollout − train|", number(item.mismatch_mean), `largest ${number(item.mismatch_max)}`],
+    versions.length > 0 && ["Weights of step", versions.length > 1 ? `${Math.min(...versions)}–${Math.max(...versions)}` : String(versions[0])],
+  ].filter(Boolean);
+  return h("article", { class: "card trajectory", "aria-label": `Step ${item.step}, problem ${item.problem}, sample ${item.sample + 1}` }, head,
+    h("div", { class: "body" }, pictures.length > 0 && h("div", { class: "images" }, pictures),
+      h("div", { class: "texts" },
+        h("h4", {}, "Prompt"), longText(item.text("prompt") ?? "–"),
+        h("h4", {}, "Response"), response(item, view),
+        item.error !== null && [h("h4", {}, "Error"), h("pre", { class: "error" }, item.error)],
+        h("h4", {}, "Answer"), h("pre", {}, item.text("answer") ?? "–"))),
+    h("dl", { class: "facts" }, facts.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more && h("small", {}, ` ${more}`))))));
+}
+
+function rewardParts(text) {
+  try {
+    const parts = Object.entries(JSON.parse(text ?? "{}"));
+    return parts.map(([name, value]) => `${name} ${typeof value === "number" ? number(value) : JSON.stringify(value)}`).join(", ");
+  } catch {
+    return text;
+  }
+}
+
+/** A prompt; its placeholders of an image, hundreds of the same, as one with their number. */
+function longText(text) {
+  const shorter = text.replace(/(<\|[\w-]{1,40}\|>)\1{2,}/g, (all, one) => `${one}×${all.length / one.length} `);
+  return h("pre", { class: "long", tabindex: shorter.length > 700 && 0 }, shorter);
+}
+
+/** The response's tokens, each colored by its value; a long one's first, with a button for all. */
+function response(item, view, limit = TOKENS_SHOWN) {
+  const t = item.run.trajectories;
+  const count = item.to - item.from;
+  if (!count) return h("pre", {}, item.text("response") || "(empty)");
+  const spans = Array.from({ length: Math.min(count, limit) }, (_, n) => {
+    const k = item.from + n;
+    const value = { difference: t.rollout_logprobs[k] - t.train_logprobs[k], advantage: item.advantage }[view.mode];
+    const level = Math.min(LEVELS, Math.ceil((LEVELS * Math.abs(value)) / view.scales[view.mode]));
+    const shade = level > 0 && t.response_mask[k] ? (value > 0 ? "p" : "n") + level : null;
+    return h("span", { role: "option", "aria-selected": "false", "aria-describedby": "tooltip", tabindex: n ? -1 : 0, "data-n": n,
+      "data-shade": shade, class: t.response_mask[k] ? null : "untrained" }, tokenText(t, k).replaceAll("\n", "↵\n") || "∅");
+  });
+  const tokens = h("div", { class: "tokens", role: "listbox", "aria-label": "Response token by token; arrow keys move from one to the next" }, spans);
+  tokens.item = item;
+  if (count <= limit) return tokens;
+  const showAll = (event) => event.currentTarget.parentElement.replaceWith(response(item, view, count));
+  return h("div", {}, tokens, h("button", { type: "button", onclick: showAll }, `Show all ${count.toLocaleString("en")} tokens`));
+}
+
+/** A token's numbers, when pointed at or focused; arrow keys move the focus, Escape hides it. */
+function setUpTooltip(holder) {
+  const tip = document.getElementById("tooltip");
+  const tokenOf = (event) => event.target.closest?.("[data-n]");
+  const hide = () => (tip.hidden = true);
+  const show = (event) => {
+    const span = tokenOf(event);
+    if (!span) return;
+    const { item } = span.parentElement;
+    const t = item.run.trajectories;
+    const k = item.from + Number(span.dataset.n);
+    const rows = [
+      ["rollout − train", number(t.rollout_logprobs[k] - t.train_logprobs[k])],
+      ["rollout logprob", number(t.rollout_logprobs[k])], ["train logprob", number(t.train_logprobs[k])],
+      ["advantage", number(item.advantage)], ["token id", t.response_ids[k] < 0 ? "–" : String(t.response_ids[k])],
+      ["weights of step", t.weight_versions[k] < 0 ? "–" : String(t.weight_versions[k])],
+      ["place", `${Number(span.dataset.n) + 1} of ${item.to - item.from}`],
+      ...(t.response_mask[k] ? [] : [["trained on", "no"]]),
+    ];
+    tip.replaceChildren(h("code", {}, JSON.stringify(tokenText(t, k))), h("dl", {}, rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))));
+    tip.hidden = false;
+    const at = span.getClientRects()[0];
+    const below = at.bottom + 8 + tip.offsetHeight < innerHeight;
+    tip.style.left = `${Math.max(8, Math.min(at.left, document.documentElement.clientWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${below ? at.bottom + 8 : Math.max(8, at.top - tip.offsetHeight - 8)}px`;
+  };
+  holder.addEventListener("mouseover", (event) => (tokenOf(event) ? show(event) : hide()));
+  holder.addEventListener("mouseleave", hide);
+  holder.addEventListener("focusin", show);
+  holder.addEventListener("focusout", hide);
+  addEventListener("scroll", () => {
+    const focused = holder.querySelector("[data-n]:focus-visible");
+    focused ? show({ target: focused }) : hide();
+  }, { passive: true });
+  holder.addEventListener("keydown", (event) => {
+    const span = tokenOf(event);
+    if (event.key === "Escape") hide();
+    const all = span?.parentElement;
+    const to = { ArrowRight: span?.nextSibling, ArrowLeft: span?.previousSibling, Home: all?.firstChild, End: all?.lastChild }[event.key];
+    if (!to) return;
+    event.preventDefault();
+    span.tabIndex = -1;
+    to.tabIndex = 0;
+    to.focus({ preventScroll: true });
+    to.scrollIntoView({ block: "nearest" });
+  });
+}
+
+function showScale({ mode, scales }) {
+  const legend = document.getElementById("scale");
+  const scale = scales[mode];
+  legend.hidden = !scale;
+  if (!scale) return;
+  const [low, high] = mode === "advantage" ? ["worse than its group", "better"] : ["rollout less sure than train", "more sure"];
+  const swatches = ["n4", "n3", "n2", "n1", "p1", "p2", "p3", "p4"].map((shade) => h("span", { "data-shade": shade }));
+  legend.replaceChildren(h("small", {}, `${low} ${number(-scale)}`), h("div", {}, swatches), h("small", {}, `${number(scale)} ${high}`));
+}

@@ -1,0 +1,208 @@
+"""Trajectories and their images for the report: which ones it holds, and their columns as arrays a browser reads.
+
+Text is a table of distinct strings and an index into it; what tokens have lies one after another over all trajectories,
+cut by one array of offsets. Nothing outside the run's folder is read, whatever an image's path says.
+"""
+
+import hashlib
+import io
+from collections import Counter, namedtuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+_TEXTS = ("split", "group_id", "problem_id", "prompt", "response", "answer", "reward_parts", "error", "finish_reason")
+SCHEMA = pa.schema(
+    {
+        **dict.fromkeys(("step", "sample"), pa.int32()),
+        **dict.fromkeys(("reward", "advantage"), pa.float32()),
+        "correct": pa.bool_(),
+        **dict.fromkeys(_TEXTS, pa.string()),
+        **dict.fromkeys(("images", "tokens"), pa.list_(pa.string())),
+        **dict.fromkeys(("response_ids", "weight_versions"), pa.list_(pa.int32())),
+        "response_mask": pa.list_(pa.bool_()),
+        **dict.fromkeys(("rollout_logprobs", "train_logprobs"), pa.list_(pa.float32())),
+    }
+)
+#: For a token without a value, by the column's type: the type it has in the browser, and its value there.
+FILL = {pa.float32(): (np.float32, np.nan), pa.int32(): (np.int32, -1), pa.bool_(): (np.uint8, 1)}
+_Group = namedtuple("_Group", "file split rows bytes")
+#: What a trajectory takes in the report before compression, its images aside, and what each of its tokens adds.
+BYTES_PER_TRAJECTORY, BYTES_PER_TOKEN = 1000, 20
+#: An image larger than one of these is shown as a thumbnail.
+MAX_BYTES_PER_IMAGE, MAX_PIXELS_ACROSS, THUMBNAIL_PIXELS = 100_000, 2048, 512
+
+
+def add_section(sections: bytearray, data: np.ndarray) -> dict[str, Any]:
+    """Appends an array; returns a reference to it, {"type", "at", "count"}, `at` in bytes."""
+    sections += bytes(-len(sections) % 4)  # a browser's arrays are aligned
+    reference = {"type": data.dtype.str[1:], "at": len(sections), "count": len(data)}
+    sections += data.tobytes()
+    return reference
+
+
+class ImageStore:
+    """Images of all runs, each distinct file's bytes once, up to `max_bytes` in total."""
+
+    def __init__(self, sections: bytearray, max_bytes: int) -> None:
+        self._sections, self._bytes_left = sections, max_bytes
+        self._known: dict[bytes, int] = {}
+        self.images: list[dict[str, Any]] = []
+
+    def add(self, run: Path, name: str) -> int:
+        """The image's index.
+
+        Raises:
+            ValueError: why it is left out, for a reader.
+        """
+        file = (run / name).resolve()
+        if not file.is_relative_to(run.resolve()):
+            raise ValueError("outside the run's folder")
+        if not file.is_file():  # nor wait for a pipe
+            raise ValueError("missing")
+        data = file.read_bytes()
+        digest = hashlib.sha256(data).digest()
+        if digest not in self._known:
+            try:
+                shown, kind, size = _shrink(data)
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+                raise ValueError("not an image that can be shown") from error
+            if len(shown) > self._bytes_left:
+                raise ValueError(
+                    f"there is room for {sum(image['data']['count'] for image in self.images):,} bytes only"
+                )
+            self._bytes_left -= len(shown)
+            self._known[digest] = len(self.images)
+            reference = add_section(self._sections, np.frombuffer(shown, np.uint8))
+            self.images.append({"data": reference, "type": f"image/{kind.lower()}", "size": size})
+        return self._known[digest]
+
+
+def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
+    """Trajectories of a run in the order of steps, as many as fit, with all columns of `SCHEMA`.
+
+    Whole groups are taken, evenly over the steps: first of validation, for which at most three quarters of the room are,
+    then of training, for which the rest is.
+    """
+    groups = []
+    for file in sorted(run.glob("trajectories/step_*.parquet"), key=lambda f: (len(f.name), f.name)):
+        groups += _groups_of(file, _read(file, ("split", "group_id", "response_mask"), notes))
+    if not groups:
+        notes.append("No trajectories are stored.")
+    rows_of: dict[Path, list[int]] = {}
+    for split in ("validation", "training"):
+        of_split = [g for g in groups if (g.split == "val") == (split == "validation")]
+        share = 0.75 if split == "validation" and len(of_split) < len(groups) else 1
+        chosen = _choose(of_split, int(max_bytes * share))
+        max_bytes -= sum(g.bytes for g in chosen)
+        kept, total = sum(len(g.rows) for g in chosen), sum(len(g.rows) for g in of_split)
+        if kept < total:
+            notes.append(f"{total - kept:,} of {total:,} {split} trajectories left out, evenly over the steps.")
+        for group in chosen:
+            rows_of.setdefault(group.file, []).extend(group.rows)
+    tables = [SCHEMA.empty_table()]
+    for file in dict.fromkeys(group.file for group in groups if group.file in rows_of):
+        if len(table := _read(file, SCHEMA.names, notes)):  # empty if another column is broken
+            tables.append(table.take(sorted(rows_of[file])))
+    return pa.concat_tables(tables)
+
+
+def encode_trajectories(table: pa.Table, run: Path, sections: bytearray, images: ImageStore, notes: list[str]) -> dict:
+    """Column name → reference into `sections`, or {"table": distinct texts, "index": reference}."""
+    columns: dict[str, Any] = {"count": len(table)}
+    lengths, image_counts = (_lengths(table[name].combine_chunks()) for name in ("tokens", "images"))
+    for name, counts in (("offsets", lengths), ("image_offsets", image_counts)):
+        columns[name] = add_section(sections, np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+    for field in SCHEMA:
+        column = table[field.name].combine_chunks()
+        if field.type == pa.string() or field.name == "tokens":
+            texts = (column.flatten() if field.name == "tokens" else column).dictionary_encode()
+            index = texts.indices.fill_null(-1).to_numpy().astype(np.int32)
+            columns[field.name] = {"table": texts.dictionary.to_pylist(), "index": add_section(sections, index)}
+        elif not pa.types.is_list(field.type):
+            fill = 0 if pa.types.is_integer(field.type) else np.nan
+            columns[field.name] = add_section(sections, column.cast(pa.float32()).fill_null(fill).to_numpy())
+        elif field.name != "images":
+            columns[field.name] = add_section(sections, _align(column, lengths))
+    paths = table["images"].combine_chunks().flatten().dictionary_encode()
+    numbers, reasons = [], Counter()
+    for name in paths.dictionary.to_pylist():
+        try:
+            numbers.append(images.add(run, name))
+        except (ValueError, OSError) as error:
+            numbers.append(-1)
+            reasons[getattr(error, "strerror", None) or str(error)] += 1
+    notes += [f"{count} image{'s' if count > 1 else ''} left out: {reason}." for reason, count in reasons.items()]
+    index = np.array([*numbers, -1], np.int32)[paths.indices.fill_null(-1).to_numpy()]
+    return columns | {"images": add_section(sections, index)}
+
+
+def _groups_of(file: Path, index: pa.Table) -> list[_Group]:
+    rows_of: dict[tuple[str, str], list[int]] = {}
+    for row, key in enumerate(zip(index["split"].to_pylist(), index["group_id"].to_pylist(), strict=True)):
+        rows_of.setdefault(key, []).append(row)
+    sizes = BYTES_PER_TRAJECTORY + BYTES_PER_TOKEN * _lengths(index["response_mask"].combine_chunks())
+    return [_Group(file, split, rows, int(sizes[rows].sum())) for (split, _), rows in rows_of.items()]
+
+
+def _choose(groups: Sequence[_Group], max_bytes: int) -> list[_Group]:
+    """All groups if they fit, else evenly spaced ones."""
+    total = sum(g.bytes for g in groups)
+    if total <= max_bytes:
+        return list(groups)
+    chosen = [groups[int(i)] for i in np.linspace(0, len(groups) - 1, len(groups) * max_bytes // total).round()]
+    while sum(g.bytes for g in chosen) > max_bytes:
+        chosen.pop(len(chosen) // 2)
+    return chosen
+
+
+def _read(file: Path, names: Sequence[str], notes: list[str]) -> pa.Table:
+    """These columns with the types of `SCHEMA`; one that isn't there is null. No rows, and a note, if the file is broken."""
+    schema = pa.schema([SCHEMA.field(name) for name in names])
+    try:
+        with pq.ParquetFile(file) as parquet:
+            table = parquet.read(columns=[name for name in names if name in parquet.schema_arrow.names])
+        for field in schema:
+            if field.name not in table.column_names:
+                table = table.append_column(field, pa.nulls(parquet.metadata.num_rows, field.type))
+        table = table.select(names).cast(schema)
+        table.validate(full=True)
+        return table
+    except (pa.ArrowException, OSError, ValueError):
+        notes.append(f"{file.parent.name}/{file.name} could not be read and is left out.")
+        return schema.empty_table()
+
+
+def _lengths(lists: pa.Array) -> np.ndarray:
+    """Items in each list; 0 for null."""
+    return np.asarray(lists.value_lengths().fill_null(0).to_numpy(), dtype=np.int64)
+
+
+def _align(lists: pa.Array, lengths: np.ndarray) -> np.ndarray:
+    """The lists one behind another, each cut or filled up to its length: a missing or short one doesn't shift the rest."""
+    dtype, fill = FILL[lists.type.value_type]
+    values = lists.flatten().cast(pa.float64()).fill_null(fill).to_numpy()
+    own = _lengths(lists)
+    take = np.minimum(own, lengths)
+    inner = np.arange(take.sum()) - np.repeat(np.cumsum(take) - take, take)
+    aligned = np.full(lengths.sum(), fill, dtype=dtype)
+    target, source = (np.repeat(np.cumsum(n) - n, take) + inner for n in (lengths, own))
+    aligned[target] = values[source]
+    return aligned
+
+
+def _shrink(data: bytes) -> tuple[bytes, str, tuple[int, int]]:
+    """Bytes to show, their format and the original's pixels (width, height)."""
+    with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF")) as image:
+        size = image.size
+        if len(data) <= MAX_BYTES_PER_IMAGE and max(size) <= MAX_PIXELS_ACROSS:
+            return data, image.format, size
+        image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+        shown = io.BytesIO()
+        image.convert("RGBA" if "A" in image.getbands() else "RGB").save(shown, "WEBP", quality=80)
+        return shown.getvalue(), "WEBP", size

@@ -1,0 +1,422 @@
+"""The report in a real browser: headless Chromium, driven over its own DevTools protocol through a pair of pipes."""
+
+import base64
+import json
+import os
+import re
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from unit.observe.test_report import HOSTILE, make_run
+
+from rlinf_vl.observe.report import build_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
+
+
+class Browser:
+    """One page. `problems` holds every exception, console message, refusal and foreign request since it was opened."""
+
+    def __init__(self, profile: Path) -> None:
+        (command_out, self._to), (self._from, answer_in) = os.pipe(), os.pipe()
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+        # Chromium reads commands from descriptor 3 and answers on 4.
+        start = f'exec {CHROMIUM} "$@" 3<&{command_out} 4>&{answer_in}'
+        self._process = subprocess.Popen(
+            [
+                "bash",
+                "-c",
+                start,
+                "bash",
+                *flags,
+                "--remote-debugging-pipe",
+                f"--user-data-dir={profile}",
+                "about:blank",
+            ],
+            pass_fds=(command_out, answer_in),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(command_out)
+        os.close(answer_in)
+        self._buffer, self._count, self._session = b"", 0, None
+        self.problems: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, timeout: float = 60, **parameters) -> dict:
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": parameters}
+        message |= {"sessionId": self._session} if self._session else {}
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        end = time.monotonic() + timeout
+        while True:
+            answer = self._read(end)
+            self._note(answer)
+            if answer.get("id") == self._count:
+                assert "error" not in answer, answer["error"]
+                return answer["result"]
+
+    def _read(self, end: float) -> dict:
+        while b"\0" not in self._buffer:
+            assert select.select([self._from], [], [], max(0, end - time.monotonic()))[0], "the browser does not answer"
+            data = os.read(self._from, 1 << 20)
+            assert data, "the browser has died"
+            self._buffer += data
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+    def _note(self, event: dict) -> None:
+        method, details = event.get("method"), event.get("params", {})
+        if method in (
+            "Runtime.exceptionThrown",
+            "Runtime.consoleAPICalled",
+            "Log.entryAdded",
+            "Page.javascriptDialogOpening",
+        ):
+            self.problems.append(json.dumps(details)[:500])
+        if method == "Network.requestWillBeSent" and not re.match("(file|blob|data|about):", details["request"]["url"]):
+            self.problems.append(f"requested {details['request']['url']}")
+
+    def run(self, script: str):
+        """The value of an expression, awaited."""
+        result = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    def wait(self, script: str, timeout: float = 20) -> None:
+        end = time.monotonic() + timeout
+        while not self.run(script):
+            assert time.monotonic() < end, f"never true: {script}"
+            time.sleep(0.05)
+
+    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> float:
+        """Shows a page; returns the seconds until everything of it works."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.problems.clear()
+        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.wait("document.documentElement?.dataset.ready")
+        return self.run("Number(document.documentElement.dataset.ready)") / 1000
+
+    def click(self, selector: str) -> None:
+        self.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def choose(self, name: str, value: str) -> None:
+        """Sets a filter as a user would, and waits for the gallery."""
+        self.run(f"""(async () => {{
+            const field = document.querySelector('#filters [name="{name}"]');
+            field.value = {json.dumps(value)};
+            field.dispatchEvent(new Event("input", {{ bubbles: true }}));
+            await new Promise((done) => setTimeout(done, 250));
+        }})()""")
+
+    def point_at(self, selector: str) -> None:
+        self.run(
+            f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
+        )
+        x, y = self.run(f"""(() => {{ const at = document.querySelector({json.dumps(selector)}).getClientRects()[0];
+            return [at.x + at.width / 2, at.y + at.height / 2]; }})()""")
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            code = {"ArrowRight": 39, "ArrowLeft": 37, "Escape": 27, "Tab": 9}[key]
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+    def close(self) -> None:
+        self._session = None
+        try:
+            self.call("Browser.close", timeout=5)
+            self._process.wait(10)
+        except (AssertionError, OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        os.close(self._to)
+        os.close(self._from)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    return build_report([make_run(tmp_path_factory.mktemp("runs") / "toy")])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    return build_report([make_run(runs / "one"), make_run(runs / "two", problems=14, seed=1)])
+
+
+CARDS = "[...document.querySelectorAll('.trajectory')]"
+FACT = "(name) => (card) => Number([...card.querySelectorAll('.facts div')].find((d) => d.firstChild.textContent === name)" \
+    ".lastChild.firstChild.textContent.replace('−', '-'))"  # fmt: skip
+
+
+def test_curves_and_gallery_are_shown_without_a_complaint(browser, page):
+    browser.open(page)
+    assert browser.run("document.querySelectorAll('.chart').length") >= 15
+    browser.click("#more-curves > summary")
+    browser.wait("document.querySelectorAll('#more-curves .chart canvas').length > 0")
+    assert browser.run("[...document.querySelectorAll('.chart')].every((chart) => chart.querySelector('canvas'))")
+    assert browser.run(f"{CARDS}.length") == 20
+    browser.run("Promise.all([...document.querySelectorAll('.images img')].map((image) => image.decode()))")
+    assert browser.run("[...document.querySelectorAll('.images img')].every((i) => i.naturalWidth > 0 && i.alt)")
+    assert browser.run("document.querySelectorAll('.images img').length") >= 20
+    assert browser.problems == []
+
+
+def test_filters(browser, page):
+    browser.open(page)
+    browser.choose("split", "val")
+    assert browser.run("document.getElementById('found').textContent").startswith("36 of 132 ")
+    browser.choose("outcome", "correct")
+    assert browser.run(f"{CARDS}.every((card) => card.querySelector('.badge').textContent === 'correct')")
+    browser.choose("from", "3")
+    browser.choose("to", "3")
+    assert browser.run(
+        f"{CARDS}.length > 0 && {CARDS}.every((c) => c.querySelector('h3').textContent === 'Validation, step 3')"
+    )
+    browser.click("#filters [type=reset]")
+    browser.wait("document.getElementById('found').textContent === '132 of 132 trajectories'")
+    browser.choose("problem", "toy-3")
+    assert browser.run(
+        f"{CARDS}.length > 0 && {CARDS}.every((c) => c.querySelector('.link').textContent === 'problem toy-3')"
+    )
+    browser.choose("text", "nowhere to be found")
+    assert browser.run(f"{CARDS}.length") == 0
+    browser.choose("text", "THE RECTANGLE")
+    assert browser.run(f"{CARDS}.length") > 0
+    assert browser.problems == []
+
+
+def test_sorting(browser, page):
+    browser.open(page)
+    values = {}
+    for sort, fact in (("best", "Reward"), ("worst", "Reward"), ("mismatch_mean", "|rollout − train|")):
+        browser.choose("sort", sort)
+        values[sort] = browser.run(f"{CARDS}.map(({FACT})('{fact}'))")
+    assert values["best"][0] == 1 and values["worst"][0] == 0
+    assert values["mismatch_mean"] == sorted(values["mismatch_mean"], reverse=True)
+    browser.choose("sort", "truncated")
+    assert browser.run("Boolean(document.querySelector('.trajectory .badge.truncated'))")
+    browser.choose("sort", "disputed")
+    labels = browser.run(f"{CARDS}.slice(0, 4).map((card) => card.querySelectorAll('.link')[1].textContent)")
+    assert labels == [f"sample {k} of 4" for k in (1, 2, 3, 4)]
+    browser.choose("sort", "newest")
+    assert browser.run(f"{CARDS}.every((card) => card.querySelector('h3').textContent.endsWith('step 6'))")
+
+
+def test_pages(browser, page):
+    browser.open(page)
+    first = browser.run("document.getElementById('gallery').innerText")
+    browser.click("#pages button[value='1']")
+    assert browser.run("document.querySelector('#pages span').textContent") == "page 2 of 7"
+    assert browser.run("document.getElementById('gallery').innerText") != first
+    assert browser.run("document.activeElement.id") == "found"
+
+
+def test_tokens_are_colored_and_tell_their_numbers_to_mouse_and_keyboard(browser, page):
+    browser.open(page)
+    browser.choose("split", "train")
+    grounds = (
+        "new Set([...document.querySelectorAll('.tokens span')].map((s) => getComputedStyle(s).backgroundColor)).size"
+    )
+    assert browser.run(grounds) > 4
+    browser.point_at(".trajectory .tokens span:nth-child(3)")
+    browser.wait("!document.getElementById('tooltip').hidden")
+    shown = browser.run("document.getElementById('tooltip').innerText")
+    rollout, train = (_number_after(shown, name) for name in ("rollout logprob", "train logprob"))
+    assert _number_after(shown, "rollout − train") == pytest.approx(rollout - train, abs=1e-3)
+    assert "3 of 11" in shown and '" is"' in shown
+    browser.run("document.querySelector('.trajectory .tokens span').focus()")
+    for _ in range(4):
+        browser.press("ArrowRight")
+    assert browser.run("document.activeElement.dataset.n") == "4"
+    assert "5 of 11" in browser.run("document.getElementById('tooltip').innerText")
+    browser.run("scrollBy({ top: 30, behavior: 'instant' })")
+    time.sleep(0.2)
+    assert not browser.run("document.getElementById('tooltip').hidden"), "scrolling to a focused token must not hide it"
+    browser.press("Escape")
+    assert browser.run("document.getElementById('tooltip').hidden")
+    browser.choose("color", "advantage")
+    assert browser.run(f"""{CARDS}.every((card) => {{
+        const shades = new Set([...card.querySelectorAll('.tokens span')].map((span) => span.dataset.shade?.[0]));
+        const advantage = ({FACT})('Advantage')(card);
+        return shades.size === 1 && shades.has(advantage > 0 ? 'p' : 'n');
+    }})""")
+    browser.choose("color", "")
+    assert browser.run("document.querySelectorAll('.tokens [data-shade]').length") == 0
+    assert browser.problems == []
+
+
+def _number_after(text: str, name: str) -> float:
+    return float(re.search(rf"{re.escape(name)}\s+([−\d.e]+)", text)[1].replace("−", "-"))
+
+
+def test_a_curve_tells_its_values_to_mouse_and_keyboard(browser, page):
+    browser.open(page)
+    read = "['.legend', 'figcaption'].map((s) => document.querySelector(`.chart ${s}`).innerText).join(' ').replace(/\\s+/g, ' ')"
+    assert browser.run(read).startswith("accuracy 0.85 constant answer 0.13")
+    browser.point_at(".chart .u-over")
+    browser.wait(f"{read}.includes('step 3')")
+    assert "accuracy 0.55" in browser.run(read)
+    browser.run("document.querySelector('.chart .plot').focus()")
+    browser.press("ArrowLeft")
+    assert "accuracy 0.25" in browser.run(read)
+    assert browser.run("document.getElementById('announce').textContent").startswith("step 0: accuracy 0.25")
+
+
+def test_light_and_dark_have_contrast(browser, page):
+    def worst_contrast() -> float:
+        return browser.run("""(() => {
+            const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+            const paint = (css) => {
+                canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = css; canvas.fillRect(0, 0, 1, 1);
+                return canvas.getImageData(0, 0, 1, 1).data;
+            };
+            const ground = (e) => {
+                for (; e; e = e.parentElement) { const c = paint(getComputedStyle(e).backgroundColor); if (c[3] === 255) return c; }
+            };
+            const light = (c) => [0.2126, 0.7152, 0.0722].reduce((sum, w, i) => {
+                const v = c[i] / 255; return sum + w * (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); }, 0);
+            const texts = [...document.querySelectorAll("main *, header *")].filter((e) => e.checkVisibility() &&
+                [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) && !e.disabled && !e.closest("noscript"));
+            return Math.min(...texts.map((e) => {
+                const [a, b] = [light(paint(getComputedStyle(e).color)), light(ground(e))].sort((x, y) => y - x);
+                return (a + 0.05) / (b + 0.05); }));
+        })()""")
+
+    browser.open(page, dark=True)
+    dark_ground = "getComputedStyle(document.body).backgroundColor"
+    dark = browser.run(dark_ground)
+    assert max(map(int, re.findall(r"\d+", dark)[:3])) < 60
+    assert worst_contrast() >= 4.5
+    browser.click("#theme")
+    assert browser.run(dark_ground) != dark and worst_contrast() >= 4.5
+    browser.open(page)
+    assert browser.run(dark_ground) != dark
+    assert browser.problems == []
+
+
+@pytest.mark.parametrize("name", ["page", "two"])
+def test_a_phone_needs_no_scrolling_sideways(browser, name, request):
+    browser.open(request.getfixturevalue(name), width=360, height=740)
+    browser.run("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    assert browser.run("document.documentElement.scrollWidth") <= 360
+    inside = "[...document.querySelectorAll('.card, .chart canvas, .tokens')].every((e) => e.getBoundingClientRect().right <= 360)"
+    assert browser.run(inside)
+
+
+def test_everything_has_a_name_and_a_place(browser, page):
+    browser.open(page)
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    named = [
+        (n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n.get("ignored") and "role" in n
+    ]
+    roles = {role for role, _ in named}
+    assert {"main", "banner", "navigation", "search", "heading", "listbox"} <= roles
+    for role, name in named:
+        if role in ("button", "link", "combobox", "textbox", "searchbox", "spinbutton", "listbox", "image", "region"):
+            assert name.strip(), f"a {role} without a name"
+    browser.press("Tab")
+    assert browser.run("document.activeElement.className") == "skip"
+
+
+def test_two_runs_are_overlaid_and_aligned_by_problem(browser, two):
+    browser.open(two)
+    legend = browser.run("document.querySelector('.chart .legend').innerText")
+    assert "one: accuracy" in legend and "two: accuracy" in legend
+    sides = browser.run("""[...document.querySelectorAll('.aligned')].map((row) =>
+        [...row.querySelectorAll('.side')].map((side) => side.querySelector('.link')?.textContent ?? null))""")
+    assert len(sides) == 10 and all(a == b and a is not None for a, b in sides)
+    before = browser.run("document.querySelector('.side .trajectory').getAttribute('aria-label')")
+    browser.click(".side-head button[aria-label^=Next]")
+    assert browser.run("document.querySelector('.side .trajectory').getAttribute('aria-label')") != before
+    browser.choose("problem", "toy-13")
+    assert browser.run("document.querySelectorAll('.side')[0].innerText").endswith("None of this problem.")
+    assert browser.problems == []
+
+
+def test_hostile_texts_are_shown_and_do_nothing(browser, tmp_path):
+    run = make_run(tmp_path / "toy", steps=1)
+    rows = pq.read_table(run / "trajectories/step_1.parquet").to_pylist()
+    for row in rows:
+        row |= dict.fromkeys(
+            ("prompt", "response", "answer", "error", "problem_id", "reward_parts", "group_id"), HOSTILE
+        )
+        row["tokens"] = [HOSTILE, "\ud7ff\0", *row["tokens"][2:]]
+    pq.write_table(pa.Table.from_pylist(rows), run / "trajectories/step_1.parquet")
+    (run / "config.yaml").write_text(json.dumps({"runner": {"experiment_name": HOSTILE}}))
+    (run / "baselines.json").write_text(json.dumps({HOSTILE: 0.5}))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, HOSTILE: 1, "val/accuracy": 0.5}))
+    browser.open(build_report([run]))
+    browser.choose("split", "train")
+    assert HOSTILE in browser.run("document.querySelector('.tokens span').textContent")
+    browser.point_at(".tokens span")
+    browser.run("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    time.sleep(0.2)
+    assert browser.run("document.querySelectorAll('script').length") == 2
+    assert browser.run("document.querySelectorAll('img[src=x]').length") == 0
+    assert browser.problems == []
+
+
+def test_nothing_but_its_own_scripts_can_run_or_load(browser, page):
+    browser.open(page)
+    refused = browser.run("""(async () => {
+        const refused = [];
+        addEventListener("securitypolicyviolation", (event) => refused.push(event.effectiveDirective));
+        document.body.append(Object.assign(document.createElement("img"), { src: "https://127.0.0.1:9/x.png" }));
+        document.body.append(Object.assign(document.createElement("script"), { textContent: "window.ran = 1" }));
+        await fetch("https://127.0.0.1:9/").catch(() => 0);
+        await new Promise((done) => setTimeout(done, 100));
+        return [refused.sort(), window.ran ?? 0];
+    })()""")
+    assert refused == [["connect-src", "img-src", "script-src-elem"], 0]
+
+
+def test_an_empty_run_is_said_to_be_empty(browser, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    browser.open(build_report([tmp_path]))
+    assert "no trajectories" in browser.run("document.getElementById('found').textContent")
+    assert "no metrics" in browser.run("document.querySelector('#curves .about').textContent")
+    assert browser.problems == []
+
+
+def test_ten_thousand_trajectories_open_in_two_seconds(browser, tmp_path):
+    run = make_run(tmp_path / "toy", steps=100, groups=12, samples=8, problems=76, val_every=10)
+    page = build_report([run])
+    seconds = browser.open(page)
+    assert browser.run("document.getElementById('found').textContent") == "10,436 of 10,436 trajectories"
+    assert seconds < 2, f"{seconds} s"
+    took = browser.run("""(async () => {
+        const start = performance.now();
+        document.querySelector('#filters [name=sort]').value = 'mismatch_max';
+        document.querySelector('#filters [name=sort]').dispatchEvent(new Event('input', { bubbles: true }));
+        await new Promise((done) => setTimeout(() => requestAnimationFrame(() => setTimeout(done))));
+        return performance.now() - start;
+    })()""")
+    assert took < 1000, f"{took} ms to sort"
