@@ -2,17 +2,20 @@
 
 import argparse
 import logging
-import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlinf_vl.config import ConfigError, load_config, save_config
 from rlinf_vl.controller.stop_request import StopRequest
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress, setup_logging
+from rlinf_vl.observe.spans import FOLDER as SPANS
+from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, write_timeline
+from rlinf_vl.observe.status import StatusFile
 
 log = logging.getLogger("rlinf_vl")
 
@@ -41,6 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     export.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="dtype of the weights")
     export.set_defaults(run=_export)
 
+    timeline = verbs.add_parser("timeline", help="merge what every process did when into a trace for ui.perfetto.dev")
+    timeline.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
+    timeline.add_argument("--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json")
+    timeline.set_defaults(run=_timeline)
+
+    report = verbs.add_parser("report", help="one HTML file on a run, or on several side by side")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, still going or ended")
+    report.add_argument(
+        "--output", type=Path, default=None, help="the file; the default is report.html in the first run's folder"
+    )
+    report.set_defaults(run=_report)
+
     arguments = parser.parse_args(argv)
     arguments.stop_request = stop_request = StopRequest()
     setup_logging()
@@ -63,12 +78,16 @@ def _train(arguments: argparse.Namespace) -> int:
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.controller.launch import place, ray_cluster
     from rlinf_vl.controller.stop_request import Interrupted
+    from rlinf_vl.observe.environment import write_environment
 
-    run_dir = Path(config.runner.output_dir).absolute() / config.runner.experiment_name
+    run_dir = run_folder(config)
+    config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
     model_path = _prepare_toy(config)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / SPANS).mkdir(parents=True, exist_ok=True)
     save_config(config, run_dir / "config.yaml")
-    with RunProgress() as progress:
+    write_environment(run_dir)
+    with RunProgress(StatusFile(run_dir)) as progress, _report_at_end(run_dir):
+        record_spans(run_dir, "controller")
         progress.phase("starting Ray")
         start = time.monotonic()
         stop_request, code = arguments.stop_request, 0
@@ -80,10 +99,11 @@ def _train(arguments: argparse.Namespace) -> int:
                 controller.fit()
                 controller.stop()
             except Interrupted as stop:
-                code = 128 + stop.number
+                code, progress.end = 128 + stop.number, "stopped"
                 controller.stop()
             finally:
                 controller.trackers.close()
+                flush_spans()
                 if happened := controller.events.summary():
                     log.info("beside its steps: %s (%s)", happened, run_dir / "events.jsonl")
     metrics = controller.metrics
@@ -91,6 +111,25 @@ def _train(arguments: argparse.Namespace) -> int:
     log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
     log.info("the run is in %s", run_dir)
     return code
+
+
+@contextmanager
+def _report_at_end(run_dir: Path) -> Iterator[None]:
+    """Make the run's report when it has ended, well or not; a person in a hurry (Ctrl-C twice) gets none."""
+    in_a_hurry = False
+    try:
+        yield
+    except KeyboardInterrupt:
+        in_a_hurry = True
+        raise
+    finally:
+        if not in_a_hurry and (run_dir / "metrics.jsonl").exists():
+            from rlinf_vl.observe.report import build_report
+
+            try:
+                log.info("the report: %s", build_report([run_dir]))
+            except Exception as error:  # what was trained is worth more than its report
+                log.warning("no report could be made of %s: %r", run_dir, error)
 
 
 def _prepare_toy(config) -> str:
@@ -117,6 +156,26 @@ def _toy(arguments: argparse.Namespace) -> int:
         print(f"{split} data: {toy_dataset_path(split)}")
     seed = {} if arguments.seed is None else {"seed": arguments.seed}
     print(f"checkpoint: {toy_checkpoint_path(**seed)}")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from rlinf_vl.observe.report import build_report
+
+    try:
+        print(build_report(arguments.runs, arguments.output))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    try:
+        print(write_timeline(arguments.run_dir, arguments.output))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

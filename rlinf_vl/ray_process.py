@@ -27,6 +27,12 @@ def where() -> tuple[str, int]:
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
+def entry(name: str, process: ray.ObjectRef, restarts: int) -> dict[str, object]:
+    """A line on an actor that lives, for `StatusFile`; `process` is a reference to what `where` said there."""
+    node, pid = ray.get(process)
+    return {"name": name, "node": node[:8], "pid": pid, "state": "alive", "restarts": restarts}
+
+
 def kill(actor, process: ray.ObjectRef) -> None:
     """End an actor's process even if it is stopped; `process` is a reference to what `where` said there."""
     ray.kill(actor)

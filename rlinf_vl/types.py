@@ -65,6 +65,7 @@ class Trajectory:
         finish_reason: "stop" (an end token), "length" (cut by max_new_tokens) or "error".
         correct: whether the answer was graded right, before scaling; validation accuracy is its mean.
         error: reason when generation or grading failed; such a trajectory is masked and counted, never trained on.
+        reward_parts: what the environment says the reward is made of, by name.
     """
 
     ids: np.ndarray = field(repr=False)
@@ -75,6 +76,7 @@ class Trajectory:
     finish_reason: str
     correct: bool = False
     error: str | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         length = len(self.ids)
@@ -130,7 +132,7 @@ class Group:
     def __reduce__(self) -> tuple:
         flat = [array.reshape(-1).astype(dtype, copy=False).view(np.uint8) for array, dtype in self._arrays()]
         rows = [
-            (len(t.ids), t.logprobs is not None, t.reward, t.finish_reason, t.correct, t.error)
+            (len(t.ids), t.logprobs is not None, t.reward, t.finish_reason, t.correct, t.error, t.reward_parts)
             for t in self.trajectories
         ]
         sizes = (len(self.prompt_ids), tuple(zip(*rows, strict=True)))

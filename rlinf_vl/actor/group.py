@@ -5,7 +5,7 @@ ranks while it waits, and raises `ActorsLost`; the group is then of no use but t
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -16,7 +16,7 @@ from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.packing.planner import Prices
-from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, kill
+from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, kill
 
 #: Seconds in which the death of a rank must come out after another has failed, perhaps because of it.
 CAUSE_TIMEOUT_S = 15
@@ -42,6 +42,10 @@ class ActorGroup:
         """Join the ranks and load the model, for a run of so many steps; what things cost in it."""
         (host, port), *_ = self.wait([self.ranks[0].address.remote()])
         return self.wait([rank.start.remote(host, port, total_steps) for rank in self.ranks])[0]
+
+    def entries(self, restarts: int) -> list[dict[str, object]]:
+        """A line on each rank, for `StatusFile`, after so many restarts of all of them."""
+        return [entry(f"actor {rank}", process, restarts) for rank, process in enumerate(self._processes)]
 
     def wait(self, pending: Sequence[ray.ObjectRef]) -> list[Any]:
         """What these calls of ranks return.
@@ -101,16 +105,23 @@ class ActorGroup:
         return sorted({group for lost in self.wait(pending) for group in lost})
 
     def update(
-        self, minibatches: Sequence[Sequence[RankMiniBatch]], advantages: Sequence[tuple[float, ...]]
+        self,
+        step: int,
+        minibatches: Sequence[Sequence[RankMiniBatch]],
+        advantages: Sequence[tuple[float, ...]],
+        recorded: Collection[int] = (),
     ) -> dict[str, float]:
-        """Train one step; `minibatches[m][rank]`, whose groups the ranks hold.
+        """Train step `step` (its name in traces); `minibatches[m][rank]`, whose groups the ranks hold. Of the groups
+        `recorded`, logprobs are kept.
 
         Returns the step's metrics, exact over all response tokens of all ranks.
         """
         pending = []
         for rank, actor in enumerate(self.ranks):
             mine = [mini[rank] for mini in minibatches]
-            pending.append(actor.update.remote(mine, {g: advantages[g] for g in _groups_of(mine)}))
+            groups = _groups_of(mine)
+            named = frozenset(recorded) & frozenset(groups)
+            pending.append(actor.update.remote(step, mine, {g: advantages[g] for g in groups}, named))
         sums = MetricSums()
         for state in self.wait(pending):
             sums.merge(MetricSums.from_state(state))
@@ -120,6 +131,10 @@ class ActorGroup:
             # Kish's effective sample size as a share of the tokens: (Σw)² / (n Σw²)
             metrics["actor/tis_ess"] = metrics["actor/tis_mean"] ** 2 / square if square > 0 else 0.0
         return metrics
+
+    def kept_logprobs(self) -> list[ray.ObjectRef]:
+        """References to each rank's `ActorRank.kept_logprobs`."""
+        return [rank.kept_logprobs.remote() for rank in self.ranks]
 
     def score(self, minibatch: Sequence[RankMiniBatch]) -> list[tuple[int, int, float, float]]:
         """`ActorRank.score` of every trajectory that `minibatch[rank]` names."""

@@ -14,6 +14,7 @@ from rlinf_vl.actor.fsdp import clip_gradients, gather_no_more, micro_step
 from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
 from rlinf_vl.models.families import VisionFeatures
 from rlinf_vl.observe.metrics import MetricSums
+from rlinf_vl.observe.spans import span
 from rlinf_vl.types import MicroBatch
 
 
@@ -132,22 +133,28 @@ def update(
     *,
     world_size: int,
     max_grad_norm: float,
+    keep: Callable[[int, int, MicroBatch, torch.Tensor], None] | None = None,
 ) -> MetricSums:
     """Train on this rank's mini-batches, one optimizer step each. Collective: all ranks call it with equal counts.
+
+    `keep(m, i, batch, logprobs)` is shown the logprobs, float32 [R], of micro-batch i of mini-batch m that the weights
+    before the first optimizer step give (`recompute_logprobs: false`: before this one).
 
     FSDP averages gradients over ranks while the loss is a sum over them, hence the factor `world_size`. A step whose
     gradient norm is not finite is skipped and counted (`actor/skipped_steps`).
     """
     sums = MetricSums()
-    old = logprobs_before(policy, minibatches, settings.old_logprobs)
+    with span("old logprobs"):
+        old = logprobs_before(policy, minibatches, settings.old_logprobs)
     for m, mini in enumerate(minibatches):
         for i, (batch, features) in enumerate(mini.batches()):
             ref_logprobs = None
             if reference is not None:
-                with torch.no_grad():
+                with torch.no_grad(), span("reference"):
                     ref_logprobs, _ = reference(batch, features)
             micro_step(policy, last=i == mini.count - 1)
-            logprobs, entropy = policy(batch, features)
+            with span("forward", micro_batch=i):
+                logprobs, entropy = policy(batch, features)
             loss, part = micro_batch_loss(
                 logprobs,
                 entropy,
@@ -157,15 +164,19 @@ def update(
                 old_logprobs=old[m][i] if old[m] else None,
                 ref_logprobs=ref_logprobs,
             )
-            (loss * world_size).backward()
+            if keep is not None:
+                keep(m, i, batch, old[m][i] if old[m] else logprobs.detach())
+            with span("backward", micro_batch=i):
+                (loss * world_size).backward()
             part.add("actor/loss", loss.detach(), 0)  # a sum over micro-batches and ranks; counted once per mini-batch
             sums.merge(part)
         gather_no_more(policy)
-        norm = clip_gradients(policy, max_grad_norm)
-        finite = torch.isfinite(torch.tensor(norm))
-        if finite:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        with span("optimizer", mini_batch=m):
+            norm = clip_gradients(policy, max_grad_norm)
+            finite = torch.isfinite(torch.tensor(norm))
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         scheduler.step()
         # Every rank reports these; only ratios matter, so the equal weights cancel. The loss is summed over ranks.
         sums.add("actor/grad_norm", norm, 1)

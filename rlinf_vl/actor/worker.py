@@ -3,6 +3,7 @@
 import logging
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,13 @@ from rlinf_vl.models.loading import DTYPES, freeze_vision, load_model, vocab_siz
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.observe.profiling import profiler
+from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.packing.planner import Prices, prices_of
 from rlinf_vl.ray_process import where
 from rlinf_vl.rollout.exchange import fetch
-from rlinf_vl.types import Group
+from rlinf_vl.types import Group, MicroBatch
 from rlinf_vl.weights import Sender
 from rlinf_vl.weights.collective import CollectiveSender, WeightGroup
 from rlinf_vl.weights.handles import HandleSender
@@ -70,6 +73,7 @@ class ActorRank:
         self.config, self.model_path, self.device = config, model_path, device
         self.rank, self.world_size = rank, world_size
         self.held: dict[int, Group] = {}
+        record_spans(run_folder(config), f"actor {rank}")
 
     @ray.method(concurrency_group="health")
     def heartbeat(self) -> bool:
@@ -196,7 +200,8 @@ class ActorRank:
         dies. Returns those that are lost, with the rollout worker that made them."""
         self.held = {}
         try:
-            self.held = fetch(groups)
+            with span("fetch groups"):
+                self.held = fetch(groups)
         except ObjectLostError:
             for key, reference in groups.items():
                 try:
@@ -205,28 +210,53 @@ class ActorRank:
                     continue
         return sorted(groups.keys() - self.held.keys())
 
-    def update(self, minibatches: Sequence[RankMiniBatch], advantages: dict[int, tuple[float, ...]]) -> dict:
+    def update(
+        self,
+        step: int,
+        minibatches: Sequence[RankMiniBatch],
+        advantages: dict[int, tuple[float, ...]],
+        recorded: frozenset[int] = frozenset(),
+    ) -> dict:
         """Train on this rank's mini-batches, whose groups it holds, and let these go. Collective.
 
         Args:
+            step: its number, for traces.
             advantages: advantage of each trajectory of those groups.
+            recorded: groups of whose trajectories `kept_logprobs` will be asked.
 
         Returns:
             The state of a `MetricSums`, this rank's part.
         """
-        self.make.prepare(self.held.values())
-        sums = update(
-            self.policy,
-            self.reference,
-            self.optimizer,
-            self.scheduler,
-            [self.make.minibatch(mini, self.held, advantages) for mini in minibatches],
-            loss_settings(self.config.algorithm),
-            world_size=self.world_size,
-            max_grad_norm=self.config.actor.optim.clip_grad,
-        )
+        self.kept: dict[int, dict[int, np.ndarray]] = {}
+
+        def keep(m: int, i: int, batch: MicroBatch, logprobs: torch.Tensor) -> None:
+            for place, item in enumerate(minibatches[m].micro_batches[i]):
+                if item.group in recorded:
+                    own = torch.from_numpy(batch.trajectories == place).to(logprobs.device)
+                    self.kept.setdefault(item.group, {})[item.index] = logprobs[own].cpu().numpy()
+
+        profile = self.config.runner.profile
+        profiled = step in profile.steps and self.rank in profile.ranks
+        with profiler(run_folder(self.config), step, self.rank) if profiled else nullcontext():
+            with span("images", step=step):
+                self.make.prepare(self.held.values())
+            sums = update(
+                self.policy,
+                self.reference,
+                self.optimizer,
+                self.scheduler,
+                [self.make.minibatch(mini, self.held, advantages) for mini in minibatches],
+                loss_settings(self.config.algorithm),
+                world_size=self.world_size,
+                max_grad_norm=self.config.actor.optim.clip_grad,
+                keep=keep if recorded else None,
+            )
         self.held = {}
         return sums.state()
+
+    def kept_logprobs(self) -> dict[int, dict[int, np.ndarray]]:
+        """By group and place, float32 [sampled tokens]: this rank's logprobs in the last `update`, of what is recorded."""
+        return self.kept
 
     @torch.no_grad()
     def score(self, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
@@ -282,11 +312,11 @@ class ActorRank:
 
     def offer_weights(self, check: bool) -> list[Any]:
         """The first step of a sync (`rlinf_vl.weights.strategy`); collective, like the others."""
-        with torch.no_grad():
+        with torch.no_grad(), span("gather weights"):
             return self.sender.offer(check)
 
     def deliver_weights(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), span("send weights"):
             self.sender.deliver()
 
     def release_weights(self) -> None:
@@ -310,7 +340,8 @@ class ActorRank:
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint. Collective."""
-        checkpoint.save(Path(folder), self.rank, self.policy, self.optimizer, self.scheduler)
+        with span("save"):
+            checkpoint.save(Path(folder), self.rank, self.policy, self.optimizer, self.scheduler)
 
     def load(self, folder: str) -> None:
         """Read a checkpoint, written on any number of ranks. Collective."""
@@ -321,6 +352,7 @@ class ActorRank:
     def stop(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+        flush_spans()
 
 
 ActorWorker = ray.remote(concurrency_groups={"health": 1})(ActorRank)

@@ -37,6 +37,26 @@ class LoggerConfig:
 
 
 @dataclass
+class TrajectoriesConfig:
+    interval: int = 1
+    """Record training trajectories every so many steps, validation's every time; -1 records none."""
+    train_groups: int = 4
+    """Groups recorded of a training step, chosen at random; -1 records all."""
+    val_groups: int = 64
+    """Problems recorded of a validation, always the same ones; -1 records all."""
+    max_gb: float = 2.0
+    """GB of trajectories and images after which no more are recorded."""
+
+
+@dataclass
+class ProfileConfig:
+    steps: list[int] = field(default_factory=list)
+    """Training steps of which torch.profiler writes a trace (profile/step_N-rank_R.json.gz in the run's folder)."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Actor ranks that are profiled."""
+
+
+@dataclass
 class RunnerConfig:
     output_dir: str = "results"
     """Runs are written to ${runner.output_dir}/${runner.experiment_name}/."""
@@ -74,6 +94,8 @@ class RunnerConfig:
     max_bad_steps: int = 3
     """Steps in a row with a gradient that is not finite, each of them skipped, after which the run stops."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    trajectories: TrajectoriesConfig = field(default_factory=TrajectoriesConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 @dataclass

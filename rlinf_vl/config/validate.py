@@ -40,6 +40,7 @@ _POSITIVE: _Limit = ("be > 0", lambda x: x > 0)
 _NOT_NEGATIVE: _Limit = ("be >= 0", lambda x: x >= 0)
 _AT_LEAST_1: _Limit = ("be at least 1", lambda x: x >= 1)
 _OFF_OR_POSITIVE: _Limit = ("be -1 or at least 1", lambda x: x == -1 or x >= 1)
+_ALL_OR_NOT_NEGATIVE: _Limit = ("be -1 or at least 0", lambda x: x >= -1)
 _SHARE: _Limit = ("lie in [0, 1]", lambda x: 0 <= x <= 1)
 _SHARE_NOT_0: _Limit = ("lie in (0, 1]", lambda x: 0 < x <= 1)
 _DECAY: _Limit = ("lie in [0, 1)", lambda x: 0 <= x < 1)
@@ -62,6 +63,10 @@ LIMITS: dict[str, _Limit] = {
     "runner.heartbeat_timeout": _POSITIVE,
     "runner.max_restarts": _NOT_NEGATIVE,
     "runner.max_bad_steps": _AT_LEAST_1,
+    "runner.trajectories.interval": _OFF_OR_POSITIVE,
+    "runner.trajectories.train_groups": _ALL_OR_NOT_NEGATIVE,
+    "runner.trajectories.val_groups": _ALL_OR_NOT_NEGATIVE,
+    "runner.trajectories.max_gb": _POSITIVE,
     "algorithm.group_size": _AT_LEAST_1,
     "algorithm.n_minibatches": _AT_LEAST_1,
     "algorithm.clip_ratio_low": _NOT_NEGATIVE,

@@ -20,6 +20,7 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.bad_rows import BadRows
 from rlinf_vl.controller.launch import Placement
 from rlinf_vl.controller.mismatch import NOISE, Score, judge, pick
+from rlinf_vl.controller.recorder import TrajectoryLog
 from rlinf_vl.controller.run_folder import (
     ACTOR_FOLDER,
     CheckpointFailed,
@@ -33,9 +34,11 @@ from rlinf_vl.controller.stop_request import Interrupted, StopRequest
 from rlinf_vl.controller.weight_sync import WeightSync
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.errors import RunError
+from rlinf_vl.models.families import family_of
 from rlinf_vl.observe.lines import EventLog, StepLines
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.observe.spans import span
 from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.rollout.pool import RolloutPool
@@ -82,6 +85,13 @@ class GrpoController:
             check=self.stop_request.check,
         )
         self.actors = ActorGroup(config, model_path, placement.device, placement.actor)
+        self.trajectories = TrajectoryLog(
+            config,
+            run_dir,
+            model_path,
+            family_of(config.rollout.model.model_type).image_token,
+            report=lambda message: self.events.add(self.step, "recording_ended", message),
+        )
         self._prepare_data(rows=ray.get(self.pool.start())[0])
         self.shares_gpu = placement.collocated and placement.device == "cuda"
         self._start_actors()
@@ -116,6 +126,7 @@ class GrpoController:
         if self.step == 0:
             self.metrics, self.timings = self.validate(), {}
             if self.metrics:
+                self.trajectories.end_step(0)
                 self.trackers.log(0, self.metrics)
         while self.step < self.total_steps:
             self.stop_request.check()
@@ -133,7 +144,8 @@ class GrpoController:
         """One rollout, its optimizer steps, and the new weights on their way. The step counts once the weights are new."""
         epoch, rows = self.sampler.next_batch()
         tasks = self.tasks("train", rows, self.config.algorithm.group_size, step=self.step + 1)
-        summaries, plan, guard = self.rollout(tasks)
+        summaries, groups, plan, guard = self.rollout(tasks)
+        recorded = self.trajectories.choose("train", self.step + 1, len(groups))
         self._count_bad("train", summaries, self.step + 1)
         self.metrics |= {"data/epoch": epoch, "rollout/worker_restarts": self.pool.restarts}
         self.metrics |= {"actor/restarts": self.events.count("actors_restarted")} | plan.metrics
@@ -141,8 +153,9 @@ class GrpoController:
         with self.engines_asleep():
             self.check_engine(summaries, guard)
             with self.timed("train"):
-                self.metrics |= self.actors.update(plan.minibatches, plan.advantages)
+                self.metrics |= self.actors.update(self.step + 1, plan.minibatches, plan.advantages, recorded)
         self.step += 1
+        self.record("train", groups, recorded, plan)
         self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
         self.ledger.append(self.step, {"groups": [task.group_id for task in tasks], "rows": rows})
         self.pool.release(summaries)
@@ -152,7 +165,9 @@ class GrpoController:
             with self.timed("sync"):
                 self.sync_weights()
 
-    def rollout(self, tasks: list[Task]) -> tuple[list[GroupSummary], StepPlan, tuple[RankMiniBatch, ...]]:
+    def rollout(
+        self, tasks: list[Task]
+    ) -> tuple[list[GroupSummary], list[ray.ObjectRef], StepPlan, tuple[RankMiniBatch, ...]]:
         """Have the tasks answered, decide who trains what, and have the actor ranks hold it: from then on nothing is lost
         with a rollout worker. Groups that were lost before are sampled again."""
         with self.timed("generate"):
@@ -163,7 +178,7 @@ class GrpoController:
                 plan, guard = self.plan(summaries), self.guard(summaries)
                 lost = self.actors.hold([*plan.minibatches, *([guard] if guard else [])], groups)
                 if not lost:
-                    return summaries, plan, guard
+                    return summaries, groups, plan, guard
                 self.events.add(self.step, "groups_lost", f"{len(lost)} groups died with their worker; sampled again")
                 for k, result in zip(lost, self.pool.generate([tasks[k] for k in lost]), strict=True):
                     results[k] = result
@@ -193,7 +208,8 @@ class GrpoController:
             return {}
         with self.timed("validate"):
             results = self.pool.generate(self.tasks("val", self.val_rows, 1, self.step))
-        summaries = [summary for summary, _ in results]
+        summaries, groups = map(list, zip(*results, strict=True))
+        self.record("val", groups, self.trajectories.choose("val", self.step, len(groups)))
         self.pool.release(summaries)
         self._count_bad("val", summaries, self.step)
         correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
@@ -228,11 +244,21 @@ class GrpoController:
     def log_step(self) -> None:
         """The step's figures, to everybody who wants them."""
         self.metrics |= self.timings
+        self.trajectories.end_step(self.step)
         self.trackers.log(self.step, self.metrics)
+        if self.pool.restarts != self.shown_restarts:
+            self._show_workers()
         self.progress.update(self.step, self.metrics)
+
+    def record(self, split: str, groups: list[ray.ObjectRef], chosen: list[int], plan: StepPlan | None = None) -> None:
+        """Have these of the step's groups written down, as the ranks saw them where they were trained on."""
+        advantages = {g: plan.advantages[g] for g in chosen} if plan else None
+        logprobs = self.actors.kept_logprobs() if plan and chosen else []
+        self.trajectories.record(self.step, split, {g: groups[g] for g in chosen}, advantages, logprobs)
 
     def stop(self) -> None:
         """End engines and process group in order, at the end of a run that went well."""
+        self.trajectories.close()
         self.pool.stop()
         self.actors.stop()
 
@@ -258,7 +284,8 @@ class GrpoController:
     def timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         self.progress.phase(phase)
-        yield
+        with span(phase, step=self.step):
+            yield
         self.timings[f"time/{phase}"] = time.perf_counter() - start
 
     @contextmanager
@@ -342,7 +369,7 @@ class GrpoController:
     def _usable(self, split: str, n: int) -> list[int]:
         """Rows of a split to use: those with too long a prompt are left out where the config says so, bad ones always."""
         kept, too_long, bad = self.pool.filter_rows(
-            split, list(range(n)), lambda done: self.progress.phase(f"checking rows of {split}: {done} of {n}")
+            split, list(range(n)), lambda done: self.progress.phase(f"checking rows of {split}", done, n)
         )
         log.info("%s: %d rows, %d of them longer than data.max_prompt_length, %d bad", split, n, too_long, len(bad))
         if bad:
@@ -363,6 +390,12 @@ class GrpoController:
             device=placement.device,
             engine_ranks=self.config.rollout.tensor_parallel_size,
         )
+        self._show_workers()
+
+    def _show_workers(self) -> None:
+        self.shown_restarts = self.pool.restarts
+        restarts = self.events.count("actors_restarted")
+        self.progress.workers([*self.actors.entries(restarts), *self.pool.entries()])
 
     def _restart_actors(self, error: ActorsLost) -> None:
         """New actor ranks in the place of lost ones, and the run back at its last complete checkpoint."""
@@ -400,6 +433,7 @@ class GrpoController:
         if self.step or again:
             self.sync_weights()
         self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
+        self.trajectories.go_on_from(self.step if self.step or again else -1)
         resume_step = self.step if self.step or again else None
         self.ledger = StepLines(self.run_dir / "ledger.jsonl", -1 if resume_step == 0 else resume_step)
         self.trackers = make_trackers(

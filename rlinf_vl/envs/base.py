@@ -19,7 +19,8 @@ class StepResult:
         messages: what the policy sees next, in the OpenAI content-part form; empty when done.
         reward: what this step pays, already scaled to reward_min_val…reward_max_val.
         done: whether the episode is over.
-        info: facts to record; `correct` (bool) counts towards validation accuracy.
+        info: facts to record; `correct` (bool) counts towards validation accuracy, `reward_parts` (numbers by name) is
+            shown beside the reward.
     """
 
     messages: tuple[Message, ...]

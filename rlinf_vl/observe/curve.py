@@ -108,9 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metrics_file = Path(folder) / "metrics.jsonl"
         if not metrics_file.exists():
             parser.error(f"{metrics_file} does not exist")
-        series[name] = [
-            (row["step"], row["val/accuracy"]) for row in read_steps(metrics_file) if "val/accuracy" in row
-        ]
+        series[name] = [(row["step"], row["val/accuracy"]) for row in read_steps(metrics_file) if "val/accuracy" in row]
         if not series[name]:
             parser.error(f"{metrics_file} has no val/accuracy")
     draw_curve(series, options.out, "Validation accuracy", "val/accuracy")

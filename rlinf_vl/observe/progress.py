@@ -3,14 +3,16 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from rlinf_vl.observe.status import StatusFile
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +53,12 @@ def setup_logging(level: int = logging.INFO, console: Console | None = None) -> 
 
 class RunProgress:
     """Progress of a run. A context manager; `begin` once its length is known, `update` after every step, `phase` when
-    another part of it begins."""
+    another part of it begins. All of it goes to `status` too."""
 
-    def __init__(self, *, console: Console | None = None) -> None:
+    def __init__(self, status: StatusFile | None = None, *, console: Console | None = None) -> None:
+        self._status = status
+        #: How the run will have ended: done, stopped or failed.
+        self.end = "done"
         self._total = self._step = 0
         self._console = console or _CONSOLE
         self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
@@ -80,15 +85,30 @@ class RunProgress:
     ) -> None:
         if self._live:
             self._live.stop()
+        if kind is not None:
+            self.end = "stopped" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "failed"
+        self._tell(state=self.end, phase="")
+
+    def workers(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Who works for the run, as `StatusFile.update` takes them."""
+        self._tell(workers=list(workers))
+
+    def _tell(self, **changes: Any) -> None:
+        if self._status is not None:
+            self._status.update(**changes)
 
     def begin(self, total_steps: int, start_step: int = 0) -> None:
         """The run has `total_steps`, of which `start_step` were done before it was resumed."""
         self._total, self._step = total_steps, start_step
+        self._tell(state="running", step=start_step, total_steps=total_steps)
         if self._live:
             self._live.update(self._task, total=total_steps, completed=start_step)
 
-    def phase(self, name: str) -> None:
-        """Says what is happening now: start-up, generate, train, sync, validate, …"""
+    def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
+        """Says what is happening now: start-up, generate, train, sync, validate, …; and how much of it is done."""
+        self._tell(phase=name, progress=None if total is None else {"done": done, "total": total})
+        if total is not None:
+            name = f"{name}: {done} of {total}"
         if self._live:
             self._live.update(self._task, phase=name)
         else:
@@ -97,6 +117,7 @@ class RunProgress:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` (counted from 1) is done, with these metrics. The last validation stays in sight."""
         self._step = step
+        self._tell(step=step)
         self._ends.append(time.monotonic())
         if "val/accuracy" in metrics:
             self._validation["val/accuracy"] = metrics["val/accuracy"]

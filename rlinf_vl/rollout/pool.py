@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -16,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import BadRow
-from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, kill
+from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, kill
 from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.worker import RolloutWorker, Task
 from rlinf_vl.types import GroupSummary
@@ -46,17 +47,19 @@ class _Slot:
     def __init__(self, option: dict[str, Any], make: Callable[[dict[str, Any]], Any], timeout: float) -> None:
         self.option, self._make = option, make
         self.heart = Heartbeat(lambda: self.worker.heartbeat.remote(), timeout)
+        self.restarts = -1
         self.start()
 
     def start(self) -> None:
         self.worker = self._make(self.option)
         self.tasks: dict[str, Task] = {}
-        self._process: ray.ObjectRef = self.worker.process.remote()
+        self.process: ray.ObjectRef = self.worker.process.remote()
         self.heart.restart()
+        self.restarts += 1
 
     def kill(self) -> None:
         """End the worker's process even if it is stopped. Its engine's processes end with it."""
-        kill(self.worker, self._process)
+        kill(self.worker, self.process)
 
 
 class RolloutPool:
@@ -87,17 +90,21 @@ class RolloutPool:
         self.restarts, self._report, self._check = 0, report, check
         self._current: tuple[Callable[[], Sequence[ray.ObjectRef]], int] | None = None  # weights in buckets, version
 
-        def make(option: dict[str, Any]):
-            return RolloutWorker.options(**option).remote(config, model_path, device)
+        def make(number: int, option: dict[str, Any]):
+            return RolloutWorker.options(**option).remote(config, model_path, device, number)
 
         timeout = config.runner.heartbeat_timeout
-        self._slots = [_Slot(option, make, timeout) for option in options]
+        self._slots = [_Slot(option, partial(make, i), timeout) for i, option in enumerate(options)]
         #: (split, row) → what stands for an image that other rows have too; None where no other has
         self._shared: dict[tuple[str, int], int | None] = {}
 
     @property
     def workers(self) -> list[Any]:
         return [slot.worker for slot in self._slots]
+
+    def entries(self) -> list[dict[str, object]]:
+        """A line on each worker, for `StatusFile`."""
+        return [entry(f"rollout {i}", slot.process, slot.restarts) for i, slot in enumerate(self._slots)]
 
     def start(self) -> list[ray.ObjectRef]:
         """References to wait for: each worker's rows per split."""

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.families import Family
 from rlinf_vl.models.policy import PlacedImages, encode_images, hidden_states
+from rlinf_vl.observe.spans import span
 from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.sampling import Sampler, uniforms
 from rlinf_vl.rollout.torch_decode import DecodeCache
@@ -184,7 +185,8 @@ class TorchEngine:
                 with self._step_lock, torch.inference_mode():
                     self._admit()
                     if self.rows:
-                        self._decode()
+                        with span("decode"):
+                            self._decode()
         except BaseException as e:
             error = e
             log.exception("the torch engine failed")
@@ -241,7 +243,8 @@ class TorchEngine:
                 for place, seed in enumerate(entry.request.seeds)
             ]
             self.rows += fresh  # from here on a failure reaches their futures
-            first_logits, positions = self._prefill(admitted)
+            with span("prefill"):
+                first_logits, positions = self._prefill(admitted)
             counts = torch.tensor([len(entry.request.seeds) for entry in admitted], device=self.device)
             self.next_positions = torch.cat([self.next_positions, positions.repeat_interleave(counts)])
             self.last_ids = torch.cat([self.last_ids, self.last_ids.new_zeros(len(fresh))])

@@ -21,6 +21,7 @@ from rlinf_vl.data.rows import PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError, kind_
 from rlinf_vl.envs import Env, make_env
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
+from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
 from rlinf_vl.ray_process import where
 from rlinf_vl.rewards import GradingError, grader
 from rlinf_vl.rollout.engine import EngineDied
@@ -69,7 +70,9 @@ class _Prepared:
 class RolloutRank:
     """The worker itself; `RolloutWorker` is the same as a Ray actor."""
 
-    def __init__(self, config: Config, model_path: str, device: str) -> None:
+    def __init__(self, config: Config, model_path: str, device: str, number: int = 0) -> None:
+        """`number`: which of the workers it is, for traces."""
+        record_spans(run_folder(config), f"rollout {number}")
         torch.set_num_threads(config.cluster.cpu_threads)
         self.config, self.device = config, device
         data, model_config = config.data, config.rollout.model
@@ -138,7 +141,8 @@ class RolloutRank:
         prepared: list[_Prepared] = []
         for task in tasks:
             try:
-                prepared.append(self._prepare(task))
+                with span("prepare"):
+                    prepared.append(self._prepare(task))
             except Exception as e:
                 log.warning("%s row %d: %s", task.split, task.row, e)
                 running.append(asyncio.ensure_future(self._failed(task, e)))
@@ -214,14 +218,16 @@ class RolloutRank:
     def _grade(self, prepared: _Prepared, env: Env, sample: Sample) -> Trajectory:
         assert not (sample.ids == self.processor.image_token_id).any(), "an image placeholder was sampled"
         text = self.processor.decode(sample.ids)
-        reward, correct = 0.0, False
+        reward, correct, parts = 0.0, False, {}
         error = "the engine gave up on this sample" if sample.finish_reason == "error" else None
         try:
-            result = env.step(text)
+            with span("environment"):
+                result = env.step(text)
             env.close()
             if not math.isfinite(result.reward):
                 raise ValueError(f"environment {self.config.rollout.env_class!r} gave reward {result.reward}")
             reward, correct = float(result.reward), bool(result.info.get("correct", False))
+            parts = dict(result.info.get("reward_parts", {}))
         except GradingError as e:  # no verdict
             error = f"{e.kind}: {e}"
         except Exception as e:
@@ -237,6 +243,7 @@ class RolloutRank:
             finish_reason=sample.finish_reason,
             correct=correct,
             error=error,
+            reward_parts=parts,
         )
 
     async def _failed(self, task: Task, error: Exception) -> Group:
@@ -271,10 +278,11 @@ class RolloutRank:
         elif way == "cuda_ipc":
             labels = handles.at(handles.place_of(self.device), labels)
             buckets = zip(labels, handles.opened(labels), strict=True)
-        if way == "nccl":
-            await asyncio.to_thread(self.engine.load_broadcast, labels, version)
-        else:
-            await asyncio.to_thread(self.engine.load_weights, _checked(buckets), version)
+        with span("take weights", version=version):
+            if way == "nccl":
+                await asyncio.to_thread(self.engine.load_broadcast, labels, version)
+            else:
+                await asyncio.to_thread(self.engine.load_weights, _checked(buckets), version)
         if self.device == "cuda":
             torch.cuda.synchronize()  # copied, so the sender may take its memory back
         for label in labels:
@@ -291,6 +299,7 @@ class RolloutRank:
 
     async def stop(self) -> None:
         self.engine.close()
+        flush_spans()
 
 
 def _checked(buckets: Iterable[tuple[Labelled, dict[str, torch.Tensor]]]) -> Iterator[dict[str, torch.Tensor]]:

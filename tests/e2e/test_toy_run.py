@@ -1,11 +1,13 @@
 """Whole runs, as a user starts them: real Ray, two FSDP2 ranks, one rollout worker, files on disk."""
 
+import hashlib
 import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from whole_run import FIXED_METRICS, Run
 
@@ -38,6 +40,7 @@ def run(tmp_path_factory):
         "algorithm.kl_beta=0.01",
         "algorithm.n_minibatches=2",
         "runner.max_tokens_per_mbs=1000",
+        "runner.trajectories.train_groups=-1",
     )
     return folder
 
@@ -72,6 +75,38 @@ def test_the_runs_folder_is_complete(run):
     assert "experiment_name: toy-grpo-cpu" in (folder / "config.yaml").read_text()
     assert list((folder / "tensorboard").glob("events.*"))
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["global_step_2", "global_step_3"]
+
+
+def test_trajectories_are_what_was_sampled_and_trained_on(run):
+    import pandas as pd
+
+    folder = run / "toy-grpo-cpu"
+    table = pd.read_parquet(folder / "trajectories")
+    assert {(s, step): len(part) for (s, step), part in table.groupby(["split", "step"])} == {
+        ("val", 0): 40, ("val", 2): 40, ("val", 3): 40,
+        ("train", 1): 128, ("train", 2): 128, ("train", 3): 128,
+    }  # fmt: skip
+    for images in table.images:
+        (path,) = images
+        assert hashlib.sha256((folder / path).read_bytes()).hexdigest() == Path(path).stem
+    assert (table.tokens.map("".join).str.removesuffix("<|im_end|>") == table.response).all()
+    assert table.prompt.str.count("<image>").eq(1).all() and not table.prompt.str.contains("image_pad").any()
+    train, val = table[table.split == "train"], table[table.split == "val"]
+    assert val.train_logprobs.isna().all() and val.advantage.isna().all()
+    rows = {row["step"]: row for row in metrics(run)}
+    for step, part in train.groupby("step"):
+        differences = np.concatenate([np.abs(a - b) for a, b in zip(part.rollout_logprobs, part.train_logprobs)])
+        assert np.isfinite(differences).all()
+        assert differences.mean() == pytest.approx(rows[step]["actor/rollout_train_abs_diff_mean"], rel=1e-3)
+        assert differences.max() == pytest.approx(rows[step]["actor/rollout_train_abs_diff_max"])
+        assert part.reward.mean() == pytest.approx(rows[step]["reward/mean"])
+        groups = part.groupby("group_id")
+        expected = (part.reward - groups.reward.transform("mean")) / (groups.reward.transform("std") + 1e-6)
+        assert part.advantage.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-4)
+        assert all((versions == step - 1).all() for versions in part.weight_versions)
+    for step, part in val.groupby("step"):
+        assert part.correct.mean() == pytest.approx(rows[step]["val/accuracy"])
+    assert (folder / "report.html").stat().st_size > 100_000
 
 
 def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):

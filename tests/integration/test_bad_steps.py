@@ -88,11 +88,11 @@ def test_groups_that_are_held_outlive_their_worker_and_others_are_reported_lost(
         time.sleep(2)  # until its objects are gone from this node, too
 
     tasks = controller.tasks("train", list(range(6)), 8, 1)
-    summaries, plan, guard = controller.rollout(tasks)
+    summaries, _, plan, guard = controller.rollout(tasks)
     assert guard
     kill_the_worker()
     assert len(controller.actors.score(guard)) > 0
-    assert controller.actors.update(plan.minibatches, plan.advantages)["actor/grad_norm"] > 0
+    assert controller.actors.update(1, plan.minibatches, plan.advantages)["actor/grad_norm"] > 0
 
     generate, calls = controller.pool.generate, []
 
@@ -104,7 +104,7 @@ def test_groups_that_are_held_outlive_their_worker_and_others_are_reported_lost(
         return results
 
     controller.pool.generate = generated
-    summaries, plan, _ = controller.rollout(tasks)
+    summaries, _, plan, _ = controller.rollout(tasks)
     assert [s.id for s in summaries] == calls[0] and calls[1] == calls[0], "all were lost, and sampled again"
     assert controller.events.count("groups_lost") == 1
-    assert controller.actors.update(plan.minibatches, plan.advantages)["actor/grad_norm"] > 0
+    assert controller.actors.update(1, plan.minibatches, plan.advantages)["actor/grad_norm"] > 0

@@ -114,7 +114,7 @@ def test_the_engine_follows_a_step_that_trains_the_vision_tower(engine, toy, ran
 
     mini, references = shares(before)
     rank.hold(references)
-    rank.update([mini], {g: (1.0, -1.0, 0.5, -0.5) for g in references})
+    rank.update(1, [mini], {g: (1.0, -1.0, 0.5, -0.5) for g in references})
     buckets = [unpack(ray.get(reference)) for reference in rank.offer_weights(check=False)]
     trained = {name: value for bucket in buckets for name, value in bucket.items()}
     assert any("visual" in name for name in trained)

@@ -1,0 +1,126 @@
+"""Spans: what every process of a run does when, written to `spans/<process>.jsonl` in its folder, and merged into one timeline.
+
+On a GPU a span is the time that its process spends, not the time of the kernels it starts; those are what
+`runner.profile.steps` is for.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlinf_vl.config.schema import Config
+
+FOLDER = "spans"
+#: Seconds between two spans of one name in one thread under which they are one.
+MERGE_GAP_S = 0.005
+#: Seconds after which spans that have ended are on disk.
+FLUSH_S = 1.0
+
+_file: TextIO | None = None
+_lock = threading.Lock()
+_last: dict[int, dict[str, Any]] = {}
+_flushed = 0.0
+
+
+def run_folder(config: Config) -> Path:
+    """The folder of the run that `config` describes."""
+    return Path(config.runner.output_dir).absolute() / config.runner.experiment_name
+
+
+def record_spans(run_dir: Path, process: str) -> None:
+    """From now on `span` writes, as `process` (such as "actor 0"), if the run's folder has one for spans."""
+    global _file
+    folder = run_dir / FOLDER
+    if folder.is_dir():
+        _file = (folder / f"{process.replace(' ', '-')}.jsonl").open("a", encoding="utf-8")
+
+
+@contextmanager
+def span(name: str, **about: Any) -> Iterator[None]:
+    """The time that the block takes, under `name` and with what else is worth knowing (JSON). Costs microseconds."""
+    if _file is None:
+        yield
+        return
+    start, clock = time.time(), time.perf_counter()
+    try:
+        yield
+    finally:
+        _add(name, start, start + time.perf_counter() - clock, about)
+
+
+def _add(name: str, start: float, end: float, about: dict[str, Any]) -> None:
+    """Spans of one name that follow each other in a thread, with nothing to tell them apart, become one."""
+    global _flushed
+    thread = threading.get_native_id()
+    with _lock:
+        last = _last.get(thread)
+        if last is not None and last["name"] == name and last["about"] == about and start - last["end"] < MERGE_GAP_S:
+            last["end"], last["count"] = end, last["count"] + 1
+        else:
+            if last is not None:
+                _write(last)
+            _last[thread] = {"name": name, "start": start, "end": end, "thread": thread, "count": 1, "about": about}
+        if end - _flushed > FLUSH_S:
+            _flushed = end
+            for row in _last.values():
+                _write(row)
+            _last.clear()
+            _file.flush()
+
+
+def flush_spans() -> None:
+    """Write what has ended."""
+    with _lock:
+        if _file is not None:
+            for row in _last.values():
+                _write(row)
+            _last.clear()
+            _file.flush()
+
+
+def _write(row: dict[str, Any]) -> None:
+    try:
+        _file.write(json.dumps(row | {"start": round(row["start"], 6), "end": round(row["end"], 6)}) + "\n")
+    except OSError:  # a full disk; a timeline is not worth a run
+        pass
+
+
+def read_spans(run_dir: Path) -> list[dict[str, Any]]:
+    """All spans of a run: name, start and end in Unix seconds, process, thread, count, about. Torn lines are left out."""
+    rows = []
+    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                rows.append(json.loads(line) | {"process": path.stem.replace("-", " ")})
+            except json.JSONDecodeError:
+                continue
+    return rows
+
+
+def write_timeline(run_dir: Path, output: Path | None = None) -> Path:
+    """Merge a run's spans into a file for chrome://tracing or ui.perfetto.dev (Chrome's Trace Event Format), by default
+    `timeline.json` in the run's folder. The clocks of several hosts are taken as they are.
+
+    Raises:
+        ValueError: the folder has no spans.
+    """
+    rows = read_spans(run_dir)
+    if not rows:
+        raise ValueError(f"{run_dir / FOLDER} holds no spans; is {run_dir} the folder of a run?")
+    start = min(row["start"] for row in rows)
+    processes = {name: i for i, name in enumerate(sorted({row["process"] for row in rows}))}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": i, "tid": 0, "args": {"name": name}} for name, i in processes.items()
+    ]
+    for row in rows:
+        times = {"ts": round((row["start"] - start) * 1e6, 1), "dur": round((row["end"] - row["start"]) * 1e6, 1)}
+        args = row["about"] | ({"count": row["count"]} if row["count"] > 1 else {})
+        process = processes[row["process"]]
+        events.append({"ph": "X", "name": row["name"], "pid": process, "tid": row["thread"], "args": args} | times)
+    output = output or run_dir / "timeline.json"
+    output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return output

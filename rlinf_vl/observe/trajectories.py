@@ -1,0 +1,162 @@
+"""Trajectories on disk: what was shown, answered and paid, with both sides' logprobs of every token.
+
+`trajectories/step_N.parquet` has one row a trajectory (`SCHEMA`), `images/` each image once, by content.
+"""
+
+import io
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+from tokenizers import Tokenizer
+
+from rlinf_vl.types import Group, Trajectory
+
+#: One row a trajectory. Lists have one entry per token after the prompt; `images` are paths in the run's folder.
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("split", pa.string()),  # train or val
+        ("group_id", pa.string()),
+        ("problem_id", pa.string()),
+        ("sample", pa.int32()),  # number within its group
+        ("prompt", pa.string()),  # as the model reads it; an image is <image>
+        ("response", pa.string()),
+        ("answer", pa.string()),  # the reference
+        ("images", pa.list_(pa.string())),
+        ("tokens", pa.list_(pa.string())),  # the text of each, alone
+        ("response_ids", pa.list_(pa.int32())),
+        ("response_mask", pa.list_(pa.bool_())),  # false: an environment's, not sampled
+        ("rollout_logprobs", pa.list_(pa.float32())),  # null: the engine returned none
+        ("train_logprobs", pa.list_(pa.float32())),  # of the weights before the step; null: not trained on
+        ("advantage", pa.float32()),
+        ("reward", pa.float32()),
+        ("reward_parts", pa.string()),  # JSON
+        ("correct", pa.bool_()),
+        ("error", pa.string()),
+        ("finish_reason", pa.string()),
+        ("weight_versions", pa.list_(pa.int32())),
+    ]
+)
+
+
+class TrajectoryStore:
+    """The folder: rows by step, images by hash, up to `max_bytes` in all."""
+
+    def __init__(self, run_dir: Path, model_path: str, image_token: str, max_bytes: int) -> None:
+        self._run_dir, self._max_bytes = run_dir, max_bytes
+        self._folder, self._images = run_dir / "trajectories", run_dir / "images"
+        for folder in (self._folder, self._images):
+            folder.mkdir(parents=True, exist_ok=True)
+        files = [*self._folder.iterdir(), *self._images.iterdir()]
+        self._bytes = sum(file.stat().st_size for file in files)
+        self._paths = {file.stem: f"images/{file.name}" for file in self._images.iterdir() if not file.suffix == ".tmp"}
+        local = Path(model_path) / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(local)) if local.exists() else Tokenizer.from_pretrained(model_path)
+        self._image = re.compile(f"({re.escape(image_token)})+")
+        self._pieces: dict[int, str] = {}
+        self._rows: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        step: int,
+        split: str,
+        group: Group,
+        advantages: Sequence[float] | None = None,
+        logprobs: Mapping[int, np.ndarray] | None = None,
+    ) -> None:
+        """Take a group in, for the next `write`.
+
+        Args:
+            advantages: of each trajectory; None where nothing is trained (validation).
+            logprobs: by place, float32 [sampled tokens]; a trajectory that was not trained on has none.
+        """
+        prompt = self._image.sub(
+            "<image>", self._tokenizer.decode(group.prompt_ids.tolist(), skip_special_tokens=False)
+        )
+        shared = {
+            "step": step,
+            "split": split,
+            "group_id": group.id,
+            "problem_id": group.problem_id,
+            "prompt": prompt,
+            "answer": group.answer,
+            "images": [self._image_path(image.hash, image.data) for image in group.images],
+        }
+        for place, trajectory in enumerate(group.trajectories):
+            own = self._row(trajectory, (logprobs or {}).get(place))
+            advantage = None if advantages is None else advantages[place]
+            self._rows.append(shared | own | {"sample": place, "advantage": advantage})
+
+    def _row(self, t: Trajectory, train: np.ndarray | None) -> dict[str, Any]:
+        ids = t.ids.tolist()
+        if train is not None:
+            everywhere = np.full(len(ids), np.nan, np.float32)
+            everywhere[t.response_mask] = train
+            train = everywhere
+        return {
+            "response": self._tokenizer.decode(ids, skip_special_tokens=True),
+            "tokens": [self._piece(i) for i in ids],
+            "response_ids": ids,
+            "response_mask": t.response_mask,
+            "rollout_logprobs": t.logprobs,
+            "train_logprobs": train,
+            "reward": t.reward,
+            "reward_parts": json.dumps(t.reward_parts),
+            "correct": None if t.error else t.correct,
+            "error": t.error,
+            "finish_reason": t.finish_reason,
+            "weight_versions": t.versions,
+        }
+
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            self._pieces[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._pieces[token]
+
+    def _image_path(self, name: str, data: bytes | memoryview) -> str:
+        if name not in self._paths:
+            try:
+                kind = (Image.open(io.BytesIO(data)).format or "bin").lower()
+            except OSError:
+                kind = "bin"
+            self._paths[name] = f"images/{name}.{kind}"
+            _replace(self._run_dir / self._paths[name], bytes(data))
+            self._bytes += len(data)
+        return self._paths[name]
+
+    def write(self, step: int) -> list[dict[str, Any]]:
+        """Write what was added as step `step`; returns those rows."""
+        rows, self._rows = self._rows, []
+        if rows:
+            table = pa.table({name: [row[name] for row in rows] for name in SCHEMA.names}, schema=SCHEMA)
+            sink = io.BytesIO()
+            pq.write_table(table, sink, compression="zstd")
+            _replace(self._folder / f"step_{step}.parquet", sink.getvalue())
+            self._bytes += sink.tell()
+        return rows
+
+    @property
+    def full(self) -> bool:
+        return self._bytes >= self._max_bytes
+
+    def drop_after(self, step: int) -> None:
+        """The run goes back to `step`: what came after it is trained again."""
+        self._rows = []
+        for file in self._folder.glob("step_*.parquet"):
+            if int(file.stem.removeprefix("step_")) > step:
+                file.unlink()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file so that who reads it meanwhile sees all of it or none."""
+    scratch = path.with_suffix(".tmp")
+    scratch.write_bytes(data)
+    os.replace(scratch, path)

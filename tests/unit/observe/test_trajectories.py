@@ -1,0 +1,99 @@
+"""The trajectory store: what goes in comes out, each image once, and nothing after the step that a run goes back to."""
+
+import hashlib
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import tiny
+from tokenizers import Tokenizer, decoders, models
+
+from rlinf_vl.observe.trajectories import SCHEMA, TrajectoryStore
+from rlinf_vl.types import Group, Trajectory
+
+IMAGE = "<|image_pad|>"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A tokenizer of one word an id, the image token being tiny's."""
+    words = [f"w{i} " for i in range(tiny.VOCAB)]
+    words[tiny.IMAGE_ID] = IMAGE
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.decoder = decoders.Fuse()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+def rows(run, step):
+    table = pq.read_table(run / f"trajectories/step_{step}.parquet")
+    assert table.schema.equals(SCHEMA)
+    return table.to_pylist()
+
+
+def test_rows_hold_what_was_sampled(model, run):
+    rng = np.random.default_rng(0)
+    group = tiny.group(rng, [(1, 2), (2, 1)], [3, 5], "train-7-0")
+    store = TrajectoryStore(run, model, IMAGE, 10**9)
+    store.add(7, "train", group, (0.5, -0.5), {1: np.arange(5, dtype=np.float32)})
+    store.write(7)
+    first, second = rows(run, 7)
+    for row, trajectory, place in ((first, group.trajectories[0], 0), (second, group.trajectories[1], 1)):
+        assert (row["step"], row["split"], row["group_id"], row["sample"]) == (7, "train", "train-7-0", place)
+        assert row["response_ids"] == trajectory.ids.tolist()
+        assert row["tokens"] == [f"w{i} " for i in trajectory.ids] and row["response"] == "".join(row["tokens"])
+        assert row["rollout_logprobs"] == trajectory.logprobs.tolist()
+        assert row["reward"] == trajectory.reward and row["advantage"] == 0.5 - place
+        for path, image in zip(row["images"], group.images, strict=True):
+            assert path == f"images/{image.hash}.png"
+            assert hashlib.sha256((run / path).read_bytes()).hexdigest() == image.hash
+        assert row["prompt"].count("<image>") == 2 and IMAGE not in row["prompt"]
+    assert first["train_logprobs"] is None and second["train_logprobs"] == [0, 1, 2, 3, 4]
+
+
+def test_what_an_environment_said_has_no_logprob_of_the_trainer(model, run):
+    ids, mask = np.array([5, 6, 7, 8], np.int32), np.array([True, False, False, True])
+    parts = {"format": 0.1, "accuracy": 0.9}
+    t = Trajectory(ids, mask, None, np.array([2, -1, -1, 3]), 1.0, "stop", True, None, parts)
+    failed = Trajectory(ids[:0], mask[:0], None, ids[:0], 0.0, "error", error="grading timed out: …")
+    none = np.zeros((0, 3), np.int32)
+    store = TrajectoryStore(run, model, IMAGE, 10**9)
+    store.add(1, "train", Group("g", "p", ids, (), none, (t, failed)), (1.0, 0.0), {0: np.array([-0.5, -1.5])})
+    store.write(1)
+    row, bad = rows(run, 1)
+    train = row["train_logprobs"]
+    assert (train[0], train[3]) == (-0.5, -1.5) and np.isnan(train[1:3]).all()
+    assert row["rollout_logprobs"] is None and row["weight_versions"] == [2, -1, -1, 3]
+    assert json.loads(row["reward_parts"]) == parts and row["correct"] is True
+    assert (bad["correct"], bad["error"], bad["tokens"]) == (None, "grading timed out: …", [])
+
+
+def test_an_image_is_written_once_and_counted_to_the_limit(model, run):
+    group = tiny.group(np.random.default_rng(1), [(4, 4)], [2])
+    size = len(group.images[0].data)
+    store = TrajectoryStore(run, model, IMAGE, max_bytes=size + 100_000)
+    for step in (1, 2):
+        store.add(step, "val", group)
+        store.write(step)
+    assert len(list((run / "images").iterdir())) == 1 and not store.full
+    again = TrajectoryStore(run, model, IMAGE, max_bytes=size + 1000)
+    assert again.full, "what is there counts"
+
+
+def test_going_back_drops_what_came_after(model, run):
+    store = TrajectoryStore(run, model, IMAGE, 10**9)
+    for step in (2, 9, 10, 11):
+        store.add(step, "val", tiny.group(np.random.default_rng(step), [], [2]))
+        store.write(step)
+    store.add(12, "val", tiny.group(np.random.default_rng(12), [], [2]))
+    store.drop_after(9)
+    assert store.write(12) == []
+    assert sorted(path.name for path in (run / "trajectories").iterdir()) == ["step_2.parquet", "step_9.parquet"]
