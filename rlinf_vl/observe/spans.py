@@ -33,9 +33,10 @@ def run_folder(config: Config) -> Path:
 
 def record_spans(run_dir: Path, process: str) -> None:
     """From now on `span` writes, as `process` (such as "actor 0"), if the run's folder has one for spans."""
-    global _file
+    global _file, _flushed
     folder = run_dir / FOLDER
     if folder.is_dir():
+        _flushed = time.time()
         _file = (folder / f"{process.replace(' ', '-')}.jsonl").open("a", encoding="utf-8")
 
 

@@ -92,7 +92,9 @@ def beyond(key: str) -> str:
     must = LIMITS[key][0]
     if must.startswith(("be > 0", "be at least 1", "be -1", "lie in (0, 1]")):
         return "0"
-    return {"be >= 0": "-1", "lie in [0, 1]": "1.1", "lie in [0, 1)": "1"}.get(must, "1")
+    return {"be >= 0": "-1", "be at least 0, or -1 for all": "-2", "lie in [0, 1]": "1.1", "lie in [0, 1)": "1"}.get(
+        must, "1"
+    )
 
 
 @pytest.mark.parametrize("key", LIMITS)
