@@ -79,7 +79,8 @@ class Run:
         return sorted(found, key=lambda process: process.pid)
 
     def finish(self, expect: int | None = 0, seconds: float = 250) -> str:
-        """Wait for the end, with that exit code (None: any but 0); every process and every piece of shared memory must be gone. What was written to the terminal."""
+        """Wait for the end, with that exit code (None: any but 0), and see that every process is gone; what was written to
+        the terminal."""
         try:
             code = self.process.wait(timeout=seconds)
             assert code == expect or (expect is None and code), f"exit code {code}\n{self.output()}"

@@ -28,6 +28,7 @@ from rlinf_vl.controller.run_folder import (
     load_state,
     save_checkpoint,
     set_checkpoints_aside,
+    write_baselines,
 )
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.controller.stop_request import Interrupted, StopRequest
@@ -359,6 +360,7 @@ class GrpoController:
         totals = {"train": rows["train"], "val": val}
         self.bad_rows = BadRows(self.run_dir, data.max_bad_rows, totals, resumed=self.last_good is not None)
         self.train_rows, self.val_rows = self._usable("train", rows["train"]), self._usable("val", val)
+        write_baselines(self.run_dir, self.pool.answers["val"])
         steps = self._sampler().batches_per_epoch * runner.max_epochs
         self.total_steps = steps if runner.max_steps < 0 else min(steps, runner.max_steps)
 

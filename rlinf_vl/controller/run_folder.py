@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,14 @@ def find_checkpoint(run_dir: Path, resume_dir: str | None) -> Path | None:
 def load_state(folder: Path) -> dict[str, Any]:
     """The controller's part of a checkpoint."""
     return json.loads((folder / STATE_FILE).read_text())
+
+
+def write_baselines(run_dir: Path, answers: Counter[str]) -> None:
+    """`baselines.json`: the accuracy of giving every validation problem the one answer that is right most often."""
+    if answers:
+        ((answer, count),) = answers.most_common(1)
+        baselines = {f"always {answer}": count / answers.total()}
+        (run_dir / "baselines.json").write_text(json.dumps(baselines, indent=1) + "\n")
 
 
 def _sync(path: Path) -> None:

@@ -1,6 +1,7 @@
 """The problems of a run: rows of one or several sources, converted one at a time when asked for."""
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -28,11 +29,13 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class FilterResult:
-    """Which rows can be used: `kept`, those with too long a prompt, and unusable ones with the reason."""
+    """Which rows can be used: `kept`, those with too long a prompt, and unusable ones with the reason. `answers` counts the
+    answers of those that are kept."""
 
     kept: list[int] = field(default_factory=list)
     too_long: list[int] = field(default_factory=list)
     bad: dict[int, BadRow] = field(default_factory=dict)
+    answers: Counter[str] = field(default_factory=Counter)
 
 
 class ProblemDataset:
@@ -138,6 +141,7 @@ class ProblemDataset:
                 result.bad[i] = BadRow(kind, self._ids[i], reason)
             else:
                 result.kept.append(i)
+                result.answers[problem.answer.strip()] += 1
         return result
 
 

@@ -95,6 +95,8 @@ class RolloutPool:
 
         timeout = config.runner.heartbeat_timeout
         self._slots = [_Slot(option, partial(make, i), timeout) for i, option in enumerate(options)]
+        #: Answers of the rows that can be used, by split, and how often each is the right one.
+        self.answers: dict[str, Counter[str]] = {}
         #: (split, row) → what stands for an image that other rows have too; None where no other has
         self._shared: dict[tuple[str, int], int | None] = {}
 
@@ -122,6 +124,7 @@ class RolloutPool:
             self._check()
             progress(start + len(part))
         kept = sorted(row for result, _ in results for row in result.kept)
+        self.answers[split] = sum((result.answers for result, _ in results), Counter())
         bad = {row: why for result, _ in results for row, why in result.bad.items()}
         images = {row: image for _, part in results for row, image in part.items()}
         often = Counter(image for shown in images.values() for image in shown)

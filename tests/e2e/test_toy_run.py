@@ -95,7 +95,8 @@ def test_trajectories_are_what_was_sampled_and_trained_on(run):
     assert val.train_logprobs.isna().all() and val.advantage.isna().all()
     rows = {row["step"]: row for row in metrics(run)}
     for step, part in train.groupby("step"):
-        differences = np.concatenate([np.abs(a - b) for a, b in zip(part.rollout_logprobs, part.train_logprobs)])
+        pairs = zip(part.rollout_logprobs, part.train_logprobs, strict=True)
+        differences = np.concatenate([np.abs(a - b) for a, b in pairs])
         assert np.isfinite(differences).all()
         assert differences.mean() == pytest.approx(rows[step]["actor/rollout_train_abs_diff_mean"], rel=1e-3)
         assert differences.max() == pytest.approx(rows[step]["actor/rollout_train_abs_diff_max"])

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from rlinf_vl.observe.spans import read_spans
+
 #: Of events and of skipped rows, the last so many are shown.
 MAX_TABLE_ROWS = 1000
 
@@ -29,6 +31,7 @@ class RunFolder:
     events: list[dict[str, Any]]
     bad_rows: list[dict[str, Any]]
     baselines: dict[str, float]
+    spans: dict[tuple[str, str], tuple[int, float]]  # (process, phase) → how often, and seconds in all
     notes: list[str]
 
     @property
@@ -76,8 +79,17 @@ def read_run(path: Path) -> RunFolder:
         events=_newest(path / "events.jsonl", notes),
         bad_rows=_newest(path / "bad_rows.jsonl", notes),
         baselines={name.replace("_", " "): value for name, value in baselines.items() if is_number(value)},
+        spans=_span_totals(path),
         notes=notes,
     )
+
+
+def _span_totals(path: Path) -> dict[tuple[str, str], tuple[int, float]]:
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
+    for row in read_spans(path):
+        count, seconds = totals.get((row["process"], row["name"]), (0, 0.0))
+        totals[row["process"], row["name"]] = count + row["count"], seconds + row["end"] - row["start"]
+    return dict(sorted(totals.items(), key=lambda item: (item[0][0], -item[1][1])))
 
 
 def standard_error(row: Mapping[str, float | None]) -> float | None:

@@ -1,5 +1,7 @@
 """Checkpoint folders: complete or not there."""
 
+import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from rlinf_vl.controller.run_folder import (
     load_state,
     save_checkpoint,
     set_checkpoints_aside,
+    write_baselines,
 )
 
 
@@ -69,3 +72,10 @@ def test_a_fresh_start_in_a_used_folder_keeps_the_former_checkpoints_apart(tmp_p
         assert aside.name == f"checkpoints.previous-{run}"
         assert load_state(aside / "global_step_9") == {"run": run}
         assert find_checkpoint(tmp_path, "auto") is None
+
+
+def test_the_baseline_is_the_best_constant_answer(tmp_path):
+    write_baselines(tmp_path, Counter())
+    assert not list(tmp_path.iterdir())
+    write_baselines(tmp_path, Counter({"12": 3, "7": 5, "9": 2}))
+    assert json.loads((tmp_path / "baselines.json").read_text()) == {"always 7": 0.5}
