@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from unit.observe.test_report import HOSTILE, make_run
+from whole_run import Run
 
 from rlinf_vl.observe.report import build_report
 
@@ -420,3 +421,21 @@ def test_ten_thousand_trajectories_open_in_two_seconds(browser, tmp_path):
         return performance.now() - start;
     })()""")
     assert took < 1000, f"{took} ms to sort"
+
+
+def test_the_toy_runs_own_report(browser, tmp_path):
+    run = Run(tmp_path, "runner.max_steps=4", "runner.val_check_interval=2", "data.val_samples=24")
+    run.finish()
+    seconds = browser.open(run.folder / "report.html")
+    assert seconds < 2
+    browser.run("Promise.all([...document.querySelectorAll('.images img')].map((image) => image.decode()))")
+    assert browser.run("[...document.querySelectorAll('.images img')].every((i) => i.naturalWidth > 0)")
+    assert browser.run(f"{CARDS}.length") == 20
+    browser.choose("split", "val")
+    assert browser.run("document.getElementById('found').textContent") == "72 of 200 trajectories"
+    browser.choose("split", "train")
+    browser.choose("sort", "mismatch_max")
+    browser.point_at(".trajectory .tokens span:nth-child(2)")
+    browser.wait("!document.getElementById('tooltip').hidden")
+    assert browser.run("document.querySelectorAll('.tokens [data-shade]').length") > 20
+    assert browser.problems == []

@@ -112,6 +112,8 @@ function comparison(sort) {
 function filterBy(wanted, runs) {
   const text = wanted.text.trim().toLowerCase();
   const problem = wanted.problem.trim();
+  const pattern = new RegExp(problem.replace(/[^\w]/g, "\\$&") + (/\d$/.test(problem) ? "(?!\\d)" : "")); // not 12 for 1
+  const named = (id) => pattern.test(id);
   const [from, to] = [wanted.from === "" ? -Infinity : Number(wanted.from), wanted.to === "" ? Infinity : Number(wanted.to)];
   // Each distinct text is searched once.
   const matches = text && new Map(runs.map((run) => [run, ["prompt", "response", "answer"].map((name) => {
@@ -122,7 +124,7 @@ function filterBy(wanted, runs) {
   return (item) =>
     (!wanted.split || item.split === wanted.split) && item.step >= from && item.step <= to &&
     (!wanted.outcome || item.outcome === wanted.outcome || (wanted.outcome === "truncated" && item.truncated)) &&
-    (!problem || item.problem === problem || item.group === problem) &&
+    (!problem || named(item.problem) || named(item.group)) &&
     (!text || matches.get(item.run).some((hit) => hit(item.i)));
 }
 
