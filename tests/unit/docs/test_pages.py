@@ -1,0 +1,242 @@
+"""What the pages say can be followed: links lead somewhere, examples run, commands are taken, names exist."""
+
+import argparse
+import ast
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlinf_vl.__main__ import main
+from rlinf_vl.config import config_keys, load_config
+from rlinf_vl.config.keys import config_sections
+from rlinf_vl.envs import ENVIRONMENTS
+from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.observe.trajectories import SCHEMA
+from rlinf_vl.rewards import GRADERS
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+RUN = "examples/reasoning/run_main_grpo_vqa.sh"
+
+#: Who runs the commands that these tests only read: a pattern, and files of tests (or why there are none).
+RUN_BY = {
+    r"bash tests/run\.sh": "tests/unit/scripts/test_scripts.py",
+    r"bash requirements/install\.sh": "tests/unit/scripts/test_scripts.py",
+    r"bash ray_utils/\w+\.sh": "tests/unit/scripts/test_ray_utils.py tests/e2e/test_cluster.py",
+    r"\S*python benchmarks/\w+\.py": "tests/integration/test_benchmarks.py",
+    r"\S*python -m pip install": "none: it fetches a peer to compare with",
+    r"\S*ruff (check|format)": "none: it is a check itself",
+}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def fences(page: Path, language: str) -> list[str]:
+    return [body for tongue, body in FENCE.findall(page.read_text(encoding="utf-8")) if tongue == language]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def inline_code(page: Path) -> list[str]:
+    spans = (span for block in prose(page).split("\n\n") for span in re.findall(r"`([^`]+)`", block))
+    return [" ".join(span.split()) for span in spans]
+
+
+def commands(page: Path) -> list[str]:
+    """What its bash blocks run, one command each, and the runs that are named in its text."""
+    lines = "\n".join(fences(page, "bash")).replace("\\\n", " ").splitlines()
+    parts = [part.strip() for line in lines for part in line.split("&&")]
+    ran = [part for part in parts if shlex.split(part, comments=True) and not part.startswith("export ")]
+    return ran + [code for code in inline_code(page) if code.startswith(f"bash {RUN}")]
+
+
+ALL_COMMANDS = [(page, command) for page in PAGES for command in commands(page)]
+EXAMPLES = [
+    pytest.param(body, id=f"{name_of(page)}-{i}") for page in PAGES for i, body in enumerate(fences(page, "python"))
+]
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub makes of headings, and those that are written out."""
+    text = prose(page)
+    headings = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", h) for h in re.findall(r"^#+ (.+)$", text, re.M))
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or not there.is_relative_to(ROOT):
+            yield target
+        elif anchor and anchor not in anchors(there):
+            yield target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path):
+    assert not list(broken_links(page))
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registries():
+    """As they were, afterwards."""
+    saved = [(registry, dict(registry)) for registry in (ENVIRONMENTS, GRADERS, FAMILIES)]
+    yield
+    for registry, content in saved:
+        registry.clear()
+        registry.update(content)
+
+
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a reader might stand: with data, and a run that has recorded trajectories."""
+    (tmp_path / "data").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / f"data/{name}.parquet").touch()
+    recorded = tmp_path / "results/toy-grpo-cpu/trajectories"
+    recorded.mkdir(parents=True)
+    row = {"step": 1, "split": "val", "correct": False}
+    table = pa.table({field.name: pa.array([row.get(field.name)], field.type) for field in SCHEMA}, schema=SCHEMA)
+    pq.write_table(table, recorded / "step_1.parquet")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_python_examples_run(example: str, working_folder: Path, registries: None):
+    exec(compile(example, "example", "exec"), {"__name__": "example"})
+
+
+def test_there_is_an_example_of_every_extension():
+    text = "\n".join(fences(ROOT / "docs/extending.md", "python"))
+    for mark in ("@register_env", "GRADERS[", "aggregate(", "EngineDied", "FAMILIES[", "Trackers("):
+        assert mark in text
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page", "command"), ALL_COMMANDS, ids=lambda value: getattr(value, "name", value))
+def test_commands_are_taken(page: Path, command: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs by their config, with every override; verbs by their parser; for the others a test is named."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())  # SGLang, where an example wants it
+    words = shlex.split(command, comments=True)
+    if words[:2] == ["bash", RUN]:
+        config, overrides = words[2], words[3:]
+        load_config(config, overrides)
+    elif "-m rlinf_vl " in command:
+        verb, *arguments = words[words.index("rlinf_vl") + 1 :]
+        taken = parsed([verb, *arguments], monkeypatch)
+        if verb == "train":
+            load_config(taken.config, taken.overrides)
+    else:
+        who = [by for pattern, by in RUN_BY.items() if re.match(pattern, command)]
+        assert who, f"{name_of(page)}: who runs {command!r}? add it to RUN_BY"
+        assert who[0].startswith("none: ") or all((ROOT / test).is_file() for test in who[0].split())
+
+
+def test_the_list_of_who_runs_what_is_not_stale():
+    for pattern in RUN_BY:
+        assert any(re.match(pattern, command) for _, command in ALL_COMMANDS), pattern
+
+
+class _Parsed(Exception):
+    pass
+
+
+def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """What the command line makes of them, without running it."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(parser, argv=None, namespace=None):
+        raise _Parsed(parse(parser, argv, namespace))
+
+    with monkeypatch.context() as patch, pytest.raises(_Parsed) as found:
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        main(arguments)
+    return found.value.args[0]
+
+
+def test_every_verb_that_is_named_exists(capsys: pytest.CaptureFixture[str]):
+    verbs = {verb for page in PAGES for verb in re.findall(r"-m rlinf_vl (\w+)", page.read_text(encoding="utf-8"))}
+    assert {"toy", "export", "report"} <= verbs
+    for verb in verbs:
+        with pytest.raises(SystemExit) as end:
+            main([verb, "--help"])
+        assert end.value.code == 0, verb
+
+
+def test_the_quick_start_has_the_readmes_commands():
+    assert set(commands(ROOT / "docs/index.md")) <= set(commands(ROOT / "README.md"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "yaml")], ids=name_of)
+def test_yaml_examples_load(page: Path, tmp_path: Path):
+    for body in fences(page, "yaml"):
+        path = tmp_path / "mine.yaml"
+        path.write_text(f"defaults: [toy-grpo-cpu, _self_]\n{body}")
+        load_config(str(path))
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_config_keys_that_are_named_exist(page: Path):
+    tops = "|".join(name for name in config_sections() if "." not in name)
+    named = (re.match(rf"((?:{tops})(?:\.[a-z0-9_]+)+)(?=[=: ]|$)", code) for code in inline_code(page))
+    keys = {match[1] for match in named if match}
+    assert not keys - config_keys().keys() - config_sections().keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page: Path):
+    tops = "rlinf_vl|tests|benchmarks|docs|examples|ray_utils|requirements"
+    paths = {code for code in inline_code(page) if re.fullmatch(rf"(?:{tops})/[\w./-]+", code)}
+    made = {"rlinf_vl/envs/brief.py"}  # of an example
+    assert not [path for path in paths - made if not (ROOT / path).exists()]
+
+
+def test_every_symptom_has_its_parts():
+    sections = re.split(r"^### ", prose(ROOT / "docs/troubleshooting.md"), flags=re.M)[1:]
+    assert len(sections) >= 33
+    for section in sections:
+        entry = section.split("\n## ")[0]
+        assert re.findall(r"^- \*\*([A-Z][a-z ]+):\*\*", entry, re.M) == ["Shows as", "Cause", "Way out", "Here"], entry
+
+
+def test_messages_that_are_quoted_are_printed():
+    texts = []
+    for path in [*(ROOT / "rlinf_vl").rglob("*.py"), *(ROOT / "ray_utils").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    quoted = re.findall(r"“([^”]+)”", prose(ROOT / "docs/troubleshooting.md"))
+    assert quoted
+    for message in quoted:
+        pattern = ".*".join(map(re.escape, re.split(r"\s*…\s*", " ".join(message.split()))))
+        assert any(re.search(pattern, text, re.S) for text in texts), message
