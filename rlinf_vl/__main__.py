@@ -44,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     export.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="dtype of the weights")
     export.set_defaults(run=_export)
 
+    watch = verbs.add_parser("watch", help="follow a run on this terminal")
+    watch.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
+    watch.add_argument("--once", action="store_true", help="print one page and end")
+    watch.set_defaults(run=_watch)
+
     timeline = verbs.add_parser("timeline", help="merge what every process did when into a trace for ui.perfetto.dev")
     timeline.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
     timeline.add_argument("--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json")
@@ -168,6 +173,12 @@ def _report(arguments: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from rlinf_vl.observe.watch import watch
+
+    return watch(arguments.run_dir, once=arguments.once)
 
 
 def _timeline(arguments: argparse.Namespace) -> int:

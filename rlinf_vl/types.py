@@ -30,6 +30,7 @@ class ImageRef:
 
     @classmethod
     def of(cls, data: bytes) -> "ImageRef":
+        """The image with these encoded bytes."""
         return cls(hashlib.sha256(data).hexdigest(), data)
 
     @property

@@ -12,7 +12,6 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import ObjectLostError
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlinf_vl.actor import checkpoint
@@ -38,7 +37,7 @@ from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.packing.planner import Prices, prices_of
 from rlinf_vl.ray_process import where
-from rlinf_vl.rollout.exchange import fetch
+from rlinf_vl.rollout.exchange import fetch_surviving
 from rlinf_vl.types import Group, MicroBatch
 from rlinf_vl.weights import Sender
 from rlinf_vl.weights.collective import CollectiveSender, WeightGroup
@@ -199,15 +198,8 @@ class ActorRank:
         """Take these groups out of the object store, for `score` and `update`; not collective. What is held stays, whoever
         dies. Returns those that are lost, with the rollout worker that made them."""
         self.held = {}
-        try:
-            with span("fetch groups"):
-                self.held = fetch(groups)
-        except ObjectLostError:
-            for key, reference in groups.items():
-                try:
-                    self.held |= fetch({key: reference})
-                except ObjectLostError:
-                    continue
+        with span("fetch groups"):
+            self.held = fetch_surviving(groups)
         return sorted(groups.keys() - self.held.keys())
 
     def update(

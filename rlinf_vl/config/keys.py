@@ -3,10 +3,10 @@
 import ast
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 import rlinf_vl.config.schema as schema
@@ -106,7 +106,7 @@ def _walk(section: Any, prefix: str, docs: dict[tuple[str, str], str]) -> Iterat
 def _field_docs() -> dict[tuple[str, str], str]:
     """(class, field) → the string literal under the field, on one line; Python keeps none of them at run time."""
     docs = {}
-    for node in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
+    for node in ast.parse(inspect.getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for statement, below in pairwise(node.body):

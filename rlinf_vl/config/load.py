@@ -27,7 +27,8 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 
 SCHEMA_NAME = "rlinf_vl_schema"
-EXAMPLES_DIR = Path(__file__).resolve().parents[2] / "examples" / "reasoning" / "config" / "vqa"
+# In a checkout a link to examples/reasoning/config/vqa, in an installed package a folder with a copy of it.
+EXAMPLES_DIR = (Path(__file__).parent / "examples").resolve()
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
 
@@ -38,8 +39,8 @@ def load_config(config_name: str, overrides: Sequence[str] = (), config_dir: Pat
     """Compose, type-check, normalise and validate one run's configuration.
 
     Args:
-        config_name: a name looked up in the repository's examples and the working directory (with or without `.yaml`),
-            or a path to a YAML file.
+        config_name: a name looked up in the examples (an installed package brings them along) and the working directory (with
+            or without `.yaml`), or a path to a YAML file.
         overrides: Hydra overrides, such as `runner.max_steps=3` or `data.train_data_paths=[/a/b.parquet]`.
         config_dir: the only folder to look a name up in.
 
@@ -94,7 +95,7 @@ def _compose(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
-    return written
+    return {str(key): value for key, value in written.items()}
 
 
 def _apply_overrides(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -188,7 +189,11 @@ def _typed(written: dict[str, Any]) -> tuple[Config, list[str]]:
         else:
             if missing:
                 problems[key] = f"{key}: must be given ({config_keys()[key].doc})"
-    return (Config() if problems else OmegaConf.to_object(typed)), list(problems.values())
+    if problems:
+        return Config(), list(problems.values())
+    config = OmegaConf.to_object(typed)
+    assert isinstance(config, Config)
+    return config, []
 
 
 def _not_a_section(key: str, value: Any) -> str:
@@ -218,7 +223,11 @@ def _normalise(config: Config) -> None:
     for sampling in (algorithm.sampling_params, algorithm.val_sampling_params):
         if sampling.max_new_tokens is None:
             sampling.max_new_tokens = config.runner.seq_length - config.data.max_prompt_length
-    for paths in (config.data.train_data_paths, config.data.val_data_paths):  # workers may have another working folder
+    # Workers may have another working folder. A model that is no folder here is a name on the hub.
+    model = config.rollout.model
+    if model.model_path not in ("", "toy") and Path(model.model_path).is_dir():
+        model.model_path = str(Path(model.model_path).absolute())
+    for paths in (config.data.train_data_paths, config.data.val_data_paths):
         paths[:] = [path if path == "toy" or path.startswith("hf://") else str(Path(path).absolute()) for path in paths]
     placement = config.cluster.component_placement
     config.cluster.component_placement = {names: slots for names, slots in placement.items() if slots is not None}

@@ -31,9 +31,9 @@ class ClusterConfig:
 @dataclass
 class LoggerConfig:
     logger_backends: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Trackers beside metrics.jsonl, which is always written: tensorboard, wandb."""
+    """Trackers beside metrics.jsonl, which is always written: tensorboard, wandb, trackio."""
     project_name: str = "rlinf_vl"
-    """Project name given to wandb."""
+    """Project name given to wandb and trackio."""
 
 
 @dataclass

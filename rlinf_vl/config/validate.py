@@ -16,7 +16,7 @@ from rlinf_vl.config.schema import Config, SamplingConfig
 #: Allowed values of every string key that isn't free text.
 CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.device": ("auto", "cpu", "cuda"),
-    "runner.logger.logger_backends": ("tensorboard", "wandb"),
+    "runner.logger.logger_backends": ("tensorboard", "wandb", "trackio"),
     "algorithm.adv_type": ("grpo",),
     "algorithm.loss_type": ("actor",),
     "algorithm.loss_agg_func": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
@@ -179,8 +179,11 @@ def _runner(config: Config) -> Iterator[str]:
         yield f"runner.experiment_name: {name!r} is not a plain folder name; put folders into runner.output_dir"
     if runner.resume_dir not in (None, "auto") and not Path(runner.resume_dir).is_dir():
         yield f"runner.resume_dir: no folder {runner.resume_dir!r}; give a checkpoint's path, auto or null"
-    if "wandb" in runner.logger.logger_backends and importlib.util.find_spec("wandb") is None:
-        yield "runner.logger.logger_backends: wandb is not installed; pip install 'rlinf_vl[wandb]', or leave it out"
+    for backend in ("wandb", "trackio"):
+        if backend in runner.logger.logger_backends and importlib.util.find_spec(backend) is None:
+            yield (
+                f"runner.logger.logger_backends: {backend} is not installed; pip install 'rlinf_vl[{backend}]', or leave it out"
+            )
 
 
 def _lengths(config: Config) -> Iterator[str]:

@@ -91,6 +91,7 @@ class GrpoController:
             run_dir,
             model_path,
             family_of(config.rollout.model.model_type).image_token,
+            release=self.pool.release,
             report=lambda message: self.events.add(self.step, "recording_ended", message),
         )
         self._prepare_data(rows=ray.get(self.pool.start())[0])
@@ -156,10 +157,9 @@ class GrpoController:
             with self.timed("train"):
                 self.metrics |= self.actors.update(self.step + 1, plan.minibatches, plan.advantages, recorded)
         self.step += 1
-        self.record("train", groups, recorded, plan)
+        self.record("train", summaries, groups, recorded, plan)
         self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
         self.ledger.append(self.step, {"groups": [task.group_id for task in tasks], "rows": rows})
-        self.pool.release(summaries)
         self.metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in summaries) / self.timings["time/train"]
         self.count_bad_steps()
         if self.due(self.config.runner.weight_sync_interval):
@@ -210,8 +210,7 @@ class GrpoController:
         with self.timed("validate"):
             results = self.pool.generate(self.tasks("val", self.val_rows, 1, self.step))
         summaries, groups = map(list, zip(*results, strict=True))
-        self.record("val", groups, self.trajectories.choose("val", self.step, len(groups)))
-        self.pool.release(summaries)
+        self.record("val", summaries, groups, self.trajectories.choose("val", self.step, len(groups)))
         self._count_bad("val", summaries, self.step)
         correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
         lengths = [n for s in summaries for n in s.response_tokens]
@@ -251,11 +250,22 @@ class GrpoController:
             self._show_workers()
         self.progress.update(self.step, self.metrics)
 
-    def record(self, split: str, groups: list[ray.ObjectRef], chosen: list[int], plan: StepPlan | None = None) -> None:
-        """Have these of the step's groups written down, as the ranks saw them where they were trained on."""
+    def record(
+        self,
+        split: str,
+        summaries: list[GroupSummary],
+        groups: list[ray.ObjectRef],
+        chosen: list[int],
+        plan: StepPlan | None = None,
+    ) -> None:
+        """Nobody needs these groups any more: have the chosen ones written down, as the ranks saw them if they were trained on,
+        and let the others go."""
+        self.pool.release([summary for g, summary in enumerate(summaries) if g not in chosen])
         advantages = {g: plan.advantages[g] for g in chosen} if plan else None
         logprobs = self.actors.kept_logprobs() if plan and chosen else []
-        self.trajectories.record(self.step, split, {g: groups[g] for g in chosen}, advantages, logprobs)
+        self.trajectories.record(
+            self.step, split, {g: groups[g] for g in chosen}, [summaries[g] for g in chosen], advantages, logprobs
+        )
 
     def stop(self) -> None:
         """End engines and process group in order, at the end of a run that went well."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from rlinf_vl.data.fetch import FetchError, fetch
 from rlinf_vl.types import ImageRef
@@ -162,7 +163,7 @@ def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         orientation = _orientation(image)
-        tile = [int(image.tag_v2.get(tag, 1)) for tag in _TILE_TAGS] if image.format == "TIFF" else (1, 1)
+        tile = [int(image.tag_v2.get(tag, 1)) for tag in _TILE_TAGS] if isinstance(image, TiffImageFile) else (1, 1)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise ImageError(TOO_LARGE, f"{e}; at most {MAX_PIXELS:,} pixels are accepted") from e
     except Exception as e:  # as above: a malformed header can raise anything

@@ -37,7 +37,7 @@ class Source:
 
     def row(self, i: int, columns: Sequence[str]) -> dict[str, Any]:
         """The wanted columns of row i as Python values: bytes, strings, numbers, lists and dicts."""
-        table = self.rows.with_format("arrow", columns=list(columns))[i]
+        table: Any = self.rows.with_format("arrow", columns=list(columns))[i]
         features = self.rows.features
         return {name: _python(features[name], value) for name, value in table.to_pylist()[0].items()}
 
@@ -70,7 +70,7 @@ def open_source(name: str, split: str) -> Source:
     if name == "toy":
         from rlinf_vl.data.toy import toy_dataset_path
 
-        path = Path(toy_dataset_path(split))
+        path = Path(toy_dataset_path("train" if split == "train" else "val"))
         return Source(name, "toy", _load(name, path, split), path if path.is_dir() else path.parent)
     if name.startswith(HUB_PREFIX):
         repository, _, hub_split = name.removeprefix(HUB_PREFIX).partition(":")
@@ -107,7 +107,9 @@ def _choose_split(name: str, loaded: datasets.Dataset | datasets.DatasetDict, sp
     for part in ("train",) if split == "train" else _VAL_SPLITS:
         if part in loaded:
             return loaded[part]
-    raise ValueError(f"{name}: none of its parts {', '.join(loaded)} is for {split}; name one of its files instead")
+    raise ValueError(
+        f"{name}: none of its parts {', '.join(map(str, loaded))} is for {split}; name one of its files instead"
+    )
 
 
 def _python(feature: Any, value: Any) -> Any:

@@ -32,11 +32,17 @@ class StepResult:
 class Env(Protocol):
     """One episode: `start` once, `step` with each response until done, then `close`; one call at a time, any thread."""
 
-    def start(self, problem: Problem) -> list[Message]: ...
+    def start(self, problem: Problem) -> list[Message]:
+        """Begin the episode; the messages that the policy sees first."""
+        ...
 
-    def step(self, response: str) -> StepResult: ...
+    def step(self, response: str) -> StepResult:
+        """Answer one response of the policy."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of what the episode holds; called once, also where it was not finished."""
+        ...
 
 
 ENVIRONMENTS: dict[str, Callable[..., Env]] = {}

@@ -19,7 +19,9 @@ from rlinf_vl.models.attention_kernels import Kernel, kernel_for
 class AttentionContext(Protocol):
     """What one forward needs to attend: q [1|B, H, T, D], k and v [1|B, H_kv, T, D] → [B, T, H, D]."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor: ...
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """The layer's attention of `q` over what each token may see; `scaling` multiplies the scores."""
+        ...
 
 
 class SegmentAttention:
@@ -83,7 +85,7 @@ class _Attention(torch.autograd.Function):
         out, lse = plan.own.forward(q, k, v, scale)
         if plan.shared is not None:
             rows, keys = plan.queries, plan.keys
-            theirs, their_lse = plan.shared.forward(*_select((q, rows), (k, keys), (v, keys)), scale)
+            theirs, their_lse = plan.shared.forward(*_select((q, rows), (k, keys), (v, keys)), scale=scale)
             ours, our_lse = _select((out, rows), (lse, rows))
             share = torch.sigmoid(their_lse - our_lse).unsqueeze(-1)  # exp(their_lse - lse of both)
             out.index_copy_(0, rows, torch.lerp(ours, theirs, share.to(out.dtype)))
@@ -93,14 +95,14 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
         q, k, v, out, lse = ctx.saved_tensors
         plan, scale = ctx.plan, ctx.scale
         dq, dk, dv = plan.own.backward(grad, q, k, v, out, lse, scale)
         if plan.shared is not None:
             rows, keys = plan.queries, plan.keys
             parts = plan.shared.backward(
-                *_select((grad, rows), (q, rows), (k, keys), (v, keys), (out, rows), (lse, rows)), scale
+                *_select((grad, rows), (q, rows), (k, keys), (v, keys), (out, rows), (lse, rows)), scale=scale
             )
             for total, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
                 total.index_add_(0, where, part)

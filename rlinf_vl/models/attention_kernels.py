@@ -19,11 +19,17 @@ _varlen_backward = torch.ops.aten._flash_attention_backward
 
 
 class Kernel(Protocol):
+    """One part of attention in one layout, for any number of layers."""
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [T, H, D] in q's dtype, log-sum-exp of the scores, float32 [T, H])."""
+        ...
 
-    def backward(self, grad, q, k, v, out, lse, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    def backward(self, grad, q, k, v, out, lse, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dq, dk, dv) of these keys' share, given the merged `out` and `lse` and the gradient of `out`."""
+        ...
 
 
 class FlashCpu:
@@ -78,16 +84,17 @@ class FlashCpu:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for rows, keys, valid in self.parts:
             inputs = [_heads(x, r) for x, r in ((grad, rows), (q, rows), (k, keys), (v, keys), (out, rows))]
-            if valid is not None:  # queries that stand in for padding: no gradient, and p = exp(s - inf) = 0
+            part_lse = _heads(lse.unsqueeze(2), rows).squeeze(3)
+            if valid is not None and isinstance(rows, torch.Tensor):
+                # Queries that stand in for padding: no gradient, and p = exp(s - inf) = 0.
                 padding = ~valid.view(rows.shape)[:, None, :, None]
                 inputs[0] = inputs[0].masked_fill(padding, 0.0)
-            part_lse = _heads(lse.unsqueeze(2), rows).squeeze(3)
-            if valid is not None:
                 part_lse = part_lse.masked_fill(padding.squeeze(3), torch.inf)
             parts = _flash_cpu_backward(*inputs, part_lse, 0.0, self.causal, scale=scale)
             for total, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
                 _put(total, where, valid, part.transpose(1, 2))
-        return tuple(x.to(dtype) for x in grads)
+        dq, dk, dv = (x.to(dtype) for x in grads)
+        return dq, dk, dv
 
 
 def _heads(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:

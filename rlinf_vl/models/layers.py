@@ -2,9 +2,9 @@
 on a CPU is a quarter of a training step. Weights, modules and their names stay those of transformers."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 #: Elements that an element-wise chain in bfloat16 takes at a time on a CPU, so that what one operation wrote the next finds in
@@ -44,7 +44,7 @@ class _RmsNorm(torch.autograd.Function):
         return out.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
         x, weight, rstd = ctx.saved_tensors
         width = x.shape[-1]
         # In float32: the kernel sums the weight's gradient in the dtype of its input.
@@ -73,7 +73,7 @@ class _Rotate(torch.autograd.Function):
         return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
         cos, sin = ctx.saved_tensors  # a rotation's transpose turns the other way
         return (grad * cos).addcmul_(grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
 
@@ -102,7 +102,7 @@ class _SwiGlu(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
@@ -112,17 +112,17 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _SwiGlu.apply(gate, up)
 
 
-def norm_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """`forward` of a transformers RMSNorm."""
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """`forward` of a transformers gated MLP."""
     return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-def attention_forward(self: nn.Module, hidden_states, position_embeddings, *, context, **_):
+def attention_forward(self: Any, hidden_states, position_embeddings, *, context, **_):
     """`forward` of a transformers attention with normed heads; `context` (`AttentionContext`) says who sees whom.
 
     hidden_states [B, T, H], position_embeddings (cos, sin) [B, T, D] → ([B, T, H], None).
@@ -138,7 +138,7 @@ def attention_forward(self: nn.Module, hidden_states, position_embeddings, *, co
     return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
-def patch_embed_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+def patch_embed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """`forward` of a transformers vision patch embedding: its convolution has patches of its own size, so it is a product."""
     proj = self.proj
     return F.linear(

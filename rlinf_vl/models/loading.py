@@ -3,10 +3,11 @@
 import shutil
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.models.families import Family
@@ -29,7 +30,9 @@ TOKENIZER_AND_PROCESSOR_FILES = (
 )
 
 
-def load_model(path: str | Path, family: Family, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
+def load_model(
+    path: str | Path, family: Family, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The transformers model at `path` on the CPU, text layers attending through `rlinf_vl.models.attention`.
 
     Raises:
@@ -47,11 +50,12 @@ def load_model(path: str | Path, family: Family, dtype: torch.dtype, *, trust_re
     return use_packed_attention(model, family)
 
 
-def use_packed_attention(model: nn.Module, family: Family) -> nn.Module:
+def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedModel:
     """Let the text layers of a transformers model attend through an `AttentionContext`, and compute as `family.layers`
     says; returns the model. Modules and weights stay as they are."""
     # transformers makes no [T, T] mask for a name that it does not know
-    model.get_submodule(family.text_model).config._attn_implementation = "context"
+    text_config: Any = model.get_submodule(family.text_model).config
+    text_config._attn_implementation = "context"
     for module in model.modules():
         if (forward := family.layers.get(type(module).__name__)) is not None:
             module.forward = types.MethodType(forward, module)
@@ -63,9 +67,15 @@ def freeze_vision(model: nn.Module, family: Family) -> None:
     model.get_submodule(family.vision_tower).requires_grad_(False)
 
 
-def vocab_size(model: nn.Module) -> int:
+def output_weight(model: PreTrainedModel) -> torch.Tensor:
+    """[V, H], the output embedding, as it is held."""
+    embedding: Any = model.get_output_embeddings()
+    return embedding.weight
+
+
+def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the output embedding, which can be more than the tokenizer has tokens."""
-    return model.get_output_embeddings().weight.shape[0]
+    return output_weight(model).shape[0]
 
 
 def copy_processor_files(source: str | Path, target: Path) -> None:

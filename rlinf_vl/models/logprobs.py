@@ -19,7 +19,7 @@ def _bfloat16_products(hidden: torch.Tensor):
     if hidden.is_cuda or hidden.dtype != torch.bfloat16:
         yield
         return
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # made at import
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
@@ -70,7 +70,7 @@ class _Head(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
         kept, kept_weight, targets, banned, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(kept)
         grad_weight = None

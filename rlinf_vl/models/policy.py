@@ -4,13 +4,16 @@ The trainer and the torch engine's prefill share `hidden_states`, so they can't 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from rlinf_vl.models.attention import AttentionContext, SegmentAttention
 from rlinf_vl.models.families import Family, VisionFeatures
+from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.logprobs import token_logprobs
 from rlinf_vl.types import MicroBatch
 
@@ -32,12 +35,14 @@ def encode_images(model: nn.Module, family: Family, pixel_values: torch.Tensor, 
 
 
 def is_trained(module: nn.Module) -> bool:
+    """Whether any parameter of the module takes gradients."""
     return any(p.requires_grad for p in module.parameters())
 
 
 def blank_image(tower: nn.Module) -> tuple[np.ndarray, np.ndarray]:
     """(pixel values, grids) of the smallest image there is: keeps a rank without images in step with the others."""
-    config, merge = tower.config, tower.config.spatial_merge_size
+    config: Any = tower.config
+    merge = config.spatial_merge_size
     patch_dim = config.in_channels * config.temporal_patch_size * config.patch_size**2
     return np.zeros((merge * merge, patch_dim), np.float32), np.array([[1, merge, merge]])
 
@@ -62,7 +67,7 @@ def hidden_states(
     Returns:
         [T, H] in the model's compute dtype.
     """
-    text_model = model.get_submodule(family.text_model)
+    text_model: Any = model.get_submodule(family.text_model)
     embeds = text_model.get_input_embeddings()(ids)
     image_mask, deepstack = None, ()
     if images is not None:
@@ -88,8 +93,10 @@ class PolicyModel(nn.Module):
     FSDP wraps this module as its root, so the output embedding is whole while the head runs.
     """
 
+    banned: torch.Tensor  # int64 [B]
+
     def __init__(
-        self, model: nn.Module, family: Family, banned: np.ndarray, *, temperature: float, chunk: int | None
+        self, model: PreTrainedModel, family: Family, banned: np.ndarray, *, temperature: float, chunk: int | None
     ) -> None:
         """`banned`: bool [V], ids the sampler never draws; `temperature`: the sampler's; `chunk`: positions per head chunk."""
         super().__init__()
@@ -122,7 +129,7 @@ class PolicyModel(nn.Module):
         if features is None and batch.run_vision:
             blank = blank_image(self.model.get_submodule(self.family.vision_tower))
             features = self.encode(*((batch.pixel_values, batch.grids) if batch.pixel_values is not None else blank))
-        weight = self.model.get_output_embeddings().weight
+        weight = output_weight(self.model)
         hidden = hidden_states(
             self.model,
             self.family,

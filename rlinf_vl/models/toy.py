@@ -8,6 +8,7 @@ import logging
 import os
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,8 +116,9 @@ def new_toy_model(seed: int) -> Qwen3VLForConditionalGeneration:
             nn.init.normal_(
                 module.weight, std=VISION_INIT_STD if ".visual." in name else TEXT_INIT_STD, generator=generator
             )
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
     return model
 
 
@@ -146,22 +148,23 @@ def demonstration_batch(
         kind = kinds[rng.integers(len(kinds))]
         pictures.append(task.draw(placement, rng))
         parts = [{"type": "image"}, {"type": "text", "text": task.QUESTIONS[kind]}]
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
-        ).replace("<|image_pad|>", "<|image_pad|>" * _GRID_TOKENS**2)
+        messages: Any = [{"role": "user", "content": parts}]  # transformers' annotation knows text alone
+        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        prompt = rendered.replace("<|image_pad|>", "<|image_pad|>" * _GRID_TOKENS**2)
         answer = demonstration(placement.width, placement.height, kind, rng) + files.EOS_TOKEN
         prompt_ids, answer_ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
         sequences.append(prompt_ids + answer_ids)
         starts.append(len(prompt_ids))
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     position = torch.arange(int(lengths.max()))
-    input_ids = torch.full((size, len(position)), tokenizer.pad_token_id)
+    pad_id: Any = tokenizer.pad_token_id
+    input_ids = torch.full((size, len(position)), pad_id)
     for row, sequence in enumerate(sequences):
         input_ids[row, : len(sequence)] = torch.tensor(sequence)
     mask = position < lengths[:, None]
     is_answer = mask & (position >= torch.tensor(starts)[:, None])
     pixels = processor(pictures, return_tensors="pt")
-    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    image_id: Any = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     return {
         "input_ids": input_ids,
         "attention_mask": mask.long(),

@@ -44,6 +44,7 @@ class VisionCache:
         return VisionFeatures(stack[0], tuple(stack[1:]))
 
     def clear(self) -> None:
+        """Forget every image."""
         self._stacks.clear()
 
     def _shrink(self) -> None:

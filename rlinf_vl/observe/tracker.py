@@ -1,5 +1,6 @@
-"""Where a step's scalars go: metrics.jsonl always, TensorBoard and wandb on request."""
+"""Where a step's scalars go: metrics.jsonl always, TensorBoard, wandb and trackio on request."""
 
+import importlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,9 @@ from rlinf_vl.observe.lines import StepLines
 
 logger = logging.getLogger(__name__)
 
-TRACKER_BACKENDS = ("tensorboard", "wandb")
+TRACKER_BACKENDS = ("tensorboard", "wandb", "trackio")
+#: In the run's folder: the id of its wandb run.
+WANDB_ID = "wandb_id"
 
 
 class Tracker(Protocol):
@@ -80,29 +83,103 @@ class WandbTracker:
         config: Mapping[str, Any],
         resume_step: int | None = None,
     ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(
-                "runner.logger.logger_backends has wandb, which isn't installed: run `pip install wandb` or take it out"
-            ) from error
-        id_file = Path(run_dir) / "wandb_id"
+        id_file = Path(run_dir) / WANDB_ID
         resumed = resume_step is not None and id_file.exists()
-        self._run = wandb.init(
-            project=project_name,
-            name=experiment_name,
-            dir=str(run_dir),
+        self._run = open_wandb(
+            run_dir,
+            project_name=project_name,
+            experiment_name=experiment_name,
             config=dict(config),
-            id=id_file.read_text().strip() if resumed else None,
-            resume="allow" if resumed else None,
+            run_id=id_file.read_text().strip() if resumed else None,
         )
         id_file.write_text(self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_wandb(
+    run_dir: str | Path,
+    *,
+    project_name: str,
+    experiment_name: str,
+    run_id: str | None,
+    config: dict[str, Any] | None = None,
+    primary: bool = True,
+) -> Any:
+    """A wandb run to which several processes may write, all but one of them not `primary`: online in wandb's shared mode,
+    offline as one folder each, which `wandb sync` joins by `run_id`. Neither knows the steps of the others, so what is
+    logged says its own, as "step".
+
+    Raises:
+        ImportError: wandb isn't installed.
+    """
+    wandb = import_backend("wandb")
+    settings: dict[str, Any] = {} if primary else {"x_disable_stats": True, "console": "off"}
+    if wandb.setup().settings.mode == "online":  # neither WANDB_MODE nor `wandb offline` wants it otherwise
+        label = "trainer" if primary else "samples"
+        settings |= {"mode": "shared", "x_label": label, "x_primary": primary, "x_update_finish_state": primary}
+    run = wandb.init(
+        project=project_name,
+        name=experiment_name,
+        dir=str(run_dir),
+        config=config,
+        id=run_id,
+        resume="allow" if run_id else None,
+        settings=wandb.Settings(**settings),
+    )
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+class TrackioTracker:
+    """A trackio run: in trackio's own local folder, or where `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says.
+
+    Raises:
+        ImportError: trackio isn't installed.
+    """
+
+    def __init__(
+        self, *, project_name: str, experiment_name: str, config: Mapping[str, Any], resume_step: int | None = None
+    ) -> None:
+        resume = "never" if resume_step is None else "allow"
+        self._run = import_backend("trackio").init(
+            project=project_name, name=experiment_name, config=dict(config), resume=resume
+        )
+        self._run.log({}, step=max(0, resume_step or 0))  # from now on another process finds it by its name
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def import_backend(name: str) -> Any:
+    """A tracker's module; they are optional, and slow to import.
+
+    Raises:
+        ImportError: it isn't installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"runner.logger.logger_backends has {name}, which isn't installed: run `pip install {name}` or take it out"
+        ) from error
+
+
+def check_backends(backends: Sequence[str]) -> None:
+    """Raises ValueError for one that isn't among `TRACKER_BACKENDS`."""
+    for backend in backends:
+        if backend not in TRACKER_BACKENDS:
+            raise ValueError(
+                f"runner.logger.logger_backends: {backend!r} is unknown; known are {', '.join(TRACKER_BACKENDS)} "
+                "(metrics.jsonl is always written)"
+            )
 
 
 class Trackers:
@@ -153,29 +230,19 @@ def make_trackers(
         ValueError: an unknown backend.
         ImportError: a backend isn't installed. Anything else that keeps a backend from starting is a warning.
     """
-    for backend in backends:
-        if backend not in TRACKER_BACKENDS:
-            raise ValueError(
-                f"runner.logger.logger_backends: {backend!r} is unknown; known are {', '.join(TRACKER_BACKENDS)} "
-                "(metrics.jsonl is always written)"
-            )
+    check_backends(backends)
     run_dir = Path(run_dir)
     jsonl = JsonlTracker(run_dir / "metrics.jsonl", resume_step)
     trackers: list[Tracker] = [jsonl]
+    names = {"project_name": project_name, "experiment_name": experiment_name}
     for backend in dict.fromkeys(backends):
         try:
             if backend == "tensorboard":
                 trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step))
+            elif backend == "wandb":
+                trackers.append(WandbTracker(run_dir, **names, config=config, resume_step=resume_step))
             else:
-                trackers.append(
-                    WandbTracker(
-                        run_dir,
-                        project_name=project_name,
-                        experiment_name=experiment_name,
-                        config=config,
-                        resume_step=resume_step,
-                    )
-                )
+                trackers.append(TrackioTracker(**names, config=config, resume_step=resume_step))
         except Exception as error:
             if isinstance(error, ImportError):
                 raise

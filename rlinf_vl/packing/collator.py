@@ -55,7 +55,9 @@ class Collator:
                     self._add_alone(row, member)
         self._pad(row)
         ids = np.concatenate(row.ids)
-        with_pixels = self.pixels is not None and row.images
+        pixel_values = None
+        if self.pixels is not None and row.images:
+            pixel_values = np.concatenate([self.pixels(image) for image in row.images.values()])
         return MicroBatch(
             ids=ids,
             positions=np.concatenate(row.positions, axis=1),
@@ -67,7 +69,7 @@ class Collator:
             advantages=np.repeat(np.array([m.advantage for m in members], np.float32), [len(t) for t in row.targets]),
             rollout_logprobs=_concatenate(row.logprobs, np.float32) if len(row.logprobs) == len(members) else None,
             images=tuple(row.images),
-            pixel_values=np.concatenate([self.pixels(image) for image in row.images.values()]) if with_pixels else None,
+            pixel_values=pixel_values,
             grids=np.stack(row.grids) if row.grids else np.zeros((0, 3), np.int64),
             image_positions=np.flatnonzero(ids == self.image_token_id) if row.images else np.zeros(0, np.int64),
             image_features=_concatenate(row.image_features, np.int64),

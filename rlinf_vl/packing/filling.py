@@ -116,7 +116,7 @@ class Filling:
                 return self.put_whole(found)
         found = self.nearest(self.gap)
         miss = math.inf if found is None else abs(self.gap - self.weights[found])
-        if miss <= self.slack and miss < abs(self.gap):
+        if found is not None and miss <= self.slack and miss < abs(self.gap):
             return self.put_whole(found)
         if self.bin and self.gap <= self.slack:
             return False
@@ -178,21 +178,25 @@ class Filling:
 
     def all_fit(self) -> bool:
         """Whether one bin holds everything that is left."""
-        group, places = self.rest or (None, ())
-        tokens = self.taken_by(group, places)[1] if places else 0
-        count = len(places) + sum(self.start[g + 1] - self.start[g] for g in self.groups)
+        tokens = count = 0
+        if self.rest:
+            tokens, count = self.taken_by(*self.rest)[1], len(self.rest[1])
+        count += sum(self.start[g + 1] - self.start[g] for g in self.groups)
         return tokens + sum(self.group_tokens[g] for g in self.groups) <= self.budget and count <= self.size
 
     def pop_largest(self) -> bool:
+        """Put the heaviest waiting group into the bin."""
         return self.put_whole(-1)
 
     def put_whole(self, at: int) -> bool:
+        """Put the waiting group at `at` into the bin. Always true: the bin may take more."""
         weight, group = self.weights.pop(at), self.groups.pop(at)
         places = range(self.start[group], self.start[group + 1])
         self.note(group, places, weight, self.group_tokens[group])
         return True
 
     def put_split(self, at: int, part: list[int]) -> None:
+        """Put `part` of the waiting group at `at` into the bin; the others wait."""
         self.weights.pop(at)
         group = self.groups.pop(at)
         self.put(group, part, range(self.start[group], self.start[group + 1]))
@@ -208,6 +212,7 @@ class Filling:
                 self.repeated += self.once[group]
 
     def note(self, group: int, places: Sequence[int], weight: float, tokens: int) -> None:
+        """Into the bin, and off what it and the rest have left."""
         self.bin.append((group, places))
         self.gap, self.room, self.places = self.gap - weight, self.room - tokens, self.places - len(places)
         self.left -= weight

@@ -22,9 +22,11 @@ class Engine(Protocol):
 
     def submit(self, requests: Sequence[Request]) -> list["Future[Completion]"]:
         """Queue requests, in order and at once; each future resolves when all samples of its request are done."""
+        ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Submit and wait."""
+        ...
 
     def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """Overwrite named weights between two decoding steps; tokens sampled from then on carry `version`.
@@ -41,6 +43,7 @@ class Engine(Protocol):
 
     def fingerprint(self, names: Sequence[str]) -> int | None:
         """`rlinf_vl.weights.buckets.fingerprint` of the engine's own weights; None where it can't be known."""
+        ...
 
     def pause(self) -> None:
         """Stop between two decoding steps; running requests keep their place."""
@@ -56,6 +59,7 @@ class Engine(Protocol):
 
     def alive(self, timeout_s: float = 30.0) -> bool:
         """False once the engine can't answer any more, or does not within `timeout_s`."""
+        ...
 
     def close(self) -> None:
         """End the engine; unfinished futures fail."""

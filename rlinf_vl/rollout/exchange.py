@@ -5,10 +5,13 @@ that shows it names: it is there once, however many do. Arrays, and such images,
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import ray
+from ray.exceptions import ObjectLostError
+from ray.experimental import get_local_object_locations
 
 from rlinf_vl.types import Group, ImageRef
 
@@ -56,7 +59,7 @@ class GroupStore:
         )
         reference = ray.put(stored)
         self._groups[group.id] = (reference, {image.hash for image in group.images})
-        sizes = ray.experimental.get_local_object_locations([reference, *new])
+        sizes = get_local_object_locations([reference, *new])
         return reference, sum(size["object_size"] for size in sizes.values())
 
     def release(self, group_ids: Sequence[str] | None) -> None:
@@ -65,6 +68,18 @@ class GroupStore:
             self._groups.pop(group_id, None)
         shown = set().union(*(hashes for _, hashes in self._groups.values()))
         self._images = {name: reference for name, reference in self._images.items() if name in shown}
+
+
+def fetch_surviving(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]:
+    """As `fetch`, without the groups that died with the worker which made them."""
+    try:
+        return fetch(references)
+    except ObjectLostError:
+        groups: dict[int, Group] = {}
+        for key, reference in references.items():
+            with suppress(ObjectLostError):
+                groups |= fetch({key: reference})
+        return groups
 
 
 def fetch(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]:

@@ -193,7 +193,8 @@ class RolloutPool:
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=HEARTBEAT_PERIOD_S / 5)
             if not ready:
                 continue
-            stream, slot = ready[0], streams[ready[0]]
+            stream: Any = ready[0]  # a stream of references; Ray's annotation knows single ones only
+            slot = streams[stream]
             try:
                 summary, group = ray.get(next(stream))
             except StopIteration:
@@ -265,10 +266,13 @@ class RolloutPool:
             self._replace(slot)
 
     def release_memory(self) -> None:
+        """Have every engine give its device memory back, as in `Engine`."""
         ray.get([worker.release_memory.remote() for worker in self.workers])
 
     def restore_memory(self) -> None:
+        """Have every engine take it again."""
         ray.get([worker.restore_memory.remote() for worker in self.workers])
 
     def stop(self) -> None:
+        """End every engine and its processes."""
         ray.get([worker.stop.remote() for worker in self.workers])

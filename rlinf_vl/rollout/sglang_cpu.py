@@ -6,6 +6,9 @@ in plain torch. `activate` is that entry point (pyproject.toml); every process o
 must be installed (`pip install -e .`), not merely on the path. No SGLang code is patched.
 """
 
+# SGLang has an environment of its own; types are checked in the other.
+# pyright: reportMissingImports=false
+
 import functools
 import os
 from importlib.metadata import entry_points, version

@@ -10,6 +10,9 @@ One thread owns SGLang and its asyncio loop; every request is a coroutine there.
 - An engine whose process died fails what is pending, at once, with `EngineDied`; nothing hangs, nothing survives `close`.
 """
 
+# SGLang has an environment of its own; types are checked in the other.
+# pyright: reportMissingImports=false
+
 import asyncio
 import logging
 import os

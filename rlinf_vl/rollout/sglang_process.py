@@ -5,6 +5,9 @@ multiprocessing; when a child of it fails it kills the whole process tree by SIG
 process, its own or not. An engine inside a Ray worker must do none of that.
 """
 
+# SGLang has an environment of its own; types are checked in the other.
+# pyright: reportMissingImports=false
+
 import asyncio
 import contextlib
 import ctypes

@@ -1,5 +1,8 @@
 """What passes between our types and SGLang's: requests, samples, weights."""
 
+# SGLang has an environment of its own; types are checked in the other.
+# pyright: reportMissingImports=false
+
 from collections.abc import Sequence
 from typing import Any
 

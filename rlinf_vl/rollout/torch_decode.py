@@ -93,6 +93,7 @@ class DecodeCache:
         self.own_mask = beyond[:, None, None, :] if bool(beyond.any()) else None
 
     def end_step(self) -> None:
+        """Every row is one token longer; call after each decoding forward."""
         self.own_len = self.own_len + 1
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:

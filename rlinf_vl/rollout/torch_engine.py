@@ -10,15 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
-from torch import nn
 from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
 
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.families import Family
+from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.policy import PlacedImages, encode_images, hidden_states
 from rlinf_vl.observe.spans import span
 from rlinf_vl.rollout.engine import EngineDied
@@ -64,7 +66,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         family: Family,
         *,
         banned: np.ndarray,
@@ -77,7 +79,8 @@ class TorchEngine:
     ) -> None:
         """`banned`: bool [V], never sampled. `max_running`: most rows at once, further bounded so that a worst-case row
         of each fits in `memory_share` of the memory free now."""
-        self.model = model.to(device).eval().requires_grad_(False)
+        model.to(device)  # pyright: ignore[reportArgumentType]  # its decorator hides self
+        self.model = model.eval().requires_grad_(False)
         self.family, self.pixels = family, pixels
         self.image_token_id, self.merge_size = image_token_id, merge_size
         self.device = torch.device(device)
@@ -85,7 +88,7 @@ class TorchEngine:
         self.max_running, self.memory_share = max_running, memory_share
         self.version = 0
         text = model.get_submodule(family.text_model)
-        self.rotary_config = text.config
+        self.text_config: Any = text.config
         self.cache = self._new_cache()
         self.rows: list[_Row] = []
         self.waiting: deque[_Waiting] = deque()
@@ -154,11 +157,11 @@ class TorchEngine:
         assert not self.rows and not self.waiting, "memory is released between rollouts only"
         if self.device.type == "cuda":
             self.cache = self._new_cache()
-            self.model.to("cpu")
+            self.model.to("cpu")  # pyright: ignore[reportArgumentType]  # its decorator hides self
             torch.cuda.empty_cache()
 
     def restore_memory(self) -> None:
-        self.model.to(self.device)
+        self.model.to(self.device)  # pyright: ignore[reportArgumentType]  # its decorator hides self
 
     def alive(self, timeout_s: float = 30.0) -> bool:
         return self._thread.is_alive() and not self._closed
@@ -198,13 +201,13 @@ class TorchEngine:
                 owner.future.set_exception(error)
 
     def _new_cache(self) -> DecodeCache:
-        c = self.rotary_config
+        c = self.text_config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         return DecodeCache(c.num_hidden_layers, c.num_key_value_heads, head_dim, self.model.dtype, self.device)
 
     def _rows_that_fit(self, request: Request) -> int:
         """Rows of this request's size that the memory allows."""
-        c = self.rotary_config
+        c = self.text_config
         per_token = 2 * c.num_hidden_layers * self.cache.own_k[0].shape[1] * self.cache.own_k[0].shape[3]
         per_row = per_token * self.model.dtype.itemsize * (request.sampling.max_new_tokens + len(request.ids))
         if self.device.type == "cuda":
@@ -283,6 +286,7 @@ class TorchEngine:
             images,
             context,
         )
+        assert context.captured is not None
         self.cache.append(context.captured, lengths, [len(r.seeds) for r in requests])
         last = torch.from_numpy(cu_seqlens[1:] - 1).to(self.device)
         following = torch.tensor([int(p[1:].max()) + 1 for p in positions], device=self.device)
@@ -290,7 +294,7 @@ class TorchEngine:
 
     def _decode(self) -> None:
         """One token for every row."""
-        text_model = self.model.get_submodule(self.family.text_model)
+        text_model: Any = self.model.get_submodule(self.family.text_model)
         embeds = text_model.get_input_embeddings()(self.last_ids).unsqueeze(1)
         self.cache.begin_step()
         positions = self.next_positions.view(1, -1, 1).expand(4, -1, 1)
@@ -299,13 +303,14 @@ class TorchEngine:
         self.next_positions = self.next_positions + 1
         steps = torch.tensor([min(len(row.ids), len(row.u) - 1) for row in self.rows], device=self.device)
         u = self.u.gather(1, steps[:, None]).squeeze(1)
+        assert self.sampler is not None
         self._record(0, *self.sampler(self._logits(hidden), u))
         finished = sum(row.done for row in self.rows)
         if finished and (finished >= DROP_SHARE * len(self.rows)):
             self._drop_finished()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.model.get_output_embeddings().weight
+        weight = output_weight(self.model)
         if weight.is_cuda and weight.dtype != torch.float32:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return hidden.float() @ weight.float().t()
@@ -336,7 +341,7 @@ class TorchEngine:
         )
         owner.left -= 1
         if owner.left == 0 and not owner.future.cancelled():
-            owner.future.set_result(Completion(tuple(owner.samples)))
+            owner.future.set_result(Completion(tuple(sample for sample in owner.samples if sample is not None)))
 
     def _drop_finished(self) -> None:
         alive = [i for i, row in enumerate(self.rows) if not row.done]

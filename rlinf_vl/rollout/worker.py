@@ -15,7 +15,7 @@ import numpy as np
 import ray
 import torch
 
-from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema import Config, SamplingConfig
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
 from rlinf_vl.data.rows import PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError, kind_and_reason
 from rlinf_vl.envs import Env, make_env
@@ -100,7 +100,7 @@ class RolloutRank:
             if paths
         }
         self.sampling = {
-            split: SamplingParams(s.temperature, s.top_p, s.top_k, s.max_new_tokens, self.processor.stop_ids)
+            split: _sampling_params(s, self.processor.stop_ids)
             for split, s in (
                 ("train", config.algorithm.sampling_params),
                 ("val", config.algorithm.val_sampling_params),
@@ -264,6 +264,7 @@ class RolloutRank:
         await self.take_weights("object_store", buckets, version)
 
     async def join_weight_group(self, group: WeightGroup) -> None:
+        """As `Engine.join_weight_group`."""
         await asyncio.to_thread(self.engine.join_weight_group, group)
 
     async def take_weights(self, way: str, labels: Sequence[Any], version: int) -> None:
@@ -272,6 +273,7 @@ class RolloutRank:
         Raises:
             WeightsDiffer: a label has a fingerprint, and what came, or what the engine then holds, has another.
         """
+        buckets: Iterable[tuple[Labelled, dict[str, torch.Tensor]]] = ()  # nccl: the engine itself receives them
         if way == "object_store":
             labels = await asyncio.gather(*labels)  # buckets: views of the object store, not copies
             buckets = zip(labels, map(unpack, labels), strict=True)
@@ -292,14 +294,22 @@ class RolloutRank:
                     raise WeightsDiffer(mismatch(label, found, "in the engine"))
 
     async def release_memory(self) -> None:
+        """As `Engine.release_memory`."""
         self.engine.release_memory()
 
     async def restore_memory(self) -> None:
+        """As `Engine.restore_memory`."""
         self.engine.restore_memory()
 
     async def stop(self) -> None:
+        """End the engine; spans are written out."""
         self.engine.close()
         flush_spans()
+
+
+def _sampling_params(sampling: SamplingConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
+    assert sampling.max_new_tokens is not None, "load_config fills it in"
+    return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, stop_ids)
 
 
 def _checked(buckets: Iterable[tuple[Labelled, dict[str, torch.Tensor]]]) -> Iterator[dict[str, torch.Tensor]]:

@@ -36,8 +36,15 @@ class Bucket:
 class Labelled(Protocol):
     """What is known of a bucket, however its bytes travel."""
 
-    entries: tuple[Entry, ...]
-    fingerprint: int | None
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """(name, dtype, shape) of each weight in it."""
+        ...
+
+    @property
+    def fingerprint(self) -> int | None:
+        """`fingerprint` of the weights, where the receiver is to check it."""
+        ...
 
 
 class WeightsDiffer(RuntimeError):
@@ -61,6 +68,7 @@ def group_by_size(
 
 
 def entries_of(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[Entry, ...]:
+    """(name, dtype, shape) of each, in order."""
     return tuple((name, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in weights)
 
 

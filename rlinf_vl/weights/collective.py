@@ -55,7 +55,7 @@ class Notice:
 
 def join(group: WeightGroup) -> dist.ProcessGroup:
     """Join; returns when all members have. The process may have a default group or none."""
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in __all__
         group.host, group.port, group.world_size, is_master=group.rank == 0, timeout=TIMEOUT, wait_for_workers=False
     )
     made, _ = c10d._new_process_group_helper(  # torch has no public way to a group that is no part of the default one
@@ -63,15 +63,17 @@ def join(group: WeightGroup) -> dist.ProcessGroup:
         group.rank,
         [],
         dist.Backend(group.backend),
-        dist.PrefixStore(group.name, store),
-        group_name=group.name,
+        dist.PrefixStore(group.name, store),  # pyright: ignore[reportPrivateImportUsage]
+        group_name=group.name,  # pyright: ignore[reportArgumentType]  # a NewType of str, in newer versions
         timeout=TIMEOUT,
     )
+    assert isinstance(made, dist.ProcessGroup)
     c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(group.world_size)}
     return made
 
 
 def leave(group: dist.ProcessGroup) -> None:
+    """End this process's part in the group; the others need not leave at the same time."""
     dist.destroy_process_group(group)
 
 

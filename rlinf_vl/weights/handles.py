@@ -88,6 +88,7 @@ class SharedMemory:
         return int.from_bytes(os.pread(self._file.fileno(), 8, offset), "little")
 
     def set_number(self, offset: int, number: int) -> None:
+        """Write what `number_at` reads, after what was written before it."""
         os.pwrite(self._file.fileno(), number.to_bytes(8, "little"), offset)
 
 

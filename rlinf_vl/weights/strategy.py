@@ -28,6 +28,7 @@ class Sender(Protocol):
 
     def offer(self, check: bool) -> list[Any]:
         """This rank's labels. Collective. `check`: with fingerprints, that the receivers compare with what they get."""
+        ...
 
     def deliver(self) -> None:
         """Send what was offered, while the receivers take it. Collective."""
@@ -38,6 +39,7 @@ class Sender(Protocol):
     def spare(self) -> list[ray.ObjectRef]:
         """The weights sent last, as buckets in the object store: for a worker that takes the place of one that died. Of
         the ranks together; one after training has gone on still gets what the others have."""
+        ...
 
 
 class ObjectStoreSender:

@@ -12,6 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlinf_vl.observe import JsonlTracker, TensorBoardTracker, Trackers, make_trackers, read_steps
+from rlinf_vl.observe.tracker import open_wandb
 
 NAMES = {"project_name": "p", "experiment_name": "e", "config": {"a": {"b": 1}}}
 
@@ -153,24 +154,29 @@ def test_make_trackers_writes_the_run_folder(tmp_path):
 
 
 def test_make_trackers_names_what_is_wrong(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="'mlflow' is unknown; known are tensorboard, wandb"):
+    with pytest.raises(ValueError, match="'mlflow' is unknown; known are tensorboard, wandb, trackio"):
         make_trackers(tmp_path, ["mlflow"], **NAMES)
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
-    with pytest.raises(ImportError, match="pip install wandb"):
-        make_trackers(tmp_path, ["wandb"], **NAMES)
+    for backend in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, backend, None)  # as if not installed
+        with pytest.raises(ImportError, match=f"has {backend}, which isn't installed: run `pip install {backend}`"):
+            make_trackers(tmp_path, [backend], **NAMES)
 
 
 class FakeWandb(types.ModuleType):
     """Records what the tracker asks of wandb's own interface."""
 
-    def __init__(self):
+    Settings = dict
+
+    def __init__(self, mode="online"):
         super().__init__("wandb")
-        self.inits, self.logged, self.finished = [], [], 0
+        self.inits, self.logged, self.axes, self.finished = [], [], [], 0
+        self.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode=mode))
 
     def init(self, **options):
         self.inits.append(options)
         run = types.SimpleNamespace(id=options["id"] or f"id{len(self.inits)}")
-        run.log = lambda metrics, step: self.logged.append((run.id, step, metrics))
+        run.log = lambda values: self.logged.append((run.id, values))
+        run.define_metric = lambda name, step_metric: self.axes.append((name, step_metric))
         run.finish = lambda: setattr(self, "finished", self.finished + 1)
         return run
 
@@ -182,10 +188,25 @@ def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
         trackers = make_trackers(tmp_path, ["wandb"], **NAMES, resume_step=resume_step)
         trackers.log(step, {"x": 0.5})
         trackers.close()
-    assert wandb.logged == [("id1", 1, {"x": 0.5}), ("id1", 2, {"x": 0.5}), ("id3", 1, {"x": 0.5})]
-    assert wandb.finished == 3
+    steps = [("id1", 1), ("id1", 2), ("id3", 1)]
+    assert wandb.logged == [(run, {"x": 0.5, "step": step}) for run, step in steps]
+    assert wandb.finished == 3 and set(wandb.axes) == {("*", "step")}
     assert wandb.inits[0]["project"] == "p" and wandb.inits[0]["name"] == "e"
     assert wandb.inits[0]["config"] == {"a": {"b": 1}}
+    assert [options["resume"] for options in wandb.inits] == [None, "allow", None]
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+@pytest.mark.parametrize("primary", [True, False])
+def test_wandb_is_shared_where_it_is_online_and_one_process_leads(tmp_path, monkeypatch, mode, primary):
+    wandb = FakeWandb(mode)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    open_wandb(tmp_path, project_name="p", experiment_name="e", run_id="id7", primary=primary)
+    (options,) = wandb.inits
+    settings = options["settings"]
+    shared = {"mode": "shared", "x_primary": primary, "x_update_finish_state": primary}
+    assert {name: settings[name] for name in shared if name in settings} == (shared if mode == "online" else {})
+    assert (options["id"], options["resume"]) == ("id7", "allow")
 
 
 def test_a_backend_that_can_not_start_is_a_warning(tmp_path, monkeypatch, caplog):
