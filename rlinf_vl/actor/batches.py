@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -23,12 +24,16 @@ T = TypeVar("T")
 
 def prefetched(items: Iterable[T]) -> Iterator[T]:
     """`items`, the next one made on another thread while the caller works on the last."""
-    source, end = iter(items), object()
+    source = iter(items)
+
+    def following() -> list[T]:
+        return list(islice(source, 1))
+
     with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, source, end)
-        while (item := coming.result()) is not end:
-            coming = thread.submit(next, source, end)
-            yield item
+        coming = thread.submit(following)
+        while item := coming.result():
+            coming = thread.submit(following)
+            yield item[0]
 
 
 @dataclass(frozen=True, slots=True)

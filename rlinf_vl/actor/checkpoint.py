@@ -20,7 +20,7 @@ def save(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Opti
     state = {"model": model_state, "optimizer": optimizer_state, "scheduler": scheduler.state_dict()}
     torch.save(_random_states(), folder / f"random-{rank}.pt")
     try:
-        dcp.save(state, checkpoint_id=folder)
+        dcp.save(state, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
     except CheckpointException as error:  # no Exception, and it holds tracebacks
         raise OSError(next(str(reason) for reason, _ in error.failures.values())) from None
 
@@ -29,7 +29,7 @@ def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Opti
     """Read what `save` wrote, on any number of ranks; a rank that was not there then keeps its random states. Collective."""
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "scheduler": scheduler.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     if (random := folder / f"random-{rank}.pt").exists():
@@ -50,4 +50,4 @@ def _random_states() -> dict[str, torch.Tensor]:
 def load_weights_only(folder: Path, model: nn.Module) -> None:
     """Read the weights of a checkpoint into a plain transformers model, without process groups (for export)."""
     state = {"model": {f"model.{name}": value for name, value in model.state_dict().items()}}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,25 +47,26 @@ def shard(
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     policy.keeps_gathered = not reshard_after_forward or mesh.size() == 1
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": not policy.keeps_gathered,
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype]),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
     for path in (family.vision_blocks, family.text_blocks):
-        for block in model.get_submodule(path):
+        for block in model.get_submodule(path).children():
             fully_shard(block, **options)
     fully_shard(model.get_submodule(family.vision_tower), **options)
-    fully_shard(policy, **options | {"reshard_after_forward": False})  # backward starts with the root's weights
+    options["reshard_after_forward"] = False  # backward starts with the root's weights
+    fully_shard(policy, **options)
     register_fsdp_forward_method(policy, "encode")
     return policy
 
 
-def micro_step(policy: nn.Module, *, last: bool) -> None:
+def micro_step(policy: Any, *, last: bool) -> None:
     """Say before a micro-batch whether it is the last before the optimizer step: only then must gradients be reduced and
     weights be sharded again, where `shard` was told to keep them till then."""
-    if policy.keeps_gathered:
+    if policy.keeps_gathered:  # `shard` has made it an FSDPModule
         policy.set_requires_gradient_sync(last)
         policy.set_reshard_after_backward(last)
         policy.set_is_last_backward(last)

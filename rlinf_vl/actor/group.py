@@ -163,15 +163,19 @@ class ActorGroup:
         return self.wait([self.ranks[0].spare_weights.remote()])[0]
 
     def offload(self) -> None:
+        """Every rank's weights and optimizer state to host memory."""
         self.wait([rank.offload.remote() for rank in self.ranks])
 
     def onload(self) -> None:
+        """Every rank's weights and optimizer state back to its device."""
         self.wait([rank.onload.remote() for rank in self.ranks])
 
     def save(self, folder: str) -> None:
+        """Have the ranks write a checkpoint into `folder` together."""
         self.wait([rank.save.remote(folder) for rank in self.ranks])
 
     def load(self, folder: str) -> None:
+        """Have the ranks read a checkpoint, written by any number of them."""
         self.wait([rank.load.remote(folder) for rank in self.ranks])
 
     def stop(self) -> None:

@@ -68,8 +68,10 @@ def micro_batch_loss(
     rollout = None if batch.rollout_logprobs is None else torch.from_numpy(batch.rollout_logprobs).to(device)
     train = logprobs.detach() if old_logprobs is None else old_logprobs
     old = rollout if settings.old_logprobs == "false" else train
+    assert old is not None, "the config asks for rollout.return_logprobs"
     weights = None
     if settings.tis_clip is not None:
+        assert rollout is not None, "the config asks for rollout.return_logprobs"
         weights = importance_weights(
             train, rollout, mask, clip=settings.tis_clip, level=settings.tis_level, segment_ids=segments
         )
@@ -85,6 +87,7 @@ def micro_batch_loss(
     )
     sums, n = MetricSums(), len(logprobs)
     if settings.kl_beta > 0:
+        assert ref_logprobs is not None
         kl = divergence(ref_logprobs, logprobs, mask, settings.kl_estimator)
         per_token = per_token + settings.kl_beta * kl
         sums.add("actor/ref_kl", kl.detach().sum(), n)
@@ -102,7 +105,7 @@ def micro_batch_loss(
         sums.add("actor/rollout_train_k3", divergence(train, rollout, mask, "k3").sum(), n)
         sums.add("actor/rollout_train_abs_diff_mean", difference.abs().sum(), n)
         sums.maximum("actor/rollout_train_abs_diff_max", difference.abs().max())
-    if n and weights is not None:
+    if n and weights is not None and settings.tis_clip is not None:
         sums.add("actor/tis_mean", weights.sum(), n)
         sums.add("actor/tis_square", weights.square().sum(), n)
         sums.add("actor/tis_clip_fraction", (weights >= settings.tis_clip).sum(), n)

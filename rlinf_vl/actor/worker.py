@@ -150,7 +150,7 @@ class ActorRank:
             max_patches=config.runner.max_tokens_per_mbs * self.processor.merge_size**2,
         )
         log.info("rank %d of %d ready on %s, %s", self.rank, self.world_size, self.device, fsdp.mixed_precision)
-        text = self.policy.model.get_submodule(self.family.text_model).config
+        text: Any = self.policy.model.get_submodule(self.family.text_model).config
         return prices_of(
             hidden=text.hidden_size,
             layers=text.num_hidden_layers,
@@ -300,6 +300,7 @@ class ActorRank:
 
     def join_weight_group(self, group: WeightGroup) -> None:
         """Rank 0, with `nccl`: open the group that the engines join, in place of the one before."""
+        assert isinstance(self.sender, CollectiveSender)
         self.sender.join(group)
 
     def offer_weights(self, check: bool) -> list[Any]:
@@ -308,10 +309,12 @@ class ActorRank:
             return self.sender.offer(check)
 
     def deliver_weights(self) -> None:
+        """The second step: send what was offered, while the workers take it."""
         with torch.no_grad(), span("send weights"):
             self.sender.deliver()
 
     def release_weights(self) -> None:
+        """The third step: all workers have the weights."""
         self.sender.release()
 
     def spare_weights(self) -> list[ray.ObjectRef]:
@@ -342,9 +345,10 @@ class ActorRank:
             self.make.cache.clear()
 
     def stop(self) -> None:
+        """Leave the process group, and write out the spans."""
         if dist.is_initialized():
             dist.destroy_process_group()
         flush_spans()
 
 
-ActorWorker = ray.remote(concurrency_groups={"health": 1})(ActorRank)
+ActorWorker = ray.remote(concurrency_groups={"health": 1})(ActorRank)  # pyright: ignore[reportCallIssue]  # an option that Ray's overloads lack

@@ -27,8 +27,9 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 
 SCHEMA_NAME = "rlinf_vl_schema"
-# In a checkout a link to examples/reasoning/config/vqa, in an installed package a folder with a copy of it.
-EXAMPLES_DIR = (Path(__file__).parent / "examples").resolve()
+_IN_CHECKOUT = Path(__file__).resolve().parents[2] / "examples/reasoning/config/vqa"
+#: The examples: in a checkout where a reader finds them, in an installed package its copy of them (setup.py).
+EXAMPLES_DIR = _IN_CHECKOUT if _IN_CHECKOUT.is_dir() else Path(__file__).resolve().parent / "examples"
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
 

@@ -43,6 +43,7 @@ class NodeRecord:
             return False
 
     def save(self) -> None:
+        """Write it to `record_path()`, readable by this user only."""
         write_private(record_path(), json.dumps(asdict(self)))
 
 

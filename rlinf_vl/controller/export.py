@@ -42,5 +42,6 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
     load_weights_only(folder / ACTOR_FOLDER, model)
     output.mkdir(parents=True, exist_ok=True)
     model.config._attn_implementation = "sdpa"
-    model.to(DTYPES[dtype]).save_pretrained(output)
+    model.to(DTYPES[dtype])  # pyright: ignore[reportArgumentType]  # its decorator hides self
+    model.save_pretrained(output)
     copy_processor_files(path, output)

@@ -289,10 +289,12 @@ class GrpoController:
         ]
 
     def due(self, interval: int) -> bool:
+        """Whether what happens every `interval` steps (0: never) and after the last one happens now."""
         return interval > 0 and (self.step % interval == 0 or self.step == self.total_steps)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
+        """Show a phase of the step while it lasts, and add its seconds to `time/<phase>`."""
         start = time.perf_counter()
         self.progress.phase(phase)
         with span(phase, step=self.step):
@@ -360,6 +362,7 @@ class GrpoController:
             self.metrics["data/bad_rows"] = self.bad_rows.counts()[split]
 
     def stop_if_all_failed(self, summaries) -> None:
+        """RunError with the first reason where no trajectory of the step came out well."""
         if all(error for s in summaries for error in s.errors):
             raise RunError(f"step {self.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
 

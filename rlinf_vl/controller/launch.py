@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._raylet import Config as RayConfig
+from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]  # Cython, without stubs
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -115,7 +115,8 @@ def place(config: Config) -> Iterator[Placement]:
     engines = _chunks(slots["rollout"], config.rollout.tensor_parallel_size, shared)
     seats = {"actor": [(slot,) for slot in slots["actor"]], "rollout": engines}
     used = sorted({seat for component in seats.values() for seat in component})  # one bundle each
-    bundles = [{"CPU": len(seat)} | ({"GPU": len(seat)} if device == "cuda" else {}) for seat in used]
+    kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
+    bundles = [{kind: float(len(seat)) for kind in kinds} for seat in used]
     group = placement_group(bundles, strategy="PACK")
     try:
         if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):

@@ -5,6 +5,7 @@ on. The controller only says which.
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -35,6 +36,7 @@ class Recorder:
         )
 
     def drop_after(self, step: int) -> None:
+        """Drop what was recorded after this step; -1: everything."""
         self._store.drop_after(step)
 
     def record(
@@ -49,7 +51,7 @@ class Recorder:
         of_ranks: list[Logprobs] = ray.get(list(logprobs))
         for key, group in fetch_surviving(groups).items():
             places = {place: values for rank in of_ranks for place, values in rank.get(key, {}).items()}
-            self._store.add(step, split, group, advantages and advantages[key], places)
+            self._store.add(step, split, group, advantages[key] if advantages else None, places)
         return not self._store.full
 
     def write(self, step: int) -> None:
@@ -60,6 +62,7 @@ class Recorder:
             self._samples.log(step, [row | {"images": [images[path] for path in row["images"]]} for row in rows])
 
     def close(self) -> None:
+        """Write out what the trackers hold."""
         self._samples.close()
 
 
@@ -85,7 +88,7 @@ class TrajectoryLog:
         self._settings = config.runner.trajectories
         self._seed, self._report = config.runner.seed, report
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._recorder = None
+        self._recorder: Any = None  # a handle of the actor
         if self._settings.interval > 0:
             actor = ray.remote(num_cpus=0)(Recorder)
             self._recorder = actor.options(scheduling_strategy=here).remote(config, run_dir, model_path, image_token)

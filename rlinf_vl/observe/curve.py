@@ -96,6 +96,7 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: `python -m rlinf_vl.observe.curve OUT.svg NAME=RUN_DIR…`."""
     parser = argparse.ArgumentParser(prog="python -m rlinf_vl.observe.curve", description="Draw val/accuracy of runs.")
     parser.add_argument("out", metavar="OUT.svg")
     parser.add_argument("runs", metavar="NAME=RUN_DIR", nargs="+")

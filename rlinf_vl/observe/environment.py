@@ -23,6 +23,7 @@ def write_environment(run_dir: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
+    """What a run runs on, by name: command, host, hardware, versions, commit; values as JSON takes them."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "command": " ".join(sys.orig_argv),

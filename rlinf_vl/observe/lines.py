@@ -38,6 +38,7 @@ class StepLines:
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write one step's line; ValueError for a step not after the last one, or a NaN."""
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(f"{self.path}: step {step} logged after step {self.last_step}")
         self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
@@ -45,6 +46,7 @@ class StepLines:
         self.last_step = step
 
     def close(self) -> None:
+        """Close the file; nothing is appended after it."""
         self._file.close()
 
     def _drop_after(self, step: int) -> None:
@@ -83,6 +85,7 @@ class EventLog:
         self._counts: Counter[str] = Counter()
 
     def add(self, step: int, kind: str, message: str, level: int = logging.WARNING) -> None:
+        """Write that something happened, and say so in the log at `level`; `kind` is what `summary` counts."""
         logger.log(level, "step %d: %s", step, message)
         self._counts[kind] += 1
         row = {"time": round(time.time(), 3), "step": step, "kind": kind, "message": message}

@@ -131,6 +131,6 @@ def _widen(value: Scalar) -> Scalar:
 def _larger(a: Scalar, b: Scalar) -> Scalar:
     """The larger of two scalars; NaN if either is."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        tensor = a if isinstance(a, torch.Tensor) else b
-        return torch.maximum(*(torch.as_tensor(x, dtype=torch.float64, device=tensor.device) for x in (a, b)))
+        device = next(x.device for x in (a, b) if isinstance(x, torch.Tensor))
+        return torch.maximum(*(torch.as_tensor(x, dtype=torch.float64, device=device) for x in (a, b)))
     return float(np.maximum(a, b))

@@ -42,9 +42,13 @@ class Sample:
 class SampleTracker(Protocol):
     """Takes the samples of a step and split; of one step and split at most once, unless the run went back."""
 
-    def log(self, step: int, split: str, samples: Sequence[Sample]) -> None: ...
+    def log(self, step: int, split: str, samples: Sequence[Sample]) -> None:
+        """Show these."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write out what is held; nothing is logged after it."""
+        ...
 
 
 class TensorBoardSamples:
@@ -55,11 +59,11 @@ class TensorBoardSamples:
         self._folder, self._writer, self._step = folder, None, 0
 
     def log(self, step: int, split: str, samples: Sequence[Sample]) -> None:
-        # TensorBoard's own writer: torch's would import torch into a process that needs none
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        # TensorBoard's own writer, whose generated modules have no types: torch's would import torch, which nothing here needs
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._writer is None or step < self._step:
@@ -108,9 +112,15 @@ class TableSamples:
         self._run.finish()
 
 
-def _join_wandb(run_dir: Path, **names: str) -> TableSamples:
+def _join_wandb(run_dir: Path, project_name: str, experiment_name: str) -> TableSamples:
     """Into the run that the scalars' process has begun; FileNotFoundError if it hasn't."""
-    run = open_wandb(run_dir, **names, run_id=(run_dir / WANDB_ID).read_text().strip(), primary=False)
+    run = open_wandb(
+        run_dir,
+        project_name=project_name,
+        experiment_name=experiment_name,
+        run_id=(run_dir / WANDB_ID).read_text().strip(),
+        primary=False,
+    )
     return TableSamples(import_backend("wandb"), run, lambda values, step: run.log(values | {"step": step}))
 
 

@@ -67,23 +67,25 @@ def _add(name: str, start: float, end: float, about: dict[str, Any]) -> None:
             _last[thread] = {"name": name, "start": start, "end": end, "thread": thread, "count": 1, "about": about}
         if end - _flushed > FLUSH_S:
             _flushed = end
-            for row in _last.values():
-                _write(row)
-            _last.clear()
-            _file.flush()
+            _flush()
 
 
 def flush_spans() -> None:
     """Write what has ended."""
     with _lock:
-        if _file is not None:
-            for row in _last.values():
-                _write(row)
-            _last.clear()
-            _file.flush()
+        _flush()
+
+
+def _flush() -> None:
+    if _file is not None:
+        for row in _last.values():
+            _write(row)
+        _last.clear()
+        _file.flush()
 
 
 def _write(row: dict[str, Any]) -> None:
+    assert _file is not None
     try:
         _file.write(json.dumps(row | {"start": round(row["start"], 6), "end": round(row["end"], 6)}) + "\n")
     except OSError:  # a full disk; a timeline is not worth a run

@@ -19,9 +19,13 @@ WANDB_ID = "wandb_id"
 class Tracker(Protocol):
     """Takes the scalars of one step, once per step, in growing order of steps."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the scalars of one step, by their full names."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write out what is held; nothing is logged after it."""
+        ...
 
 
 class JsonlTracker:

@@ -55,6 +55,7 @@ class Follower:
         self._inode = self._offset = 0
 
     def poll(self) -> None:
+        """Hand on what has been added since the call before; a file that can't be read has nothing new."""
         with suppress(OSError), self._path.open("rb") as file:
             stat = os.fstat(file.fileno())
             if stat.st_ino != self._inode or stat.st_size < self._offset:
@@ -191,7 +192,7 @@ class RunPage:
             lines.append(Text.assemble(" now  ", (phase, "bold"), f"  {took}", usually))
             if progress and (total := progress["total"]):
                 _bar(lines[-1].append("  "), progress["done"] / total, 20).append(f" {progress['done']:,} of {total:,}")
-        sums = sum(map(Counter, self._times), Counter[str]())
+        sums: Any = sum(map(Counter, self._times), Counter[str]())  # of floats
         whole, parts = max(sums.pop("step", 0.0), sums.total()), sums.most_common(len(_PHASE_LOOKS) - 1)
         parts.append(("other", whole - sum(seconds for _, seconds in parts)))
         used, end, bar, legend = 0.0, 0, Text(" last "), Text(" ")

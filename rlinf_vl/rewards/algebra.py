@@ -36,7 +36,7 @@ def algebra(response: str, answer: str) -> bool:
 def _parse(text: str):
     from math_verify import LatexExtractionConfig, parse
 
-    found = parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+    found = parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore[reportArgumentType]  # None: no alarm, which a thread can't have
     return found[0] if found else None
 
 

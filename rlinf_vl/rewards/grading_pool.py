@@ -104,6 +104,7 @@ class GradingPool:
             if self._process is None or self._process.poll() is not None:
                 self._kill()
                 self._start()
+            assert self._questions is not None
             return self._questions
 
     def _drop(self, questions: socket.socket) -> None:
@@ -113,31 +114,33 @@ class GradingPool:
                 self._kill()
 
     def _start(self) -> None:
-        self._questions, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        questions, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._questions = questions
         path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
         limits = [str(self.limit_s), str(self.wall_limit_s)]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rlinf_vl.rewards.math_worker", *limits],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C is for the parent
             )
-        self._questions.settimeout(self.start_limit_s)
+        questions.settimeout(self.start_limit_s)
         try:
-            reply = self._questions.recv(4096)
+            reply = questions.recv(4096)
         except OSError as e:
             reply = str(e).encode()
         if reply != b"ready":
             self._kill()
             raise RuntimeError(f"the grading worker doesn't start: {reply.decode() or 'it died'}")
-        self._questions.settimeout(self.wall_limit_s)
+        questions.settimeout(self.wall_limit_s)
 
     def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        if self._questions is not None:
             self._questions.close()
         self._questions = self._process = None

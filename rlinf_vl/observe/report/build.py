@@ -78,8 +78,8 @@ def _columns(run: RunFolder) -> dict[str, list[list[float | None]]]:
         made = {}
         if row.get("val/accuracy") is not None:
             made["val/accuracy_error"] = standard_error(row)
-        if row.get("time/step"):
-            made["time/other"] = max(0.0, row["time/step"] - sum(row.get(f"time/{phase}") or 0.0 for phase in PHASES))
+        if step_s := row.get("time/step"):
+            made["time/other"] = max(0.0, step_s - sum(row.get(f"time/{phase}") or 0.0 for phase in PHASES))
         for name, value in {**row, **made}.items():
             if name != "step":
                 steps, values = columns.setdefault(name, [[], []])

@@ -109,6 +109,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, str]:
 
 
 def is_number(value: Any) -> bool:
+    """Whether a value of a JSON line can be drawn: a finite number, no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -201,6 +201,7 @@ def _shrink(data: bytes) -> tuple[bytes, str, tuple[int, int]]:
     with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF")) as image:
         size = image.size
         if len(data) <= MAX_BYTES_PER_IMAGE and max(size) <= MAX_PIXELS_ACROSS:
+            assert image.format is not None  # one of those above
             return data, image.format, size
         image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
         shown = io.BytesIO()
