@@ -65,7 +65,7 @@ def test_a_rollout_worker_is_killed_or_stopped_in_generation(undisturbed, tmp_pa
     worker.send_signal(number)
     output = run.finish()
     (message,) = events(run, "worker_replaced")
-    assert message in output and "worker replaced" in output.splitlines()[-4]
+    assert message in output and "1 × worker replaced" in "\n".join(output.splitlines()[-6:])
     assert ("no heartbeat" in message) == (number == signal.SIGSTOP)
     assert rows_of(run.folder / "metrics.jsonl")[-1]["rollout/worker_restarts"] == 1
     assert comparable(run.folder) == undisturbed
