@@ -85,7 +85,7 @@ class TrajectoryLog:
             report: told, once, that recording has ended before the run has.
         """
         self._release, self._held = release, list[GroupSummary]()
-        self._settings = config.runner.trajectories
+        self._settings, self._timeout = config.runner.trajectories, config.runner.heartbeat_timeout
         self._seed, self._report = config.runner.seed, report
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._recorder: Any = None  # a handle of the actor
@@ -135,9 +135,9 @@ class TrajectoryLog:
 
     def _wait(self, pending: Sequence[ray.ObjectRef], held: Sequence[GroupSummary]) -> None:
         try:
-            if False in ray.get(list(pending)):
+            if False in ray.get(list(pending), timeout=self._timeout):
                 self._end(f"runner.trajectories.max_gb: {self._settings.max_gb} GB of trajectories are recorded")
-        except Exception as error:  # the disk is full, the process died: a run is worth more than its record
+        except Exception as error:  # the disk is full, the process died or hangs: a run is worth more than its record
             self._end(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
         finally:
             if held:
@@ -150,9 +150,14 @@ class TrajectoryLog:
         self._report(f"no more trajectories are recorded: {reason}")
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is written, and end."""
         if self._recorder is not None:
             self._pending.append(self._recorder.close.remote())
+        self.wait()
+        self._recorder = None
+
+    def wait(self) -> None:
+        """Wait until everything is written, and nothing held."""
         for _ in range(2):
             before, self._before = self._before, (self._pending, self._held)
             self._pending, self._held = [], []

@@ -140,6 +140,7 @@ def test_two_hundred_steps_leave_nothing_behind(tmp_path):
 
         controller.train_step = watched
         controller.fit()
+        controller.trajectories.wait()
         assert_falls_to(held)
         controller.stop()
     assert len(metrics) == 200

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -88,10 +89,13 @@ def test_samples_do_not_hide_scalars_and_a_run_that_goes_back_hides_what_was_lat
     scalars.log(1, {"x": 1.0})
     trackers = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
     for step, answer in ((1, "a"), (2, "b"), (3, "c"), (2, "d")):
+        if answer == "d":
+            time.sleep(1.1)  # a new file, which TensorBoard knows to be newer by the second in its name
         trackers.log(step, [row(answer=answer)])
     scalars.log(2, {"x": 2.0})
     assert {step: text[-1] for step, text in texts(tensorboard(tmp_path), "train/0").items()} == {1: "a", 2: "d"}
     trackers.close()
+    time.sleep(1.1)
     resumed = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
     resumed.log(1, [row(answer="e")])
     resumed.close()
