@@ -43,7 +43,7 @@ from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, shard
 from rlinf_vl.actor.update import LossSettings, update
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import freeze_vision, load_model, vocab_size
+from rlinf_vl.models.loading import DTYPES, freeze_vision, load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.models.vision_cache import VisionCache
@@ -69,7 +69,7 @@ class Trainer:
         self.scheduler = make_scheduler(self.optimizer, "constant", warmup=0, total=1, min_ratio=0.0)
 
     def _load(self, folder: Path, dtype: str, frozen: bool) -> PolicyModel:
-        model = load_model(folder, FAMILY, torch.float32).requires_grad_(not frozen)
+        model = load_model(folder, FAMILY, DTYPES[dtype] if frozen else torch.float32).requires_grad_(not frozen)
         if not self.args.train_tower:
             freeze_vision(model, FAMILY)
         banned = self.processor.banned_ids(vocab_size(model)) & False

@@ -60,7 +60,8 @@ class BatchMaker:
         cache: VisionCache | None,
         max_patches: int,
     ) -> None:
-        """`collate` has no pixels of its own; `max_patches` is how many are encoded at once, one image at least."""
+        """`collate` has no pixels of its own; `pixels` is called from several threads where there is a `cache`;
+        `max_patches` is how many are encoded at once, one image at least."""
         self.policy, self.cache, self.max_patches = policy, cache, max_patches
         self.pixels, self.collate = pixels, replace(collate, pixels=None if cache else pixels)
 
@@ -95,12 +96,14 @@ class BatchMaker:
         chunks = _chunks([images[name] for name in self.cache.missing(images)], self.max_patches)
         calls = torch.tensor(len(chunks))
         dist.all_reduce(calls, dist.ReduceOp.MAX)
+        workers = torch.get_num_threads()
         blank = blank_image(self.policy.model.get_submodule(self.policy.family.vision_tower))
 
         def inputs() -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
-            for chunk in chunks:
-                patches = np.concatenate([self.pixels(image) for image, _ in chunk])
-                yield [i.hash for i, _ in chunk], patches, np.stack([grid for _, grid in chunk]).astype(np.int64)
+            with ThreadPoolExecutor(workers) as threads:
+                for chunk in chunks:
+                    patches = np.concatenate(list(threads.map(self.pixels, [image for image, _ in chunk])))
+                    yield [i.hash for i, _ in chunk], patches, np.stack([grid for _, grid in chunk]).astype(np.int64)
             for _ in range(int(calls) - len(chunks)):
                 yield [], *blank
 

@@ -145,7 +145,7 @@ class ActorRank:
                 pad_to=None if config.actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
                 share_prompts=config.actor.share_prompts,
             ),
-            PixelCache(self.processor.pixels),
+            PixelCache(self.processor.pixels) if cache is None else self.processor.pixels,
             cache,
             max_patches=config.runner.max_tokens_per_mbs * self.processor.merge_size**2,
         )
@@ -167,8 +167,10 @@ class ActorRank:
 
     def _load_sharded(self, frozen: bool) -> PolicyModel:
         config, fsdp = self.config, self.config.actor.fsdp_config
+        # A reference never changes, so it is kept as it computes; what is trained has master weights in float32.
+        dtype = DTYPES[fsdp.mixed_precision.param_dtype] if frozen else torch.float32
         model = load_model(
-            self.model_path, self.family, torch.float32, trust_remote_code=config.rollout.model.trust_remote_code
+            self.model_path, self.family, dtype, trust_remote_code=config.rollout.model.trust_remote_code
         )
         if frozen:
             model.requires_grad_(False)

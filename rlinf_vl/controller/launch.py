@@ -90,7 +90,6 @@ def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_WAIT_POLICY": "PASSIVE",
         # glibc would give the memory of each freed activation back to the kernel, which clears it for the next one
         "MALLOC_MMAP_THRESHOLD_": str(2**32),
         "MALLOC_TRIM_THRESHOLD_": str(2**36),

@@ -1,7 +1,8 @@
 """Attention for packed rows.
 
-Every text layer (`layers.attention_forward`) hands its rotated queries, keys and values to the `context` of the running
-forward: `SegmentAttention` here (training and prefill), or the engine's decode step (`rollout.torch_decode`).
+Every layer (`layers.attention_forward`, `layers.vision_attention_forward`) hands its rotated queries, keys and values to the
+`context` of the running forward: `SegmentAttention` here (images, training and prefill), or the engine's decode step
+(`rollout.torch_decode`).
 
 A row is segments end to end. A segment sees itself, causally, and before that the prefix it continues: the prompt of its
 group, which stands in the row once. The two parts are attended apart and merged by their log-sum-exps, so that neither a
@@ -32,6 +33,7 @@ class SegmentAttention:
         cu_seqlens: np.ndarray,
         prefix: np.ndarray | None = None,
         *,
+        causal: bool = True,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         kernel: str | None = None,
@@ -42,28 +44,33 @@ class SegmentAttention:
             cu_seqlens: int [S + 1], segment boundaries, 0 … T.
             prefix: int [S], the earlier segment that each continues, -1 for none; None: none does. Segments that continue
                 one prefix are neighbours. A prefix continues nothing itself.
+            causal: a token of a segment sees what is before it, and itself; False: the whole segment.
             dtype: of the queries; with `device` it chooses the kernel, unless `kernel` names one.
             capture: keep `self.captured[layer]` = (k, v), [T, H_kv, D], for the engine's cache.
         """
         self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = {} if capture else None
         make = kernel_for(torch.device(device), dtype, kernel)
-        self.own: Kernel = make(cu_seqlens, cu_seqlens, True, device)
-        self.shared: Kernel | None = None
+        self.own: Kernel = make(cu_seqlens, cu_seqlens, causal, device)
+        #: tokens that continue prefixes (queries), those prefixes' tokens (keys), and the kernel between the two
+        self.shared: list[tuple[torch.Tensor | slice, torch.Tensor | slice, Kernel]] = []
         if prefix is not None and (np.diff(cu_seqlens)[prefix >= 0] > 0).any():
             self._share(cu_seqlens, prefix, make, device)
 
     def _share(self, cu_seqlens: np.ndarray, prefix: np.ndarray, make, device) -> None:
-        """Rows that continue a prefix (queries), the prefixes' rows (keys), and the kernel between the two."""
         continuing = np.flatnonzero((prefix >= 0) & (np.diff(cu_seqlens) > 0))
         first = np.flatnonzero(np.diff(prefix[continuing], prepend=-1))  # where a run of one prefix's segments begins
         prefixes = prefix[continuing][first]
         assert len(set(prefixes.tolist())) == len(prefixes), "segments that continue one prefix must be neighbours"
         assert (prefix[prefixes] == -1).all(), "a prefix can't continue another"
         lengths = np.diff(cu_seqlens)
-        queries = np.add.reduceat(lengths[continuing], first)
-        self.queries = torch.from_numpy(_ranges(cu_seqlens[continuing], lengths[continuing])).to(device)
-        self.keys = torch.from_numpy(_ranges(cu_seqlens[prefixes], lengths[prefixes])).to(device)
-        self.shared = make(np.cumsum([0, *queries]), np.cumsum([0, *lengths[prefixes]]), False, device)
+        runs = np.split(continuing, first[1:])
+        at_once = len(runs) if make.many else 1  # a call for one prefix sees nothing but its own part of the row
+        for i in range(0, len(runs), at_once):
+            members, theirs = runs[i : i + at_once], prefixes[i : i + at_once]
+            rows, keys = (_where(cu_seqlens[s], lengths[s], device) for s in (np.concatenate(members), theirs))
+            queries = np.cumsum([0, *(lengths[m].sum() for m in members)])
+            kernel = make(queries, np.cumsum([0, *lengths[theirs]]), False, device)
+            self.shared.append((rows, keys, kernel))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         assert q.shape[0] == 1, f"packed rows have batch size 1, not {q.shape[0]}"
@@ -83,13 +90,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan: SegmentAttention, scale: float):
         out, lse = plan.own.forward(q, k, v, scale)
-        if plan.shared is not None:
-            rows, keys = plan.queries, plan.keys
-            theirs, their_lse = plan.shared.forward(*_select((q, rows), (k, keys), (v, keys)), scale=scale)
-            ours, our_lse = _select((out, rows), (lse, rows))
+        for rows, keys, kernel in plan.shared:
+            theirs, their_lse = kernel.forward(q[rows], k[keys], v[keys], scale=scale)
+            ours, our_lse = out[rows], lse[rows]
             share = torch.sigmoid(their_lse - our_lse).unsqueeze(-1)  # exp(their_lse - lse of both)
-            out.index_copy_(0, rows, torch.lerp(ours, theirs, share.to(out.dtype)))
-            lse.index_copy_(0, rows, torch.logaddexp(our_lse, their_lse))
+            out[rows] = torch.lerp(ours, theirs, share.to(out.dtype))
+            lse[rows] = torch.logaddexp(our_lse, their_lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -99,21 +105,16 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan, scale = ctx.plan, ctx.scale
         dq, dk, dv = plan.own.backward(grad, q, k, v, out, lse, scale)
-        if plan.shared is not None:
-            rows, keys = plan.queries, plan.keys
-            parts = plan.shared.backward(
-                *_select((grad, rows), (q, rows), (k, keys), (v, keys), (out, rows), (lse, rows)), scale=scale
-            )
+        for rows, keys, kernel in plan.shared:
+            parts = kernel.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale=scale)
             for total, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-                total.index_add_(0, where, part)
+                total[where] += part  # no token is named twice
         return dq, dk, dv, None, None
 
 
-def _select(*pairs: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-    return [x.index_select(0, rows) for x, rows in pairs]
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int64: start, start + 1, … of each range, end to end."""
+def _where(starts: np.ndarray, lengths: np.ndarray, device) -> torch.Tensor | slice:
+    """The tokens of these ranges: a slice if each begins where the last one ends, otherwise int64 indices."""
+    if (starts[1:] == starts[:-1] + lengths[:-1]).all():
+        return slice(int(starts[0]), int(starts[-1] + lengths[-1]))
     offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.repeat(starts, lengths) + offsets
+    return torch.from_numpy(np.repeat(starts, lengths) + offsets).to(device)

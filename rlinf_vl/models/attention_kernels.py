@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from rlinf_vl.models.precision import bfloat16_products, has_bfloat16_units
+
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _varlen = torch.ops.aten._flash_attention_forward
@@ -20,6 +22,13 @@ _varlen_backward = torch.ops.aten._flash_attention_backward
 
 class Kernel(Protocol):
     """One part of attention in one layout, for any number of layers."""
+
+    #: Whether one call for all sequences is better than a call for each.
+    many: bool
+
+    def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
+        """Sequence i's queries are those of `cu_q[i:i + 2]`, its keys those of `cu_k[i:i + 2]`."""
+        ...
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -40,7 +49,8 @@ class FlashCpu:
     A longer one is worth a call of its own, which needs no copies.
     """
 
-    BATCHED, SLACK = 48, 1.3
+    BATCHED, SLACK = 48, 1.3  # measured
+    many = False
 
     def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
         self.causal = causal
@@ -73,6 +83,8 @@ class FlashCpu:
             part, part_lse = _flash_cpu(
                 _heads(q, rows), _heads(k, keys), _heads(v, keys), 0.0, self.causal, scale=scale
             )
+            if part.shape[0] * part.shape[2] == len(q) and valid is None:  # the only one
+                return part[0].transpose(0, 1), part_lse[0].t()
             _put(out, rows, valid, part.transpose(1, 2))
             _put(lse, rows, valid, part_lse.transpose(1, 2))
         return out, lse
@@ -97,6 +109,43 @@ class FlashCpu:
         return dq, dk, dv
 
 
+class AmxCpu(FlashCpu):
+    """Forward as `FlashCpu`; backward as batched bfloat16 products, one batch entry per sequence and head of the keys. Scores
+    are exact to float32. (PyTorch's own bfloat16 backward is up to 4 times slower than its float32 one, and that than this.)
+    """
+
+    BATCHED = 128
+
+    def backward(self, grad, q, k, v, out, lse, scale):
+        kv_heads, heads = k.shape[1], q.shape[1]
+        delta = (grad * out).sum(-1, keepdim=True, dtype=torch.float32).mul_(scale).to(q.dtype)
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for rows, keys, valid in self.parts:
+            g, queries, d, s = (_by_key_head(x, rows, kv_heads) for x in (grad, q, delta, lse.unsqueeze(2)))
+            k_part, v_part = (_by_key_head(x, keys, kv_heads) for x in (k, v))
+            if valid is not None and isinstance(rows, torch.Tensor):
+                # Queries that stand in for padding, as in `FlashCpu`.
+                padding = ~valid.view(len(rows), 1, 1, -1).expand(-1, kv_heads, heads // kv_heads, -1).reshape(s.shape)
+                g, s = g.masked_fill(padding, 0.0), s.masked_fill(padding, torch.inf)
+            with bfloat16_products(q):
+                p = torch.baddbmm(s, queries.float(), k_part.float().transpose(1, 2), beta=-1, alpha=scale).exp_()
+            if self.causal:
+                p.view(-1, k_part.shape[1], k_part.shape[1]).tril_()
+            p = p.to(q.dtype)
+            ds = p * torch.baddbmm(d, g, v_part.transpose(1, 2), beta=-1, alpha=scale)
+            parts = torch.bmm(ds, k_part), torch.bmm(ds.transpose(1, 2), queries), torch.bmm(p.transpose(1, 2), g)
+            for total, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
+                length = where.stop - where.start if isinstance(where, slice) else where.shape[1]
+                _put(total, where, valid, part.view(-1, total.shape[1], length, total.shape[2]).transpose(1, 2))
+        return grads
+
+
+def _by_key_head(x: torch.Tensor, rows: torch.Tensor | slice, kv_heads: int) -> torch.Tensor:
+    """[T, H, D] → [n · H_kv, H / H_kv · L, D], contiguous."""
+    x = _heads(x, rows)
+    return x.reshape(len(x) * kv_heads, -1, x.shape[-1])
+
+
 def _heads(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
     """[T, H, D] → [n, H, L, D]: a view where `rows` is a slice, gathered where it is an index [n, L]."""
     if isinstance(rows, slice):
@@ -116,6 +165,8 @@ def _put(x: torch.Tensor, rows: torch.Tensor | slice, valid: torch.Tensor | None
 class Varlen:
     """FlashAttention for sequences of different lengths on CUDA, bfloat16 and float16: the kernel behind
     `torch.nn.attention.varlen`, called below its autograd so that its backward takes the merged log-sum-exp."""
+
+    many = True
 
     def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
         self.causal = causal
@@ -137,6 +188,8 @@ class Varlen:
 
 class Matmul:
     """Plain matrix products, sequence by sequence, in float32: every device and dtype. What the others are tested against."""
+
+    many = True
 
     def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
         self.causal = causal
@@ -185,14 +238,15 @@ def _to_rows(x_KRLD: torch.Tensor) -> torch.Tensor:
 
 _HALF = (torch.bfloat16, torch.float16)
 #: name → (class, whether it serves a device type and dtype).
-KERNELS: dict[str, tuple[Callable[..., Kernel], Callable[[str, torch.dtype], bool]]] = {
+KERNELS: dict[str, tuple[type[Kernel], Callable[[str, torch.dtype], bool]]] = {
     "varlen": (Varlen, lambda device, dtype: device == "cuda" and dtype in _HALF),
+    "amx_cpu": (AmxCpu, lambda device, dtype: device == "cpu" and dtype == torch.bfloat16 and has_bfloat16_units()),
     "flash_cpu": (FlashCpu, lambda device, dtype: device == "cpu" and dtype != torch.float16),
     "matmul": (Matmul, lambda device, dtype: True),
 }
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, name: str | None = None) -> Callable[..., Kernel]:
+def kernel_for(device: torch.device, dtype: torch.dtype, name: str | None = None) -> type[Kernel]:
     """The class of the kernel `name`, or the first of `KERNELS` that serves this device and dtype.
 
     Raises:

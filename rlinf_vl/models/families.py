@@ -8,7 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlinf_vl.models.layers import attention_forward, mlp_forward, norm_forward, patch_embed_forward
+from rlinf_vl.models.layers import (
+    attention_forward,
+    mlp_forward,
+    norm_forward,
+    patch_embed_forward,
+    vision_attention_forward,
+)
 from rlinf_vl.models.positions import mrope_positions
 
 
@@ -30,7 +36,7 @@ class Family:
         text_blocks, vision_blocks: dotted paths of their block lists (FSDP shards and checkpoints per block).
         special_tokens: vision placeholders that may never be sampled.
         image_token: the placeholder that stands for one image token.
-        encode_images: (vision tower, pixel_values [P, d], grids [n, 3]) → `VisionFeatures`.
+        encode_images: (vision tower, pixel_values [P, d], grids [n, 3], kwargs) → `VisionFeatures`.
         text_forward: (text model, inputs_embeds [1, T, H], position_ids [4, 1, T], image mask [1, T] or None, deepstack
             features, kwargs) → last hidden state [1, T, H].
         layers: class name of a module → the `forward` that takes the place of its own.
@@ -44,14 +50,14 @@ class Family:
     vision_blocks: str
     image_token: str
     special_tokens: Sequence[str]
-    encode_images: Callable[[nn.Module, torch.Tensor, torch.Tensor], VisionFeatures]
+    encode_images: Callable[..., VisionFeatures]
     text_forward: Callable[..., torch.Tensor]
     layers: Mapping[str, Callable[..., object]]
     positions: Callable[[np.ndarray, int, np.ndarray, int], np.ndarray]
 
 
-def _qwen3_vl_encode(tower: nn.Module, pixel_values: torch.Tensor, grids: torch.Tensor) -> VisionFeatures:
-    out = tower(pixel_values, grid_thw=grids)
+def _qwen3_vl_encode(tower: nn.Module, pixel_values: torch.Tensor, grids: torch.Tensor, **kwargs) -> VisionFeatures:
+    out = tower(pixel_values, grid_thw=grids, **kwargs)
     return VisionFeatures(out.pooler_output, tuple(out.deepstack_features))
 
 
@@ -82,6 +88,7 @@ FAMILIES: dict[str, Family] = {
             "Qwen3VLTextAttention": attention_forward,
             "Qwen3VLTextMLP": mlp_forward,
             "Qwen3VLTextRMSNorm": norm_forward,
+            "Qwen3VLVisionAttention": vision_attention_forward,
             "Qwen3VLVisionPatchEmbed": patch_embed_forward,
         },
         positions=mrope_positions,

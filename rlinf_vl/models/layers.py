@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 #: Elements that an element-wise chain in bfloat16 takes at a time on a CPU, so that what one operation wrote the next finds in
@@ -66,50 +67,83 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _RmsNorm.apply(x, weight, eps)
 
 
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    (first, second), sin = x.split(half, -1), sin[..., half:]
+    out = x * cos
+    out[..., :half].addcmul_(second, sin, value=-sign)
+    out[..., half:].addcmul_(first, sin, value=sign)
+    return out
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+        return _turn(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
         cos, sin = ctx.saved_tensors  # a rotation's transpose turns the other way
-        return (grad * cos).addcmul_(grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
+        return _turn(grad, cos, sin, -1), None, None
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021): the pairs (x_i, x_{i + D/2}) turned by their angles.
 
-    x [..., H, D]; cos and sin [..., 1, D], the same in both halves, the first half of `sin` negated (`signed`).
+    x [..., H, D]; cos and sin [..., 1, D], the same in both halves.
     """
     return _Rotate.apply(x, cos, sin)
 
 
-def signed(sin: torch.Tensor) -> torch.Tensor:
-    """`sin` [..., D] with its first half negated: what `rotate` multiplies the swapped halves by."""
-    half = sin.shape[-1] // 2
-    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a · b; `a` is not needed any more. PyTorch's in-place bfloat16 product takes twice as long as one into new memory."""
+    return a * b if a.dtype == torch.bfloat16 else a.mul_(b)
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        out = torch.empty_like(gate)
-        for g, u, o in _blocks(*(x.view(-1, x.shape[-1]) for x in (gate, up, out))):
-            torch.ops.aten.silu.out(g, out=o).mul_(u)
-        return out
+        return _times(F.silu(gate), up)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), _times(F.silu(gate), grad)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) · up (Shazeer 2020), any shape; silu(gate) is computed again in backward, and not kept."""
     return _SwiGlu.apply(gate, up)
+
+
+class _Projections(torch.autograd.Function):
+    """Backward adds up the inputs' gradients where they are made: no sums over memory apart from the products."""
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, *weights = ctx.saved_tensors
+        rows, grads = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                dx.addmm_(grad, weight)
+            dx = dx.view_as(x)
+        return dx, *(g.t() @ rows if n else None for g, n in zip(grads, ctx.needs_input_grad[1:], strict=True))
+
+
+def projections(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
+    """What each of these linear layers makes of x [..., H]."""
+    if all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
+        return _Projections.apply(x, *(layer.weight for layer in layers))
+    return tuple(layer(x) for layer in layers)
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -119,7 +153,7 @@ def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """`forward` of a transformers gated MLP."""
-    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    return self.down_proj(swiglu(*projections(x, self.gate_proj, self.up_proj)))
 
 
 def attention_forward(self: Any, hidden_states, position_embeddings, *, context, **_):
@@ -128,14 +162,24 @@ def attention_forward(self: Any, hidden_states, position_embeddings, *, context,
     hidden_states [B, T, H], position_embeddings (cos, sin) [B, T, D] → ([B, T, H], None).
     """
     heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-    q = self.q_norm(self.q_proj(hidden_states).view(heads))
-    k = self.k_norm(self.k_proj(hidden_states).view(heads))
-    v = self.v_proj(hidden_states).view(heads)
+    q, k, v = (x.view(heads) for x in projections(hidden_states, self.q_proj, self.k_proj, self.v_proj))
+    q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x.unsqueeze(2) for x in position_embeddings)
-    sin = signed(sin)
     q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
     out = context.attend(self.layer_idx, q, k, v, self.scaling)
     return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, context, **_) -> torch.Tensor:
+    """`forward` of a transformers vision attention with one product for queries, keys and values.
+
+    hidden_states [P, H], position_embeddings (cos, sin) [P, D] → [P, H]. Rotated in float32, as transformers does.
+    """
+    qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
+    cos, sin = (x[:, None, None].float() for x in position_embeddings)
+    q, k = rotate(qkv[:, :2].float(), cos, sin).to(qkv.dtype).unbind(1)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, qkv[:, 2]))
+    return self.proj(context.attend(-1, q, k, v, self.scaling)[0].flatten(1))
 
 
 def patch_embed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

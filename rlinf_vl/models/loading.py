@@ -33,7 +33,7 @@ TOKENIZER_AND_PROCESSOR_FILES = (
 def load_model(
     path: str | Path, family: Family, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The transformers model at `path` on the CPU, text layers attending through `rlinf_vl.models.attention`.
+    """The transformers model at `path` on the CPU, its layers attending through `rlinf_vl.models.attention`.
 
     Raises:
         ValueError: the checkpoint is of another family than `rollout.model.model_type` says.
@@ -51,8 +51,8 @@ def load_model(
 
 
 def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedModel:
-    """Let the text layers of a transformers model attend through an `AttentionContext`, and compute as `family.layers`
-    says; returns the model. Modules and weights stay as they are."""
+    """Let a transformers model attend through an `AttentionContext`, and compute as `family.layers` says; returns the
+    model. Modules and weights stay as they are."""
     # transformers makes no [T, T] mask for a name that it does not know
     text_config: Any = model.get_submodule(family.text_model).config
     text_config._attn_implementation = "context"

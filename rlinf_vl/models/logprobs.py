@@ -1,31 +1,13 @@
 """The logprob head: hidden states → log-probability of each target token and entropy, in float32, a chunk of positions at a
 time. No [T, vocab] tensor is ever whole, in forward or backward: backward computes each chunk's logits again."""
 
-from contextlib import contextmanager
-
 import torch
+
+from rlinf_vl.models.precision import bfloat16_products
 
 #: Bytes of one chunk's float32 logits, by device type, where the caller leaves the chunk open: what a CPU's caches hold, and
 #: what keeps a GPU busy.
 CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**30}
-
-
-@contextmanager
-def _bfloat16_products(hidden: torch.Tensor):
-    """On a CPU, multiply float32 copies of bfloat16 numbers with bfloat16 units: exact products, float32 sums and results.
-
-    (bfloat16 matrix products there round their results to bfloat16, too coarse for logits.)
-    """
-    if hidden.is_cuda or hidden.dtype != torch.bfloat16:
-        yield
-        return
-    matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # made at import
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, banned: torch.Tensor | None):
@@ -45,7 +27,7 @@ class _Head(torch.autograd.Function):
         n = hidden.shape[0]
         logprobs, lse = (hidden.new_empty(n, dtype=torch.float32) for _ in range(2))
         entropy = torch.empty_like(logprobs) if with_entropy else None
-        with _bfloat16_products(hidden):
+        with bfloat16_products(hidden):
             rows, matrix = _operands(hidden, weight)
             for start in range(0, n, chunk):
                 part = slice(start, start + chunk)
@@ -76,7 +58,7 @@ class _Head(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(kept_weight.shape, dtype=torch.float32, device=kept_weight.device)
-        with _bfloat16_products(kept):
+        with bfloat16_products(kept):
             hidden, weight = _operands(kept, kept_weight)
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)

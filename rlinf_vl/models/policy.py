@@ -27,11 +27,19 @@ class PlacedImages:
     image_features: torch.Tensor
 
 
-def encode_images(model: nn.Module, family: Family, pixel_values: torch.Tensor, grids: torch.Tensor) -> VisionFeatures:
-    """Run the vision tower on float32 [P, d] patches of the images of `grids` [n, 3]; differentiable if it is trained."""
+def encode_images(
+    model: PreTrainedModel, family: Family, pixel_values: np.ndarray, grids: np.ndarray, device: torch.device | str
+) -> VisionFeatures:
+    """Run the vision tower on float32 [P, d] patches of the images of `grids` int64 [n, 3]; differentiable if it is trained.
+
+    A patch sees those of its own image and frame.
+    """
     tower = model.get_submodule(family.vision_tower)
+    frames = np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])
+    context = SegmentAttention(np.cumsum([0, *frames]), causal=False, device=device, dtype=output_weight(model).dtype)
+    patches, shapes = (torch.from_numpy(x).to(device) for x in (pixel_values, grids))
     with torch.set_grad_enabled(is_trained(tower) and torch.is_grad_enabled()):
-        return family.encode_images(tower, pixel_values, grids)
+        return family.encode_images(tower, patches, shapes, context=context)
 
 
 def is_trained(module: nn.Module) -> bool:
@@ -109,10 +117,7 @@ class PolicyModel(nn.Module):
 
     def encode(self, pixel_values: np.ndarray, grids: np.ndarray) -> VisionFeatures:
         """Features of some images, for `forward`."""
-        device = self.banned.device
-        return encode_images(
-            self.model, self.family, torch.from_numpy(pixel_values).to(device), torch.from_numpy(grids).to(device)
-        )
+        return encode_images(self.model, self.family, pixel_values, grids, self.banned.device)
 
     def forward(
         self, batch: MicroBatch, features: VisionFeatures | None = None

@@ -271,11 +271,10 @@ class TorchEngine:
         if patches:
             where = np.flatnonzero(ids == self.image_token_id)
             grids = np.concatenate([r.image_grids for r in requests if r.images]).astype(np.int64)
-            pixels, grids, where = (
-                torch.from_numpy(x).to(self.device) for x in (np.concatenate(patches), grids, where)
+            features = encode_images(self.model, self.family, np.concatenate(patches), grids, self.device)
+            images = PlacedImages(
+                features, torch.from_numpy(where).to(self.device), torch.arange(len(where), device=self.device)
             )
-            features = encode_images(self.model, self.family, pixels, grids)
-            images = PlacedImages(features, where, torch.arange(len(where), device=self.device))
         cu_seqlens = np.cumsum([0, *lengths])
         context = SegmentAttention(cu_seqlens, device=self.device, dtype=self.model.dtype, capture=True)
         hidden = hidden_states(

@@ -1,13 +1,15 @@
-"""RMSNorm, rotation and SwiGLU: against formulas in float64 and against transformers' own."""
+"""RMSNorm, rotation, SwiGLU and the rest of the layers: against formulas in float64 and against transformers' own."""
 
+import numpy as np
 import pytest
 import torch
 from tiny import PATCH_DIM, tiny_model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm, apply_rotary_pos_emb
 
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.layers import rms_norm, rotate, signed, swiglu
+from rlinf_vl.models.layers import projections, rms_norm, rotate, swiglu
 from rlinf_vl.models.loading import use_packed_attention
+from rlinf_vl.models.policy import encode_images
 
 
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (2, 5, 3, 16)])
@@ -35,7 +37,7 @@ def test_rotation():
     x, angles = torch.randn(2, 5, 3, 16, requires_grad=True), torch.randn(2, 5, 8)
     cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
     q, _ = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)
-    ours = rotate(x, cos.unsqueeze(2), signed(sin).unsqueeze(2))
+    ours = rotate(x, cos.unsqueeze(2), sin.unsqueeze(2))
     torch.testing.assert_close(ours, q, atol=1e-6, rtol=1e-6)
     grad = torch.randn_like(x)
     for a, b in zip(torch.autograd.grad(ours, x, grad), torch.autograd.grad(q, x, grad), strict=True):
@@ -46,6 +48,41 @@ def test_swiglu():
     gate, up = (torch.randn(4, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     torch.testing.assert_close(swiglu(gate, up), torch.nn.functional.silu(gate) * up)
     assert torch.autograd.gradcheck(swiglu, (gate, up))
+    half = [x.detach().bfloat16().requires_grad_() for x in (gate, up)]
+    ours = swiglu(*half)
+    theirs = torch.nn.functional.silu(half[0]) * half[1]
+    grad = torch.randn_like(ours)
+    for a, b in zip(*(torch.autograd.grad(out, half, grad) for out in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)
+
+
+def test_projections_equal_linear_layers():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, n, bias=False).double() for n in (5, 3, 3)]
+    weights = [layer.weight for layer in layers]
+    x = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
+    for a, b in zip(projections(x, *layers), (layer(x) for layer in layers), strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.autograd.gradcheck(lambda x, *_: projections(x, *layers), (x, *weights))
+    weights[1].requires_grad_(False)
+    grads = torch.autograd.grad(sum(y.sum() for y in projections(x, *layers)), (weights[0], weights[2]))
+    assert all(g.shape == w.shape for g, w in zip(grads, (weights[0], weights[2]), strict=True))
+    with_bias = torch.nn.Linear(6, 5).double()
+    torch.testing.assert_close(projections(x, with_bias, layers[0])[0], with_bias(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vision_tower_equals_transformers(dtype):
+    plain, ours = tiny_model().to(dtype), use_packed_attention(tiny_model(), family_of("qwen3_vl")).to(dtype)
+    grids = np.array([[1, 4, 2], [2, 2, 4], [1, 2, 2]])
+    patches = np.random.default_rng(0).standard_normal((grids.prod(axis=1).sum(), PATCH_DIM), np.float32)
+    with torch.no_grad():
+        expected = plain.model.visual(torch.from_numpy(patches).to(dtype), grid_thw=torch.from_numpy(grids))
+        features = encode_images(ours, family_of("qwen3_vl"), patches, grids, "cpu")
+    for a, b in zip(
+        (features.tokens, *features.deepstack), (expected.pooler_output, *expected.deepstack_features), strict=True
+    ):
+        assert (a - b).norm() <= {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype] * b.norm()
 
 
 def test_every_layer_of_the_text_model_computes_this_way():
@@ -54,7 +91,7 @@ def test_every_layer_of_the_text_model_computes_this_way():
     replaced = [type(m).__name__ for m in model.modules() if "forward" in vars(m)]
     expected = {"RMSNorm": 9, "Attention": 2, "MLP": 2}
     expected = [f"Qwen3VLText{name}" for name, n in expected.items() for _ in range(n)]
-    assert sorted(replaced) == sorted([*expected, "Qwen3VLVisionPatchEmbed"])
+    assert sorted(replaced) == sorted([*expected, "Qwen3VLVisionPatchEmbed", *["Qwen3VLVisionAttention"] * 2])
 
 
 def test_patch_embedding():
