@@ -83,7 +83,7 @@ class FlashCpu:
             part, part_lse = _flash_cpu(
                 _heads(q, rows), _heads(k, keys), _heads(v, keys), 0.0, self.causal, scale=scale
             )
-            if part.shape[0] * part.shape[2] == len(q) and valid is None:  # the only one
+            if len(self.parts) == 1 and valid is None:
                 return part[0].transpose(0, 1), part_lse[0].t()
             _put(out, rows, valid, part.transpose(1, 2))
             _put(lse, rows, valid, part_lse.transpose(1, 2))
@@ -95,14 +95,9 @@ class FlashCpu:
         grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for rows, keys, valid in self.parts:
-            inputs = [_heads(x, r) for x, r in ((grad, rows), (q, rows), (k, keys), (v, keys), (out, rows))]
-            part_lse = _heads(lse.unsqueeze(2), rows).squeeze(3)
-            if valid is not None and isinstance(rows, torch.Tensor):
-                # Queries that stand in for padding: no gradient, and p = exp(s - inf) = 0.
-                padding = ~valid.view(rows.shape)[:, None, :, None]
-                inputs[0] = inputs[0].masked_fill(padding, 0.0)
-                part_lse = part_lse.masked_fill(padding.squeeze(3), torch.inf)
-            parts = _flash_cpu_backward(*inputs, part_lse, 0.0, self.causal, scale=scale)
+            g, part_lse = _heads_of_queries(grad, lse, rows, valid)
+            inputs = [g, *(_heads(x, r) for x, r in ((q, rows), (k, keys), (v, keys), (out, rows)))]
+            parts = _flash_cpu_backward(*inputs, part_lse.squeeze(3), 0.0, self.causal, scale=scale)
             for total, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
                 _put(total, where, valid, part.transpose(1, 2))
         dq, dk, dv = (x.to(dtype) for x in grads)
@@ -117,16 +112,12 @@ class AmxCpu(FlashCpu):
     BATCHED = 128
 
     def backward(self, grad, q, k, v, out, lse, scale):
-        kv_heads, heads = k.shape[1], q.shape[1]
         delta = (grad * out).sum(-1, keepdim=True, dtype=torch.float32).mul_(scale).to(q.dtype)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for rows, keys, valid in self.parts:
-            g, queries, d, s = (_by_key_head(x, rows, kv_heads) for x in (grad, q, delta, lse.unsqueeze(2)))
-            k_part, v_part = (_by_key_head(x, keys, kv_heads) for x in (k, v))
-            if valid is not None and isinstance(rows, torch.Tensor):
-                # Queries that stand in for padding, as in `FlashCpu`.
-                padding = ~valid.view(len(rows), 1, 1, -1).expand(-1, kv_heads, heads // kv_heads, -1).reshape(s.shape)
-                g, s = g.masked_fill(padding, 0.0), s.masked_fill(padding, torch.inf)
+            parts = *_heads_of_queries(grad, lse, rows, valid), _heads(q, rows), _heads(delta, rows)
+            g, s, queries, d = (_by_key_head(x, k.shape[1]) for x in parts)
+            k_part, v_part = (_by_key_head(_heads(x, keys), k.shape[1]) for x in (k, v))
             with bfloat16_products(q):
                 p = torch.baddbmm(s, queries.float(), k_part.float().transpose(1, 2), beta=-1, alpha=scale).exp_()
             if self.causal:
@@ -140,9 +131,8 @@ class AmxCpu(FlashCpu):
         return grads
 
 
-def _by_key_head(x: torch.Tensor, rows: torch.Tensor | slice, kv_heads: int) -> torch.Tensor:
-    """[T, H, D] → [n · H_kv, H / H_kv · L, D], contiguous."""
-    x = _heads(x, rows)
+def _by_key_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[n, H, L, D] → [n · H_kv, H / H_kv · L, D], contiguous."""
     return x.reshape(len(x) * kv_heads, -1, x.shape[-1])
 
 
@@ -151,6 +141,18 @@ def _heads(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
     if isinstance(rows, slice):
         return x[rows].transpose(0, 1).unsqueeze(0)
     return x.index_select(0, rows.view(-1)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def _heads_of_queries(
+    grad: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor | slice, valid: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient [n, H, L, D] and log-sum-exp [n, H, L, 1]. Queries that stand in for padding have no gradient, and
+    p = exp(s - inf) = 0."""
+    g, s = _heads(grad, rows), _heads(lse.unsqueeze(2), rows)
+    if valid is not None:
+        padding = ~valid.view(len(g), 1, -1, 1)
+        g, s = g.masked_fill(padding, 0.0), s.masked_fill(padding, torch.inf)
+    return g, s
 
 
 def _put(x: torch.Tensor, rows: torch.Tensor | slice, valid: torch.Tensor | None, part: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
-"""The element-wise parts of a decoder layer, with backwards of their own: fewer passes over memory than autograd makes, which
-on a CPU is a quarter of a training step. Weights, modules and their names stay those of transformers."""
+"""Forwards for the layers of text model and vision tower, the element-wise parts and the projections with backwards of their
+own: fewer passes over memory than autograd makes, which on a CPU is a quarter of a training step. Weights, modules
+and their names stay those of transformers."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -83,6 +83,7 @@ def test_bfloat16_is_as_close_as_bfloat16_allows(row, kernel, kv_heads):
     grad = torch.randn_like(expected)
     grads = torch.autograd.grad(ours.float(), (q, k, v), grad)
     for a, b in zip(grads, torch.autograd.grad(expected, exact, grad), strict=True):
+        torch.testing.assert_close(a.float(), b, atol=0.15, rtol=0.05)
         assert (a.float() - b).norm() <= 0.01 * b.norm() + 1e-3
 
 
