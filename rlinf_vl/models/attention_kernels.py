@@ -7,6 +7,7 @@ than this part's. The order of `KERNELS` is the order of preference.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +42,16 @@ class Kernel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one call attends: a sequence, where `rows` and `keys` are slices, or a right-padded batch [n, L] of them."""
+
+    rows: torch.Tensor | slice  # of the queries; int64 [n, L] of a batch, where padding names any row
+    keys: torch.Tensor | slice
+    padding: torch.Tensor | None = None  # of a batch, bool [n, 1, L, 1]
+    real: torch.Tensor | None = None  # of a batch, int64: which of its n · L rows are no padding
+
+
 class FlashCpu:
     """PyTorch's flash attention for the CPU.
 
@@ -56,9 +67,9 @@ class FlashCpu:
         self.causal = causal
         lengths = np.diff(cu_q)
         filled = np.flatnonzero(lengths)
-        self.parts: list[tuple[torch.Tensor | slice, torch.Tensor | slice, torch.Tensor | None]] = []
+        self.parts: list[_Part] = []
         if not causal:
-            self.parts = [(slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2]), None) for i in filled]
+            self.parts = [_Part(slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])) for i in filled]
             return
         order = filled[np.argsort(-lengths[filled], kind="stable")]
         first = 0
@@ -69,24 +80,24 @@ class FlashCpu:
             members = order[first:last]
             if len(members) == 1:
                 rows = slice(int(cu_q[members[0]]), int(cu_q[members[0] + 1]))
-                self.parts.append((rows, rows, None))
+                self.parts.append(_Part(rows, rows))
             else:
                 offsets = np.arange(longest)[None, :]
-                valid = torch.from_numpy((offsets < lengths[members][:, None]).ravel())
-                rows = torch.from_numpy(np.minimum(cu_q[members][:, None] + offsets, cu_q[-1] - 1).ravel())
-                self.parts.append((rows.view(len(members), longest), rows.view(len(members), longest), valid))
+                padding = torch.from_numpy(offsets >= lengths[members][:, None])
+                rows = torch.from_numpy(np.minimum(cu_q[members][:, None] + offsets, cu_q[-1] - 1))
+                real = (~padding).flatten().nonzero().squeeze(1)
+                self.parts.append(_Part(rows, rows, padding[:, None, :, None], real))
             first = last
 
     def forward(self, q, k, v, scale):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        for rows, keys, valid in self.parts:
-            part, part_lse = _flash_cpu(
-                _heads(q, rows), _heads(k, keys), _heads(v, keys), 0.0, self.causal, scale=scale
-            )
-            if len(self.parts) == 1 and valid is None:
-                return part[0].transpose(0, 1), part_lse[0].t()
-            _put(out, rows, valid, part.transpose(1, 2))
-            _put(lse, rows, valid, part_lse.transpose(1, 2))
+        for part in self.parts:
+            inputs = _heads(q, part.rows), _heads(k, part.keys), _heads(v, part.keys)
+            attended, part_lse = _flash_cpu(*inputs, 0.0, self.causal, scale=scale)
+            if len(self.parts) == 1 and part.real is None:
+                return attended[0].transpose(0, 1), part_lse[0].t()
+            _put(out, part.rows, part.real, attended.transpose(1, 2))
+            _put(lse, part.rows, part.real, part_lse.transpose(1, 2))
         return out, lse
 
     def backward(self, grad, q, k, v, out, lse, scale):
@@ -94,12 +105,13 @@ class FlashCpu:
         # In float32: PyTorch's bfloat16 backward is slower on a CPU (4 times for 100 queries).
         grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for rows, keys, valid in self.parts:
-            g, part_lse = _heads_of_queries(grad, lse, rows, valid)
-            inputs = [g, *(_heads(x, r) for x, r in ((q, rows), (k, keys), (v, keys), (out, rows)))]
-            parts = _flash_cpu_backward(*inputs, part_lse.squeeze(3), 0.0, self.causal, scale=scale)
-            for total, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
-                _put(total, where, valid, part.transpose(1, 2))
+        for part in self.parts:
+            g, part_lse = _heads_of_queries(grad, lse, part)
+            places = (q, part.rows), (k, part.keys), (v, part.keys), (out, part.rows)
+            inputs = g, *(_heads(x, rows) for x, rows in places), part_lse.squeeze(3)
+            made = _flash_cpu_backward(*inputs, 0.0, self.causal, scale=scale)
+            for total, rows, x in zip(grads, (part.rows, part.keys, part.keys), made, strict=True):
+                _put(total, rows, part.real, x.transpose(1, 2))
         dq, dk, dv = (x.to(dtype) for x in grads)
         return dq, dk, dv
 
@@ -112,22 +124,22 @@ class AmxCpu(FlashCpu):
     BATCHED = 128
 
     def backward(self, grad, q, k, v, out, lse, scale):
-        delta = (grad * out).sum(-1, keepdim=True, dtype=torch.float32).mul_(scale).to(q.dtype)
+        delta = (grad * out).sum(-1, keepdim=True).mul_(scale)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for rows, keys, valid in self.parts:
-            parts = *_heads_of_queries(grad, lse, rows, valid), _heads(q, rows), _heads(delta, rows)
-            g, s, queries, d = (_by_key_head(x, k.shape[1]) for x in parts)
-            k_part, v_part = (_by_key_head(_heads(x, keys), k.shape[1]) for x in (k, v))
+        for part in self.parts:
+            by_query = *_heads_of_queries(grad, lse, part), _heads(q, part.rows), _heads(delta, part.rows)
+            g, s, queries, d = (_by_key_head(x, k.shape[1]) for x in by_query)
+            k_part, v_part = (_by_key_head(_heads(x, part.keys), k.shape[1]) for x in (k, v))
             with bfloat16_products(q):
                 p = torch.baddbmm(s, queries.float(), k_part.float().transpose(1, 2), beta=-1, alpha=scale).exp_()
             if self.causal:
                 p.view(-1, k_part.shape[1], k_part.shape[1]).tril_()
             p = p.to(q.dtype)
             ds = p * torch.baddbmm(d, g, v_part.transpose(1, 2), beta=-1, alpha=scale)
-            parts = torch.bmm(ds, k_part), torch.bmm(ds.transpose(1, 2), queries), torch.bmm(p.transpose(1, 2), g)
-            for total, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
-                length = where.stop - where.start if isinstance(where, slice) else where.shape[1]
-                _put(total, where, valid, part.view(-1, total.shape[1], length, total.shape[2]).transpose(1, 2))
+            made = torch.bmm(ds, k_part), torch.bmm(ds.transpose(1, 2), queries), torch.bmm(p.transpose(1, 2), g)
+            for total, rows, x in zip(grads, (part.rows, part.keys, part.keys), made, strict=True):
+                length = rows.stop - rows.start if isinstance(rows, slice) else rows.shape[1]
+                _put(total, rows, part.real, x.view(-1, total.shape[1], length, total.shape[2]).transpose(1, 2))
         return grads
 
 
@@ -143,25 +155,22 @@ def _heads(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
     return x.index_select(0, rows.view(-1)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
 
 
-def _heads_of_queries(
-    grad: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor | slice, valid: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _heads_of_queries(grad: torch.Tensor, lse: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient [n, H, L, D] and log-sum-exp [n, H, L, 1]. Queries that stand in for padding have no gradient, and
     p = exp(s - inf) = 0."""
-    g, s = _heads(grad, rows), _heads(lse.unsqueeze(2), rows)
-    if valid is not None:
-        padding = ~valid.view(len(g), 1, -1, 1)
-        g, s = g.masked_fill(padding, 0.0), s.masked_fill(padding, torch.inf)
+    g, s = _heads(grad, part.rows), _heads(lse.unsqueeze(2), part.rows)
+    if part.padding is not None:
+        g, s = g.masked_fill(part.padding, 0.0), s.masked_fill(part.padding, torch.inf)
     return g, s
 
 
-def _put(x: torch.Tensor, rows: torch.Tensor | slice, valid: torch.Tensor | None, part: torch.Tensor) -> None:
-    """x[rows] = part [n, L, …], padding left out."""
-    part = part.flatten(0, 1)
+def _put(x: torch.Tensor, rows: torch.Tensor | slice, real: torch.Tensor | None, values: torch.Tensor) -> None:
+    """x[rows] = values [n, L, …], padding left out."""
+    values = values.flatten(0, 1)
     if isinstance(rows, slice):
-        x[rows] = part
+        x[rows] = values
     else:
-        x.index_copy_(0, rows.view(-1)[valid], part[valid].to(x.dtype))
+        x.index_copy_(0, rows.view(-1)[real], values.index_select(0, real).to(x.dtype))
 
 
 class Varlen:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rlinf_vl.models.precision import has_bfloat16_units
+
 #: Elements that an element-wise chain in bfloat16 takes at a time on a CPU, so that what one operation wrote the next finds in
 #: the cache. (In float32 the chains are shorter, and whole tensors measure faster.)
 BLOCK = 2**19
@@ -38,10 +40,9 @@ class _RmsNorm(torch.autograd.Function):
             torch.linalg.vector_norm(part, dim=-1, keepdim=True, out=r)
             r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
             if x.dtype == torch.float32:
-                torch.mul(part, r, out=normed)
+                torch.mul(part, r, out=normed).mul_(weight)
             else:
-                normed.copy_(part.mul_(r))  # rounded in the middle, like transformers' own
-            normed.mul_(weight)
+                normed.copy_(part.mul_(r).mul_(weight))  # rounded once; transformers rounds in the middle, too
         ctx.save_for_backward(x, weight, rstd)
         return out.view_as(x)
 
@@ -49,13 +50,16 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
         x, weight, rstd = ctx.saved_tensors
         width = x.shape[-1]
-        # In float32: the kernel sums the weight's gradient in the dtype of its input.
-        g, rows, w = grad.reshape(-1, width).float(), x.reshape(-1, width).float(), weight.float()
+        g, rows, exact = grad.reshape(-1, width), x.reshape(-1, width), x.dtype == torch.float32
+        # In bfloat16 the kernel would sum the weight's gradient in bfloat16.
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
-            g, rows, [width], torch.zeros_like(rstd), rstd, w, None, [True, True, False]
+            g, rows, [width], torch.zeros_like(rstd), rstd, weight.float(), None, [True, exact, False]
         )
-        dx += torch.mv(g, w).unsqueeze(1).mul_(rstd).div_(width)
-        return dx.view_as(x).to(x.dtype), dweight.to(weight.dtype), None
+        if not exact:
+            dweight = torch.mv((g * rows).float().t(), rstd.squeeze(1))
+        mean = torch.mv(g, weight).float().unsqueeze(1).mul_(rstd).div_(width)
+        dx = dx.add_(mean) if exact else dx + mean.to(dx.dtype)
+        return dx.view_as(x), dweight.to(weight.dtype), None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -137,7 +141,28 @@ class _Projections(torch.autograd.Function):
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 dx.addmm_(grad, weight)
             dx = dx.view_as(x)
-        return dx, *(g.t() @ rows if n else None for g, n in zip(grads, ctx.needs_input_grad[1:], strict=True))
+        return dx, *(_weight_gradients(rows, grads) if any(ctx.needs_input_grad[1:]) else [None] * len(weights))
+
+
+def _weight_gradients(x: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """gradᵀ · x [N, W] for gradients [T, N] and x [T, W].
+
+    A CPU's bfloat16 units take a transposed left factor at half to two thirds of their speed, so where one side is much
+    narrower than the other, its transpose is made first.
+    """
+    width, outs = x.shape[1], [grad.shape[1] for grad in grads]
+    on_units = x.dtype == torch.bfloat16 and not x.is_cuda and has_bfloat16_units()
+    if on_units and width >= 2 * max(outs):
+        return [_transposed(grad) @ x for grad in grads]
+    if on_units and min(outs) >= 2 * width:
+        x_WT = _transposed(x)
+        return [_transposed(x_WT @ grad) for grad in grads]
+    return [grad.t() @ x for grad in grads]
+
+
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [T, W] on a CPU with units for it → [W, T], contiguous. oneDNN uses every thread for it, PyTorch's copy one."""
+    return x.to_mkldnn().transpose(0, 1).to_dense()
 
 
 def projections(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -154,7 +179,8 @@ def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """`forward` of a transformers gated MLP."""
-    return self.down_proj(swiglu(*projections(x, self.gate_proj, self.up_proj)))
+    (out,) = projections(swiglu(*projections(x, self.gate_proj, self.up_proj)), self.down_proj)
+    return out
 
 
 def attention_forward(self: Any, hidden_states, position_embeddings, *, context, **_):

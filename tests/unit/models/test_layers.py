@@ -71,6 +71,31 @@ def test_projections_equal_linear_layers():
     torch.testing.assert_close(projections(x, with_bias, layers[0])[0], with_bias(x))
 
 
+@pytest.mark.parametrize("outs", [(96, 128), (40, 64, 64), (16, 24)], ids=["wider", "alike", "narrower"])
+def test_projections_in_bfloat16(outs):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(48, n, bias=False).bfloat16() for n in outs]
+    x = torch.randn(3, 50, 48).bfloat16().requires_grad_()
+    grads = [torch.randn(3, 50, n).bfloat16() for n in outs]
+    inputs = [x, *(layer.weight for layer in layers)]
+    ours = torch.autograd.grad(projections(x, *layers), inputs, grads)
+    exact = [a.detach().double().requires_grad_() for a in inputs]
+    theirs = torch.autograd.grad([exact[0] @ w.t() for w in exact[1:]], exact, [g.double() for g in grads])
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.is_contiguous() and a.dtype == torch.bfloat16
+        assert (a - b).norm() <= 0.005 * b.norm()
+
+
+def test_many_rows_of_bfloat16_sum_to_the_norms_gradient():
+    torch.manual_seed(0)
+    x, grad = (torch.randn(5000, 16).bfloat16() for _ in range(2))
+    weight = torch.ones(16, dtype=torch.bfloat16, requires_grad=True)
+    (ours,) = torch.autograd.grad(rms_norm(x, weight, 1e-6), weight, grad)
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True))
+    theirs = (exact * grad).sum(0)
+    assert (ours - theirs).norm() <= 0.005 * theirs.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vision_tower_equals_transformers(dtype):
     plain, ours = tiny_model().to(dtype), use_packed_attention(tiny_model(), family_of("qwen3_vl")).to(dtype)
