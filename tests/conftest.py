@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 # Before torch is imported anywhere, and inherited by every process that a test starts.
-os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 os.environ.update(TOKENIZERS_PARALLELISM="false", RAY_USAGE_STATS_ENABLED="0")
 
 import hypothesis

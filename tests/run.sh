@@ -12,6 +12,6 @@ fi
 bash "$root/requirements/install.sh" ${with[@]+"${with[@]}"} --dev
 
 # One thread a process: the tests start several, and busy threads that outnumber the cores cost more than they give.
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 cd -- "$root"
 exec "$venv/bin/python" -m pytest ${tests[@]+"${tests[@]}"} "$@"

@@ -167,7 +167,7 @@ def _heads_of_queries(grad: torch.Tensor, lse: torch.Tensor, part: _Part) -> tup
 def _put(x: torch.Tensor, rows: torch.Tensor | slice, real: torch.Tensor | None, values: torch.Tensor) -> None:
     """x[rows] = values [n, L, …], padding left out."""
     values = values.flatten(0, 1)
-    if isinstance(rows, slice):
+    if isinstance(rows, slice) or real is None:
         x[rows] = values
     else:
         x.index_copy_(0, rows.view(-1)[real], values.index_select(0, real).to(x.dtype))
