@@ -57,7 +57,7 @@ class _RmsNorm(torch.autograd.Function):
         )
         if not exact:
             dweight = torch.mv((g * rows).float().t(), rstd.squeeze(1))
-        mean = torch.mv(g, weight).float().unsqueeze(1).mul_(rstd).div_(width)
+        mean = torch.mv(g, weight.to(g.dtype)).float().unsqueeze(1).mul_(rstd).div_(width)
         dx = dx.add_(mean) if exact else dx + mean.to(dx.dtype)
         return dx.view_as(x), dweight.to(weight.dtype), None
 
