@@ -7,6 +7,7 @@ Invariants kept here (`__post_init__` asserts them at every hand-over):
 """
 
 import hashlib
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,19 +131,21 @@ class Group:
         """Bytes of its arrays."""
         return sum(array.size * np.dtype(dtype).itemsize for array, dtype in self._arrays())
 
-    def __reduce__(self) -> tuple:
+    def __reduce_ex__(self, protocol: Any) -> tuple:
         flat = [array.reshape(-1).astype(dtype, copy=False).view(np.uint8) for array, dtype in self._arrays()]
         rows = [
             (len(t.ids), t.logprobs is not None, t.reward, t.finish_reason, t.correct, t.error, t.reward_parts)
             for t in self.trajectories
         ]
         sizes = (len(self.prompt_ids), tuple(zip(*rows, strict=True)))
-        return _load_group, (self.id, self.problem_id, self.answer, self.images, *sizes, np.concatenate(flat))
+        buffer = np.concatenate(flat)  # not as an array, whose description takes 100 bytes
+        packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
+        return _load_group, (self.id, self.problem_id, self.answer, self.images, *sizes, packed)
 
 
-def _load_group(name, problem, answer, images, prompt_tokens: int, columns: tuple, buffer: np.ndarray) -> Group:
-    """The inverse of `Group.__reduce__`."""
-    offset = 0
+def _load_group(name, problem, answer, images, prompt_tokens: int, columns: tuple, packed: bytes | memoryview) -> Group:
+    """The inverse of `Group.__reduce_ex__`."""
+    buffer, offset = np.frombuffer(packed, np.uint8), 0
 
     def take(n: int, dtype: type) -> np.ndarray:
         nonlocal offset

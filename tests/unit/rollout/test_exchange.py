@@ -1,5 +1,6 @@
 """A group through pickle: one buffer for all of its arrays, read in place, and nothing lost."""
 
+import copy
 import pickle
 
 import numpy as np
@@ -51,3 +52,12 @@ def test_nothing_is_lost_and_all_arrays_are_one_buffer(sent):
             continue
         assert a.dtype == b.dtype and np.array_equal(a, b)
         assert not a.flags.owndata and not a.flags.writeable and (not a.size or np.shares_memory(a, whole))
+
+
+@pytest.mark.parametrize("remade", [lambda g: pickle.loads(pickle.dumps(g, protocol=4)), copy.deepcopy])
+def test_a_group_also_survives_pickles_without_buffers(remade):
+    sent = group(3, 0, 5)
+    got = remade(sent)
+    assert (got.id, got.images) == ("g", sent.images) and np.array_equal(got.prompt_ids, sent.prompt_ids)
+    for a, b in zip(got.trajectories, sent.trajectories, strict=True):
+        assert all(np.array_equal(getattr(a, name), getattr(b, name)) for name in COLUMNS)
