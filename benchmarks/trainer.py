@@ -374,9 +374,9 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
             [timed(lambda t=t: t.step(plan, groups, fresh, share=True), 1, args.device)[0] for t in (trainer, half)]
             for _ in range(args.repeats)
         ]
-        fp32, bf16 = np.median(in_turn, axis=0)
+        fp32, bf16 = np.median(in_turn, axis=0).tolist()
         difference = (half.logprobs(plan, groups, pixels) - exact).abs()
-        figures |= {"bf16_seconds": float(bf16), "ratio_bf16_vs_fp32": float(fp32 / bf16)}
+        figures |= {"bf16_seconds": bf16, "ratio_bf16_vs_fp32": fp32 / bf16}
         figures |= {"bf16_abs_diff_mean": float(difference.mean()), "bf16_abs_diff_max": float(difference.max())}
 
     if args.peer_python:

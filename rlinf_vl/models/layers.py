@@ -141,10 +141,12 @@ class _Projections(torch.autograd.Function):
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 dx.addmm_(grad, weight)
             dx = dx.view_as(x)
-        return dx, *(_weight_gradients(rows, grads) if any(ctx.needs_input_grad[1:]) else [None] * len(weights))
+        needed = ctx.needs_input_grad[1:]
+        made = _weight_gradients(rows, [grad for grad, n in zip(grads, needed, strict=True) if n])
+        return dx, *(next(made) if n else None for n in needed)
 
 
-def _weight_gradients(x: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+def _weight_gradients(x: torch.Tensor, grads: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """gradᵀ · x [N, W] for gradients [T, N] and x [T, W].
 
     A CPU's bfloat16 units take a transposed left factor at half to two thirds of their speed, so where one side is much
@@ -153,11 +155,12 @@ def _weight_gradients(x: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.
     width, outs = x.shape[1], [grad.shape[1] for grad in grads]
     on_units = x.dtype == torch.bfloat16 and not x.is_cuda and has_bfloat16_units()
     if on_units and width >= 2 * max(outs):
-        return [_transposed(grad) @ x for grad in grads]
-    if on_units and min(outs) >= 2 * width:
+        yield from (_transposed(grad) @ x for grad in grads)
+    elif on_units and min(outs) >= 2 * width:
         x_WT = _transposed(x)
-        return [_transposed(x_WT @ grad) for grad in grads]
-    return [grad.t() @ x for grad in grads]
+        yield from (_transposed(x_WT @ grad) for grad in grads)
+    else:
+        yield from (grad.t() @ x for grad in grads)
 
 
 def _transposed(x: torch.Tensor) -> torch.Tensor:
