@@ -9,6 +9,9 @@ import torch
 from rlinf_vl.types import Completion, Request
 from rlinf_vl.weights.collective import Notice, WeightGroup
 
+#: What an engine's device memory holds, by the names that it is released and restored under.
+MEMORY_TAGS = ("weights", "kv_cache")
+
 
 class EngineDied(RuntimeError):
     """The engine is gone, or never came up: it answers nothing any more, and its work must go to another."""
@@ -51,11 +54,16 @@ class Engine(Protocol):
     def resume(self) -> None:
         """Go on after `pause`."""
 
-    def release_memory(self) -> None:
-        """Give device memory back while the trainer runs. Nothing may be running."""
+    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Give the device memory of these `MEMORY_TAGS` back while the trainer runs. Nothing may be running.
 
-    def restore_memory(self) -> None:
-        """Take it again."""
+        Until all of it is restored, generating is an error of the caller (AssertionError); so is `load_weights` while the
+        weights are released. What was released before stays as it is."""
+
+    def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Take the memory of these tags again. What was not released is left alone: a fresh engine needs no restoring.
+
+        Weights come back as they were; the KV cache comes back empty."""
 
     def alive(self, timeout_s: float = 30.0) -> bool:
         """False once the engine can't answer any more, or does not within `timeout_s`."""

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import BadRow
 from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, kill
-from rlinf_vl.rollout.engine import EngineDied
+from rlinf_vl.rollout.engine import MEMORY_TAGS, EngineDied
 from rlinf_vl.rollout.worker import RolloutWorker, Task
 from rlinf_vl.types import GroupSummary
 
@@ -265,13 +265,13 @@ class RolloutPool:
             self._report(f"a rollout worker is replaced during a weight sync: {reason}")
             self._replace(slot)
 
-    def release_memory(self) -> None:
+    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Have every engine give its device memory back, as in `Engine`."""
-        ray.get([worker.release_memory.remote() for worker in self.workers])
+        ray.get([worker.release_memory.remote(tags) for worker in self.workers])
 
-    def restore_memory(self) -> None:
+    def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Have every engine take it again."""
-        ray.get([worker.restore_memory.remote() for worker in self.workers])
+        ray.get([worker.restore_memory.remote(tags) for worker in self.workers])
 
     def stop(self) -> None:
         """End every engine and its processes."""

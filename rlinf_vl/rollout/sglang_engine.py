@@ -29,6 +29,7 @@ from transformers import AutoConfig
 from rlinf_vl.models.families import Family
 from rlinf_vl.rollout import sglang_cpu
 from rlinf_vl.rollout import sglang_wire as wire
+from rlinf_vl.rollout.engine import MEMORY_TAGS
 from rlinf_vl.rollout.sglang_process import Host, require_sglang
 from rlinf_vl.types import Completion, ImageRef, Request
 from rlinf_vl.weights.collective import Notice, WeightGroup
@@ -142,6 +143,7 @@ class SglangEngine:
         os.environ.update(environment)
 
         self.paused = False
+        self.asleep: set[str] = set()  # tags of the memory that is released
         self.in_flight = 0  # samples that SGLang has
         self._room = asyncio.Condition()
         self._answers: set[asyncio.Task] = set()
@@ -153,6 +155,7 @@ class SglangEngine:
     # --- the protocol -------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> list["Future[Completion]"]:
+        assert not self.asleep, f"asked to generate while its memory is released: {sorted(self.asleep)}"
         entries = [(request, Future()) for request in requests]
         if self.host.end:
             raise self.host.end
@@ -230,15 +233,19 @@ class SglangEngine:
         with self._control:
             self.host.call(self._resume)
 
-    def release_memory(self) -> None:
+    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         with self._control:
-            self.host.call(self._release)
+            if awake := [tag for tag in tags if tag not in self.asleep]:
+                self.host.call(self._release, awake)
+                self.asleep |= set(awake)
         if self.device == "cpu":
             log.info("SGLang was asked to release its memory; on the CPU it frees none")
 
-    def restore_memory(self) -> None:
-        with self._control:
-            self.host.call(self._restore)
+    def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        with self._control:  # SGLang's scheduler dies of a tag that was not released
+            if released := [tag for tag in tags if tag in self.asleep]:
+                self.host.call(self._restore, released)
+                self.asleep -= set(released)
 
     def close(self) -> None:
         self.host.close()
@@ -345,6 +352,7 @@ class SglangEngine:
     def _update_paused(self, operation: str, messages: Iterable[Any], version: int) -> None:
         from sglang.srt.managers import io_struct
 
+        assert "weights" not in self.asleep, "asked to load weights while their memory is released"
         session = hasattr(self.host.manager, "begin_weight_update")  # newer versions want an update framed
         if session:
             self.host.checked(self.host.manager.begin_weight_update, io_struct.BeginWeightUpdateReqInput())
@@ -365,7 +373,7 @@ class SglangEngine:
             if held != shape:
                 raise ValueError(f"weight {name!r} {shape} does not fit the engine's ({held})")
 
-    async def _release(self) -> None:
+    async def _release(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         assert all(task.cancelling() for task in self._answers), "memory is released between rollouts only"
@@ -375,12 +383,12 @@ class SglangEngine:
             await asyncio.sleep(0.1)
         else:
             raise RuntimeError("SGLang did not become idle within 10 s, so its memory can't be released")
-        await self.host.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+        await self.host.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
 
-    async def _restore(self) -> None:
+    async def _restore(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        await self.host.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
+        await self.host.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
 
 
 def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

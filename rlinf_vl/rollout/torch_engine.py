@@ -23,7 +23,7 @@ from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.policy import PlacedImages, encode_images, hidden_states
 from rlinf_vl.observe.spans import span
-from rlinf_vl.rollout.engine import EngineDied
+from rlinf_vl.rollout.engine import MEMORY_TAGS, EngineDied
 from rlinf_vl.rollout.sampling import Sampler, uniforms
 from rlinf_vl.rollout.torch_decode import DecodeCache
 from rlinf_vl.types import Completion, ImageRef, Request, Sample
@@ -87,6 +87,7 @@ class TorchEngine:
         self.banned = torch.from_numpy(banned).to(device)
         self.max_running, self.memory_share = max_running, memory_share
         self.version = 0
+        self.asleep: set[str] = set()  # tags of the memory that is released
         text = model.get_submodule(family.text_model)
         self.text_config: Any = text.config
         self.cache = self._new_cache()
@@ -106,6 +107,7 @@ class TorchEngine:
     # --- the protocol -------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> list[Future]:
+        assert not self.asleep, f"asked to generate while its memory is released: {sorted(self.asleep)}"
         entries = [_Waiting(r, Future(), [None] * len(r.seeds), len(r.seeds)) for r in requests]
         with self._wake:
             if self._closed:
@@ -118,6 +120,7 @@ class TorchEngine:
         return [future.result() for future in self.submit(requests)]
 
     def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
+        assert "weights" not in self.asleep, "asked to load weights while their memory is released"
         with self._step_lock, torch.no_grad():
             weights = dict(self.model.named_parameters())
             for bucket in buckets:
@@ -153,15 +156,24 @@ class TorchEngine:
             self._paused = False
             self._wake.notify()
 
-    def release_memory(self) -> None:
-        assert not self.rows and not self.waiting, "memory is released between rollouts only"
+    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """As `Engine.release_memory`. On the CPU the weights stay where they are."""
+        with self._step_lock:
+            assert all(row.done for row in self.rows) and not self.waiting, "memory is released between rollouts only"
+            if "kv_cache" in tags:
+                self._drop_finished()
+                self.cache = self._new_cache()
+            if "weights" in tags and self.device.type == "cuda":
+                self.model.to("cpu")  # pyright: ignore[reportArgumentType]  # its decorator hides self
+            self.asleep |= set(tags)
         if self.device.type == "cuda":
-            self.cache = self._new_cache()
-            self.model.to("cpu")  # pyright: ignore[reportArgumentType]  # its decorator hides self
             torch.cuda.empty_cache()
 
-    def restore_memory(self) -> None:
-        self.model.to(self.device)  # pyright: ignore[reportArgumentType]  # its decorator hides self
+    def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        with self._step_lock:
+            if self.asleep & set(tags) & {"weights"}:
+                self.model.to(self.device)  # pyright: ignore[reportArgumentType]  # its decorator hides self
+            self.asleep -= set(tags)
 
     def alive(self, timeout_s: float = 30.0) -> bool:
         return self._thread.is_alive() and not self._closed

@@ -293,13 +293,13 @@ class RolloutRank:
                 if found not in (None, label.fingerprint):
                     raise WeightsDiffer(mismatch(label, found, "in the engine"))
 
-    async def release_memory(self) -> None:
+    async def release_memory(self, tags: Sequence[str]) -> None:
         """As `Engine.release_memory`."""
-        self.engine.release_memory()
+        await asyncio.to_thread(self.engine.release_memory, tags)
 
-    async def restore_memory(self) -> None:
+    async def restore_memory(self, tags: Sequence[str]) -> None:
         """As `Engine.restore_memory`."""
-        self.engine.restore_memory()
+        await asyncio.to_thread(self.engine.restore_memory, tags)
 
     async def stop(self) -> None:
         """End the engine; spans are written out."""

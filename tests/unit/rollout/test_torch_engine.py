@@ -170,6 +170,26 @@ def test_pause_holds_and_resume_goes_on(engine_of):
     assert len(future.result(timeout=30).samples) == 1
 
 
+def test_an_engine_that_sleeps_is_not_asked_to_generate(engine_of):
+    """Also where releasing frees nothing: a run that forgets to restore its engines would only fail on a GPU."""
+    engine, asked = engine_of(), [request(prompts()[0], 2, max_new_tokens=6)]
+    fresh = engine.generate(asked)[0].samples
+    engine.restore_memory()  # nothing was released
+    engine.release_memory()
+    with pytest.raises(AssertionError, match="kv_cache.*weights"):
+        engine.submit(asked)
+    new = [{name: p.detach() for name, p in tiny_model().named_parameters()}]
+    with pytest.raises(AssertionError, match="load weights while"):
+        engine.load_weights(new, version=1)
+    engine.restore_memory(["weights"])
+    engine.load_weights(new, version=1)
+    with pytest.raises(AssertionError, match="kv_cache"):
+        engine.submit(asked)
+    engine.restore_memory(["weights", "kv_cache"])
+    again = engine.generate(asked)[0].samples
+    assert [s.ids.tolist() for s in again] == [s.ids.tolist() for s in fresh]
+
+
 def test_an_image_that_fails_is_its_own_requests_error(engine_of):
     g = prompts()
 
