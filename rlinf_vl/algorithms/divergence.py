@@ -23,6 +23,14 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, est
     its reference samples from the policy: log_q = policy, log_p = reference, and the loss adds +beta times this. The
     rollout-train gap samples from the engine: log_q = rollout, log_p = train.
 
+    As a loss, an estimator is differentiated in log_q, which is not the same as differentiating what it estimates: the
+    samples depend on q, too. Expected gradients, for tokens sampled from the q that is trained:
+
+    - `k1`: E_q[∇log q] = 0, whatever p is. It pulls nowhere; as a loss it is noise. It belongs into the reward.
+    - `k2`: E_q[(log q - log p) ∇log q] = ∇KL(q‖p), the gradient of what is wanted.
+    - `k3`: E_q[(1 - p/q) ∇log q] = -E_p[∇log q] = ∇KL(p‖q), the other direction; the two agree where q is close to p.
+    - `abs`: E_q[sign(log q - log p) ∇log q] = ∇‖q - p‖₁, twice the total variation: as strong near p as far from it.
+
     Args:
         log_p, log_q: float `[T]` or `[B, T]`, logprobs of the sampled tokens; the result is differentiable in both.
         mask: bool, same shape.
@@ -33,7 +41,8 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, est
     Raises:
         ValueError: unknown estimator, shapes that differ.
 
-    Source: Schulman, "Approximating KL Divergence" (2020).
+    Sources: Schulman, "Approximating KL Divergence" (2020); Tang and Munos, "On a few pitfalls in KL divergence gradient
+    estimation for RL" (2025).
     """
     check_allowed("estimator", estimator, DIVERGENCE_ESTIMATORS)
     check_shapes(mask, log_p=log_p, log_q=log_q)

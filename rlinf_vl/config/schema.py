@@ -133,7 +133,8 @@ class AlgorithmConfig:
     kl_beta: float = 0.0
     """Weight of KL(policy‖reference) in the loss; 0 loads no reference model."""
     kl_penalty_type: str = "k3"
-    """Estimator of that KL: k1, k2, k3 or abs (also by the names kl, mse, low_var_kl)."""
+    """Estimator of that KL, by what its gradient in the loss descends on: k2 (mse) KL(policy‖reference), k3 (low_var_kl)
+    KL(reference‖policy), abs their total variation. k1 (kl) has an expected gradient of zero there, and is refused."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy, subtracted from the loss."""
     recompute_logprobs: str = "auto"

@@ -228,6 +228,11 @@ def _algorithm(config: Config) -> Iterator[str]:
             "algorithm.group_size: 1 with algorithm.adv_type=grpo makes every advantage zero (a group is its own"
             " baseline); use at least 2"
         )
+    if algorithm.kl_beta > 0 and algorithm.kl_penalty_type == "k1":
+        yield (
+            "algorithm.kl_penalty_type: k1 (kl) in the loss has an expected gradient of exactly zero, so that"
+            f" algorithm.kl_beta={algorithm.kl_beta:g} would add noise and pull nowhere (k1 belongs in the reward); use k2 or k3"
+        )
     if algorithm.n_minibatches >= 1 and data.rollout_batch_size % algorithm.n_minibatches:
         yield (
             f"data.rollout_batch_size={data.rollout_batch_size} is not divisible by"

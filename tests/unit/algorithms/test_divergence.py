@@ -50,6 +50,29 @@ def test_k2_approaches_the_kl_of_close_distributions():
     assert (log_q.exp() * divergence(log_p, log_q, mask, "k2")).sum().item() == pytest.approx(exact, rel=5e-3)
 
 
+def test_expected_gradients_as_a_loss():
+    """Summed over every outcome with its probability: of k1 nothing is left; the others descend on divergences of p and q."""
+    generator = torch.Generator().manual_seed(0)
+    logits, reference = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    log_q, log_p = logits.log_softmax(0), reference.log_softmax(0)
+    mask = torch.ones(7, dtype=torch.bool)
+    minimised = {
+        "k1": 0 * log_q.sum(),
+        "k2": (log_q.exp() * (log_q - log_p)).sum(),  # KL(q‖p)
+        "k3": (log_p.exp() * (log_p - log_q)).sum(),  # KL(p‖q)
+        "abs": (log_q.exp() - log_p.exp()).abs().sum(),
+    }
+    for estimator, target in minimised.items():
+        loss = (
+            log_q.detach().exp() * divergence(log_p, log_q, mask, estimator)
+        ).sum()  # its expectation; samples are fixed
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        (expected,) = torch.autograd.grad(target, logits, retain_graph=True)
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-14, msg=estimator)
+        assert (gradient.abs().max() > 1e-2) == (estimator != "k1")
+
+
 @pytest.mark.parametrize("estimator", DIVERGENCE_ESTIMATORS)
 def test_gradients_in_both_arguments(estimator):
     delta = torch.tensor([0.7, -0.4, 0.0], dtype=torch.float64)  # log q - log p

@@ -38,6 +38,10 @@ RULES = [
     (["algorithm.val_sampling_params.max_new_tokens=25"], ["algorithm.val_sampling_params.max_new_tokens=25", "null"]),
     (["algorithm.sampling_params.max_new_tokens=0"], ["algorithm.sampling_params.max_new_tokens: 0", "at least 1"]),
     (["algorithm.group_size=1"], ["algorithm.group_size: 1", "algorithm.adv_type=grpo", "zero", "at least 2"]),
+    (
+        ["algorithm.kl_beta=0.01", "algorithm.kl_penalty_type=kl"],
+        ["algorithm.kl_penalty_type: k1 (kl)", "gradient of exactly zero", "algorithm.kl_beta=0.01", "use k2 or k3"],
+    ),
     (["algorithm.n_minibatches=3"], ["data.rollout_batch_size=16", "algorithm.n_minibatches=3", "change one"]),
     (["rollout.max_running_requests=7"], ["rollout.max_running_requests=7", "algorithm.group_size=8", "raise it"]),
     ([NO_LOGPROBS], ["algorithm.importance_sampling_fix: true", "rollout.return_logprobs is false", "set it true"]),
