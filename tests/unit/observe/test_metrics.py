@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf_vl.observe import MetricSums, summarize_rollout
+from rlinf_vl.observe.metrics import MetricSums, summarize_rollout
 from rlinf_vl.types import Group, GroupSummary, ImageRef, Trajectory
 
 

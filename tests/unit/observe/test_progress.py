@@ -7,7 +7,8 @@ import re
 import pytest
 from rich.console import Console
 
-from rlinf_vl.observe import RunProgress, progress, setup_logging
+from rlinf_vl.observe import progress
+from rlinf_vl.observe.progress import RunProgress, setup_logging
 
 METRICS = {
     "reward/mean": 0.5,

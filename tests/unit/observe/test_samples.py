@@ -16,8 +16,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from rlinf_vl.observe import make_trackers
 from rlinf_vl.observe.samples import MAX_SAMPLES, MAX_SIDE, MAX_TEXT, SampleTrackers, inert, make_sample_trackers
+from rlinf_vl.observe.tracker import make_trackers
 
 NAMES = {"project_name": "p", "experiment_name": "e"}
 HOSTILE = """<img src=x onerror=alert(1)><script>alert(2)</script> **bold** [a](javascript:x) ![b](http://evil/c.png)

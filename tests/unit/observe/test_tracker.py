@@ -11,8 +11,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlinf_vl.observe import JsonlTracker, TensorBoardTracker, Trackers, make_trackers, read_steps
-from rlinf_vl.observe.tracker import open_wandb
+from rlinf_vl.observe.lines import read_steps
+from rlinf_vl.observe.tracker import JsonlTracker, TensorBoardTracker, Trackers, make_trackers, open_wandb
 
 NAMES = {"project_name": "p", "experiment_name": "e", "config": {"a": {"b": 1}}}
 
