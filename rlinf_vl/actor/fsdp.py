@@ -50,7 +50,13 @@ def shard(
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": not policy.keeps_gathered,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype]),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[param_dtype],
+            reduce_dtype=DTYPES[reduce_dtype],
+            # Every layer computes in its weights' dtype by itself. A cast here would round what is float32 on purpose, as
+            # in the engine: the vision blocks' rotary tables.
+            cast_forward_inputs=False,
+        ),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
     for path in (family.vision_blocks, family.text_blocks):

@@ -7,6 +7,8 @@ their log-sum-exp, which is exact.
 
 import torch
 
+from rlinf_vl.models.precision import bfloat16_products
+
 
 class DecodeCache:
     """Rows S being decoded over N prompts; an `AttentionContext` for one token per row.
@@ -100,18 +102,18 @@ class DecodeCache:
         """q [S, H, 1, D], k and v [S, H_kv, 1, D] of the rows' newest tokens → [S, 1, H, D]."""
         rows, heads, _, dim = q.shape
         kv_heads = k.shape[1]
-        q = q.reshape(rows, kv_heads, heads // kv_heads, dim) * scaling
+        q = q.reshape(rows, kv_heads, heads // kv_heads, dim)
         self.own_k[layer][self.all_rows, :, self.own_len] = k[:, :, 0]
         self.own_v[layer][self.all_rows, :, self.own_len] = v[:, :, 0]
         own_k, own_v = self.own_k[layer][:, :, : self.length], self.own_v[layer][:, :, : self.length]
-        own = _partial(q, own_k, own_v, self.own_mask)
-        shared = [self._from_grid(x, rows) for x in self._shared(layer, self._to_grid(q))]
+        own = _partial(q, own_k, own_v, self.own_mask, scaling)
+        shared = [self._from_grid(x, rows) for x in self._shared(layer, self._to_grid(q), scaling)]
         return _merge(own, shared).to(v.dtype).reshape(rows, 1, heads, dim)
 
-    def _shared(self, layer: int, q_grid: torch.Tensor):
+    def _shared(self, layer: int, q_grid: torch.Tensor, scaling: float):
         n, width, kv_heads, repeat, dim = q_grid.shape
         q = q_grid.transpose(1, 2).reshape(n, kv_heads, width * repeat, dim)
-        parts = _partial(q, self.prompt_k[layer], self.prompt_v[layer], self.prompt_mask)
+        parts = _partial(q, self.prompt_k[layer], self.prompt_v[layer], self.prompt_mask, scaling)
         return [x.reshape(n, kv_heads, width, repeat, -1).transpose(1, 2) for x in parts]
 
     def _to_grid(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,14 +129,26 @@ class DecodeCache:
         return flat if self.dense else flat[self.slot]
 
 
-def _partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None):
+def _partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float):
     """Unnormalised attention over one part of the keys: (output [.., Q, D], sum of weights, maximum [.., Q, 1]), float32."""
-    scores = (q @ k.transpose(-1, -2)).float()
+    if q.dtype == torch.float32:
+        scores = (q * scaling) @ k.transpose(-1, -2)
+    else:  # a scaled query would be rounded
+        scores = _product(q, k.transpose(-1, -2)).mul_(scaling)
     if mask is not None:
         scores = scores.masked_fill_(mask, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp_()
-    return (weights.to(v.dtype) @ v).float(), weights.sum(-1, keepdim=True), top
+    return _product(weights.to(v.dtype), v), weights.sum(-1, keepdim=True), top
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b for [n, H_kv, ·, ·] in float32: the trainer's kernels don't round scores to bfloat16, so neither may the sampler."""
+    if a.is_cuda and a.dtype != torch.float32:
+        product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+        return product.unflatten(0, a.shape[:2])
+    with bfloat16_products(a):
+        return a.float() @ b.float()
 
 
 def _merge(a, b) -> torch.Tensor:

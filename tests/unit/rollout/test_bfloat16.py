@@ -1,0 +1,99 @@
+"""Trainer and torch engine compute the same in bfloat16: what is float32 on purpose in one is not rounded in the other."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import EOS, IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+
+from rlinf_vl.actor.fsdp import shard
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import load_model, use_packed_attention
+from rlinf_vl.models.policy import PolicyModel, encode_images
+from rlinf_vl.packing.collator import Collator, Member
+from rlinf_vl.rollout.torch_decode import DecodeCache
+from rlinf_vl.rollout.torch_engine import TorchEngine
+from rlinf_vl.types import Group, Request, SamplingParams, Trajectory
+
+FAMILY = family_of("qwen3_vl")
+
+
+@pytest.fixture
+def trainer():
+    """float32 master weights that compute in bfloat16."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    policy = PolicyModel(use_packed_attention(tiny_model(), FAMILY), FAMILY, banned(), temperature=1.0, chunk=None)
+    yield shard(policy, init_device_mesh("cpu", (1,)), param_dtype="bf16", reduce_dtype="fp32")
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """The same weights, read in bfloat16 as a rollout worker reads them."""
+    tiny_model().save_pretrained(tmp_path)
+    model = load_model(tmp_path, FAMILY, torch.bfloat16)
+    engine = TorchEngine(
+        model, FAMILY, banned=banned(), pixels=pixels, image_token_id=IMAGE_ID, merge_size=MERGE, max_running=64
+    )
+    yield engine
+    engine.close()
+
+
+def some_groups() -> list[Group]:
+    rng = np.random.default_rng(1)
+    return [group(rng, s, []) for s in ([(2, 3)], [], [(1, 1), (3, 2), (2, 2)], [(4, 3)])]
+
+
+@torch.no_grad()
+def test_the_trainers_features_are_the_engines_bit_for_bit(trainer, engine):
+    groups = [g for g in some_groups() if g.images]
+    patches = np.concatenate([pixels(i) for g in groups for i in g.images])
+    grids = np.concatenate([g.image_grids for g in groups]).astype(np.int64)
+    ours, theirs = trainer.encode(patches, grids), encode_images(engine.model, FAMILY, patches, grids, "cpu")
+    for a, b in zip([ours.tokens, *ours.deepstack], [theirs.tokens, *theirs.deepstack], strict=True):
+        assert a.dtype == b.dtype == torch.bfloat16
+        assert torch.equal(a, b), f"{(a != b).float().mean():.0%} of the features differ"
+
+
+@torch.no_grad()
+def test_the_trainer_gives_a_first_token_the_logprob_it_was_sampled_with(trainer, engine):
+    collate = Collator(FAMILY, IMAGE_ID, MERGE, pixels, PAD)
+    for g in some_groups():
+        request = Request(g.prompt_ids, g.images, g.image_grids, SamplingParams(stop_ids=(EOS,), max_new_tokens=6),
+                          tuple(range(8)))  # fmt: skip
+        (completion,) = engine.generate([request])
+        drawn = tuple(
+            Trajectory(s.ids, np.ones(len(s.ids), bool), s.logprobs, s.versions, 0.0, "stop")
+            for s in completion.samples
+        )
+        g = Group(g.id, g.id, g.prompt_ids, g.images, g.image_grids, drawn)
+        batch = collate([Member(g, i, 0.0) for i in range(8)], run_vision=bool(g.images))
+        logprobs = trainer(batch)[0].numpy()
+        first = np.flatnonzero(np.diff(batch.trajectories, prepend=-1))
+        # 1e-6: the head's float32 sums, taken over another number of rows at once
+        np.testing.assert_allclose(logprobs[first], batch.rollout_logprobs[first], atol=1e-6, rtol=0)
+
+
+def test_a_decoding_step_does_not_round_its_scores():
+    """Scores of about 30 are rounded by 0.06 in bfloat16, which moves a weight by 6 %."""
+    torch.manual_seed(0)
+    heads, length, dim, scaling = 4, 40, 16, 1 / 3
+    prompt_k, prompt_v = (torch.randn(length, heads, dim).mul(3).bfloat16() for _ in range(2))
+    cache = DecodeCache(1, heads, dim, torch.bfloat16, torch.device("cpu"))
+    cache.append({0: (prompt_k, prompt_v)}, [length], [2])
+    ks, vs, out = [], [], torch.empty(0)
+    for _ in range(5):
+        q, k, v = (torch.randn(2, heads, 1, dim).mul(3).bfloat16() for _ in range(3))
+        ks.append(k), vs.append(v)
+        cache.begin_step()
+        out = cache.attend(0, q, k, v, scaling)
+        cache.end_step()
+    keys, values = (
+        torch.cat([shared.transpose(0, 1).expand(2, -1, -1, -1), *own], dim=2).float()
+        for shared, own in ((prompt_k, ks), (prompt_v, vs))
+    )
+    exact = torch.softmax(q.float() @ keys.transpose(-1, -2) * scaling, -1) @ values  # [2, H, 1, D]
+    assert out.dtype == torch.bfloat16
+    error = (out.float().transpose(1, 2) - exact).norm() / exact.norm()
+    assert error < 4e-3, f"{error:.1e} of the output"
