@@ -4,6 +4,7 @@ A handful of fresh trajectories is scored by the trainer, once as they are and o
 logprobs fit the blank ones better, the engine is blind; if they fit neither, its weights are not the trainer's.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,8 @@ def judge(scores: Sequence[Score], precision: str) -> dict[str, float]:
         precision: the lower one of the engine's and the trainer's compute: a key of `NOISE`.
 
     Raises:
-        EngineMismatch: the engine is blind, or has other weights; the message says which and shows the figures.
+        EngineMismatch: the engine is blind, has other weights, or one side's logprobs are no numbers; the message says which
+            and shows the figures.
     """
     metrics = {}
     for kind in ("no_image", "one_image", "more_images"):
@@ -69,6 +71,12 @@ def judge(scores: Sequence[Score], precision: str) -> dict[str, float]:
         seen = metrics[f"mismatch/{kind}"] = sum(s.difference for s in chosen) / tokens
         blank = sum(s.blank_difference for s in chosen) / tokens
         label = kind.replace("_", " ")
+        if not math.isfinite(seen):
+            raise EngineMismatch(
+                f"the logprobs of the engine or of the trainer are not finite on prompts with {label}: the mean difference is "
+                f"{seen}. Weights or activations have overflowed: see actor/grad_norm, go back to a checkpoint with a lower "
+                "actor.optim.lr, and prefer bf16 to fp16"
+            )
         if kind != "no_image" and seen > NOISE[precision] and blank < seen / 2:
             raise EngineMismatch(
                 f"the engine is blind: on prompts with {label} its logprobs are {blank:.3g} nats from the trainer's with "

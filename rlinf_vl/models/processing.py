@@ -4,6 +4,7 @@ Tokenizer and image processor are loaded apart (transformers' combined processor
 engine and the trainer use this one class with one setting of pixel limits, so both see the same pixels and counts.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -138,19 +139,25 @@ class Processor:
 
 
 class PixelCache:
-    """The most recently used images' pixels, by content hash, within a bound of bytes. Callable like `Processor.pixels`."""
+    """The most recently used images' pixels, by content hash, within a bound of bytes. Callable like `Processor.pixels`, from
+    any thread; threads that miss one image at the same time each compute it, and one result is kept."""
 
     def __init__(self, pixels: Callable[[ImageRef], np.ndarray], max_bytes: int = 2**29) -> None:
         self._pixels, self._max_bytes = pixels, max_bytes
         self._held: OrderedDict[str, np.ndarray] = OrderedDict()
         self._bytes = 0
+        self._lock = threading.Lock()
 
     def __call__(self, image: ImageRef) -> np.ndarray:
-        if image.hash in self._held:
-            self._held.move_to_end(image.hash)
-            return self._held[image.hash]
-        patches = self._held[image.hash] = self._pixels(image)
-        self._bytes += patches.nbytes
-        while self._bytes > self._max_bytes and len(self._held) > 1:
-            self._bytes -= self._held.popitem(last=False)[1].nbytes
+        with self._lock:
+            if image.hash in self._held:
+                self._held.move_to_end(image.hash)
+                return self._held[image.hash]
+        made = self._pixels(image)
+        with self._lock:
+            patches = self._held.setdefault(image.hash, made)
+            if patches is made:
+                self._bytes += patches.nbytes
+            while self._bytes > self._max_bytes and len(self._held) > 1:
+                self._bytes -= self._held.popitem(last=False)[1].nbytes
         return patches

@@ -32,6 +32,13 @@ def test_an_engine_that_fits_neither_has_other_weights(images):
         judge([Score(images, 10, 5.0, 6.0)], "fp32")
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("images", [0, 1])
+def test_logprobs_that_are_no_numbers_stop_the_run(wrong, images):
+    with pytest.raises(EngineMismatch, match="not finite"):
+        judge([Score(images, 10, 0.0, 5.0), Score(images, 10, wrong, 6.0)], "bf16")
+
+
 def test_bfloat16_noise_is_not_a_mismatch():
     judge([Score(1, 100, 3.0, 40.0)], "bf16")
     with pytest.raises(EngineMismatch):

@@ -1,6 +1,8 @@
 """Placeholder expansion and pixels against transformers' own image processor; the ids that are never sampled."""
 
 import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -80,6 +82,24 @@ def test_pixel_limits_are_honoured_and_checked(toy_folder):
     assert len(small.pixels(picture(600, 600))) == t * h * w
     with pytest.raises(ValueError, match="data.image_min_pixels"):
         Processor(path, family, min_pixels=10**6, max_pixels=10**4)
+
+
+def test_pixel_cache_counts_an_image_once_that_two_threads_ask_for():
+    both, calls = threading.Barrier(2), []
+
+    def pixels(image):
+        calls.append(image.hash)
+        if len(calls) <= 2:
+            both.wait(timeout=60)  # neither thread finds the other's pixels
+        return np.full(100, len(calls), np.uint8)
+
+    a, b = picture(4, 4, 0), picture(4, 4, 1)
+    cache = PixelCache(pixels, max_bytes=250)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(cache, [a, a])
+    assert first is second and len(calls) == 2
+    cache(b)  # 200 bytes are held, not 300: both stay
+    assert cache(a) is first and len(calls) == 3
 
 
 def test_pixel_cache_is_bounded_and_right():

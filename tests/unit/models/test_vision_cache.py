@@ -46,6 +46,71 @@ def test_what_the_step_needs_stays_even_above_the_limit():
     assert cache.missing(["a", "b"]) == ["a", "b"]
 
 
+@pytest.fixture(params=["cpu", "accelerator"])
+def device(request, monkeypatch):
+    """A CPU, and `meta` in the place of an accelerator: its tensors have sizes, and copies of them go to host memory."""
+    if request.param == "cpu":
+        return "cpu"
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: torch.zeros(x.shape))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    return "meta"
+
+
+def bytes_of(cache):
+    """(on the device, on the host, both counted by what the cache's attributes hold)."""
+    held = [x for store in vars(cache).values() if isinstance(store, dict) for x in store.values()]
+    stacks = [x for x in held if isinstance(x, torch.Tensor)]
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in stacks), "a view keeps more than itself"
+    on_device = sum(x.nbytes for x in stacks if x.device == cache.device)
+    return on_device, sum(x.nbytes for x in stacks) - on_device
+
+
+def test_host_memory_holds_no_more_than_the_step_needs_beyond_the_limit(device):
+    """Twice the limit anew in each of six steps: what a step spilled goes with the step."""
+    cache = VisionCache(IMAGE_BYTES, device)
+    for step in range(6):
+        names = [f"{step}/{i}" for i in range(2)]
+        cache.hold(names)
+        assert cache.missing(names) == names
+        two = features(step, 2)
+        cache.put(names, VisionFeatures(two.tokens.to(device), tuple(x.to(device) for x in two.deepstack)), [TOKENS] * 2)
+        assert cache.missing(names) == [] and cache.get(names).tokens.device == torch.device(device)
+        assert sum(bytes_of(cache)) <= 2 * IMAGE_BYTES
+        if device == "meta":
+            assert bytes_of(cache) == (IMAGE_BYTES, IMAGE_BYTES)
+    cache.hold([])
+    assert sum(bytes_of(cache)) <= IMAGE_BYTES
+
+
+def test_what_was_spilled_comes_back_to_the_device_when_there_is_room(device):
+    cache = VisionCache(2 * IMAGE_BYTES, device)
+    names = ["a", "b", "c"]
+    cache.hold(names)
+    made = features(0, 3)
+    on_device = VisionFeatures(made.tokens.to(device), tuple(x.to(device) for x in made.deepstack))
+    cache.put(names, on_device, [TOKENS] * 3)
+    cache.put(names[:1], VisionFeatures(on_device.tokens[:TOKENS], (on_device.deepstack[0][:TOKENS],)), [TOKENS])
+    assert cache.missing(names) == [] and sum(bytes_of(cache)) == 3 * IMAGE_BYTES
+    cache.hold(["c", "b"])
+    assert cache.missing(names) == ["a"] and bytes_of(cache) == (2 * IMAGE_BYTES, 0)
+    if device == "cpu":
+        assert torch.equal(cache.get(["c"]).tokens, made.tokens[2 * TOKENS :])
+    cache.clear()
+    cache.put(["d"], VisionFeatures(on_device.tokens[:TOKENS], (on_device.deepstack[0][:TOKENS],)), [TOKENS])
+    assert sum(bytes_of(cache)) == IMAGE_BYTES
+
+
+def test_sizes_are_not_summed_anew_for_every_image(monkeypatch):
+    """Asking 400 stacks for their sizes is linear in them, whoever holds them."""
+    asked = []
+    plain = torch.Tensor.nbytes
+    monkeypatch.setattr(torch.Tensor, "nbytes", property(lambda x: asked.append(1) or plain.__get__(x)))
+    cache = VisionCache(2**30, "cpu")
+    for i in range(400):
+        cache.put([str(i)], features(i), [TOKENS])
+    assert 400 <= len(asked) <= 2000
+
+
 def test_features_carry_no_graph():
     cache = VisionCache(2**20, "cpu")
     grown = features(0)
