@@ -60,8 +60,8 @@ class Trajectory:
     Attributes:
         ids: int32, every token after the group's prompt, in order.
         response_mask: bool, True where the policy sampled the token (False: an environment's observation).
-        logprobs: float32, log-probability under the distribution sampled from (0 where not sampled);
-            None when `rollout.return_logprobs` is off.
+        logprobs: float32, log-probability at the sampling temperature, banned ids left out (0 where not sampled; top-k and
+            top-p choose what is drawn and don't change it); None when `rollout.return_logprobs` is off.
         versions: int32, weight version that sampled the token (-1 where not sampled).
         reward: what the environment paid, already scaled to reward_min_val…reward_max_val.
         finish_reason: "stop" (an end token), "length" (cut by max_new_tokens) or "error".
@@ -246,7 +246,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sampled continuation. ids int32 [R], logprobs float32 [R] (of the distribution sampled from), versions int32 [R]."""
+    """One sampled continuation. ids int32 [R], logprobs float32 [R] (see `Trajectory`), versions int32 [R]."""
 
     ids: np.ndarray = field(repr=False)
     logprobs: np.ndarray = field(repr=False)

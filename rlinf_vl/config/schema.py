@@ -103,7 +103,8 @@ class SamplingConfig:
     temperature: float = 1.0
     """Softmax temperature; training wants > 0. The trainer divides its logits by the same number."""
     top_p: float = 1.0
-    """Nucleus mass; below 1 the sampling distribution is truncated, which TIS can't correct for."""
+    """Nucleus mass; below 1 tokens are drawn from a truncated distribution, which TIS can't correct for. Logprobs, and with
+    them the mismatch guard, are of the whole one, in engine and trainer alike."""
     top_k: int = 0
     """Most likely tokens kept; 0 keeps all."""
     max_new_tokens: int | None = None

@@ -275,9 +275,9 @@ def _truncated(sampling: SamplingConfig, user: str, otherwise: str) -> Iterator[
     for name, value, whole in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0)):
         if value != whole:
             yield (
-                f"algorithm.sampling_params.{name}: {value} with {user}: the engine's logprobs are then of a truncated"
-                f" distribution, which isn't the trainer's, so their ratio means nothing; set {name}={whole:g},"
-                f" or {otherwise}"
+                f"algorithm.sampling_params.{name}: {value} with {user}: tokens are then drawn from a truncated distribution,"
+                f" but the engine's logprobs are of the whole one, like the trainer's, and can't correct for that; set"
+                f" {name}={whole:g}, or {otherwise}"
             )
 
 

@@ -40,29 +40,42 @@ class Sampler:
             u: float32 [S] in [0, 1).
 
         Returns:
-            (ids int64 [S], logprobs float32 [S]); a logprob is that of the distribution drawn from (after temperature,
-            top-k and top-p), for greedy rows that of the untempered one.
+            (ids int64 [S], logprobs float32 [S]). A logprob is that of the tempered distribution without the banned ids, as
+            the trainer scores it (and SGLang reports it): top-k and top-p choose what can be drawn, but don't renormalise
+            it. For greedy rows it is that of the untempered distribution.
         """
         logits.masked_fill_(self.banned, -torch.inf)
         if self.divides:
             logits.div_(torch.where(self.greedy, 1.0, self.temperature)[:, None])
-        if self.truncates:
-            logits = self._truncate(logits)
         logp = torch.log_softmax(logits, dim=-1)
-        cdf = logp.exp().cumsum(-1)
-        ids = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).squeeze(1)
-        # u · total can round up to the total itself: nothing lies beyond it
-        best = logp.argmax(-1)
-        ids = torch.where(ids >= logits.shape[1], best, ids)
+        p = logp.exp()
+        if self.truncates:
+            p.masked_fill_(self._cut_off(p), 0.0)
+        ids = _invert(p, u)
         if self.any_greedy:
-            ids = torch.where(self.greedy, best, ids)
+            ids = torch.where(self.greedy, logp.argmax(-1), ids)
         return ids, logp.gather(1, ids[:, None]).squeeze(1)
 
-    def _truncate(self, logits: torch.Tensor) -> torch.Tensor:
-        ordered, index = logits.sort(dim=-1, descending=True)
-        p = torch.softmax(ordered, dim=-1)
-        before = p.cumsum(-1) - p  # mass of the more likely ones; the first is always kept
+    def _cut_off(self, p: torch.Tensor) -> torch.Tensor:
+        """bool [S, V]: what top-k and top-p leave out."""
+        ordered, index = p.sort(dim=-1, descending=True)
+        before = ordered.cumsum(-1) - ordered  # mass of the more likely ones; the first is always kept
         drop = (before >= self.top_p[:, None]) | (torch.arange(p.shape[1], device=p.device) >= self.top_k[:, None])
         drop[:, 0] = False
-        drop[self.greedy] = False
-        return logits.masked_fill(torch.zeros_like(drop).scatter(1, index, drop), -torch.inf)
+        return torch.zeros_like(drop).scatter(1, index, drop)
+
+
+def _invert(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The id int64 [S] at which the cumulative sum of p [S, V] (of any total) passes u [S] · total; its p is above 0.
+
+    On CUDA a cumulative sum need not be monotone, nor constant where nothing is added, and u · total can round up to the
+    total itself. An id without probability that is hit by this is off by a rounding: the one with some before it is meant.
+    """
+    cdf = p.cumsum(-1)
+    ids = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp_(max=p.shape[1] - 1)
+    astray = (p.gather(1, ids) <= 0).squeeze(1)
+    if astray.any():
+        places, possible = torch.arange(p.shape[1], device=p.device), p[astray] > 0
+        before = torch.where(possible & (places <= ids[astray]), places, -1).amax(-1, keepdim=True)
+        ids[astray] = torch.where(before >= 0, before, possible.byte().argmax(-1, keepdim=True))  # else the first
+    return ids.squeeze(1)

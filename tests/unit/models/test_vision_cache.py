@@ -73,7 +73,9 @@ def test_host_memory_holds_no_more_than_the_step_needs_beyond_the_limit(device):
         cache.hold(names)
         assert cache.missing(names) == names
         two = features(step, 2)
-        cache.put(names, VisionFeatures(two.tokens.to(device), tuple(x.to(device) for x in two.deepstack)), [TOKENS] * 2)
+        cache.put(
+            names, VisionFeatures(two.tokens.to(device), tuple(x.to(device) for x in two.deepstack)), [TOKENS] * 2
+        )
         assert cache.missing(names) == [] and cache.get(names).tokens.device == torch.device(device)
         assert sum(bytes_of(cache)) <= 2 * IMAGE_BYTES
         if device == "meta":
