@@ -17,6 +17,12 @@ import numpy as np
 #: {"type": "text", "text": str} or {"type": "image_url", "image_url": {"url": "image://<hash>"}}.
 Message = dict[str, Any]
 
+#: Kinds of `Trajectory.error` that are no fault of the row.
+ENGINE_FAULT, ENVIRONMENT_FAULT = "engine", "environment"
+
+#: In `Trajectory.reward_parts` of a response that could not be graded within the grader's limits and is paid as a wrong one.
+UNGRADABLE = "ungradable"
+
 #: URL scheme under which a message names an `ImageRef` of its problem.
 IMAGE_URL_PREFIX = "image://"
 
@@ -66,7 +72,8 @@ class Trajectory:
         reward: what the environment paid, already scaled to reward_min_val…reward_max_val.
         finish_reason: "stop" (an end token), "length" (cut by max_new_tokens) or "error".
         correct: whether the answer was graded right, before scaling; validation accuracy is its mean.
-        error: reason when generation or grading failed; such a trajectory is masked and counted, never trained on.
+        error: "kind: reason" where the row, the engine or the environment failed (`ENGINE_FAULT`, `ENVIRONMENT_FAULT`; any
+            other kind is the row's); such a trajectory is masked and counted, never trained on.
         reward_parts: what the environment says the reward is made of, by name.
     """
 
@@ -173,6 +180,7 @@ class GroupSummary:
         image_bytes: encoded bytes of each distinct image, by hash.
         array_bytes: bytes of the group's arrays.
         object_bytes: what the group, and each image that no group before it had stored, take in the object store.
+        ungradable: responses that could not be graded within the grader's limits.
     """
 
     id: str
@@ -191,6 +199,7 @@ class GroupSummary:
     image_bytes: dict[str, int]
     array_bytes: int = 0
     object_bytes: int = 0
+    ungradable: int = 0
 
     @classmethod
     def of(cls, group: Group, object_bytes: int = 0) -> "GroupSummary":
@@ -215,6 +224,7 @@ class GroupSummary:
             image_bytes={image.hash: len(image.data) for image in group.images},
             array_bytes=group.array_bytes,
             object_bytes=object_bytes,
+            ungradable=sum(UNGRADABLE in t.reward_parts for t in group.trajectories),
         )
 
 

@@ -1,11 +1,12 @@
 """Rows that can't be used, as a record (`bad_rows.jsonl` of the run folder), as a table of reasons, and as a limit.
 
-Found before training (`FilterResult.bad`) or in it (groups of which a trajectory failed); each counts once.
+Found before training (`FilterResult.bad`) or in it (groups of which a trajectory failed); each counts once. Faults of the
+engine and of the environment are not the row's: `check_faults` describes and limits them.
 """
 
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,15 +14,44 @@ from pathlib import Path
 from rlinf_vl.data.dataset import BadRow
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.lines import read_steps
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
 
 FILE = "bad_rows.jsonl"
 SHOWN = 100
 """Characters of a reason that the table shows."""
+MAX_FAULTS = 0.5
+"""Share of the trajectories of one rollout that may fail in the engine or the environment."""
 
 
 class TooManyBadRows(RunError):
     """More of a split's rows are bad than data.max_bad_rows allows."""
+
+
+class TooManyFaults(RunError):
+    """More of a rollout's trajectories failed in the engine or the environment than `MAX_FAULTS` allows."""
+
+
+def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
+    """A line on the trajectories that failed in the engine or the environment, each reason with its number; None without any.
+
+    Raises:
+        TooManyFaults: they are more than `MAX_FAULTS` of all.
+    """
+    errors = [error for summary in summaries for error in summary.errors]
+    faults = [e for e in errors if e is not None and e.partition(": ")[0] in (ENGINE_FAULT, ENVIRONMENT_FAULT)]
+    if not faults:
+        return None
+    reasons = Counter(fault if len(fault) <= 3 * SHOWN else fault[: 3 * SHOWN - 1] + "…" for fault in faults)
+    told = f"{len(faults)} of {len(errors)} trajectories failed, by no fault of their rows: " + "; ".join(
+        f"{n} × {reason}" for reason, n in reasons.most_common(3)
+    )
+    if len(faults) > MAX_FAULTS * len(errors):
+        raise TooManyFaults(
+            f"{told}. That is more than half of the rollout. If requests are not answered in time, raise "
+            "rollout.request_timeout or lower rollout.max_running_requests; an error of the environment is one of the code "
+            "behind rollout.env_class"
+        )
+    return told
 
 
 class BadRows:
@@ -58,12 +88,14 @@ class BadRows:
             _append(self.path, [{"step": step, "split": split, **asdict(row)} for row in new.values()])
 
     def add_failed(self, split: str, summaries: Sequence[GroupSummary], step: int) -> None:
-        """Record the rows of groups that have an error, "kind: reason"."""
+        """Record the rows of groups that have an error, "kind: reason", of the row's own."""
         failed = []
         for summary in summaries:
-            if error := next(filter(None, summary.errors), None):
+            for error in filter(None, summary.errors):
                 kind, _, reason = error.partition(": ")
-                failed.append(BadRow(kind, summary.problem_id, reason or error))
+                if kind not in (ENGINE_FAULT, ENVIRONMENT_FAULT):
+                    failed.append(BadRow(kind, summary.problem_id, reason or error))
+                    break
         self.add(split, failed, step)
 
     def counts(self) -> dict[str, int]:

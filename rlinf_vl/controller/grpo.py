@@ -17,7 +17,7 @@ import ray
 from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.group import ActorGroup, ActorsLost
 from rlinf_vl.config.schema import Config
-from rlinf_vl.controller.bad_rows import BadRows
+from rlinf_vl.controller.bad_rows import BadRows, check_faults
 from rlinf_vl.controller.launch import Placement
 from rlinf_vl.controller.mismatch import NOISE, Score, judge, pick
 from rlinf_vl.controller.recorder import TrajectoryLog
@@ -175,7 +175,7 @@ class GrpoController:
             results = self.pool.generate(tasks)
             while True:
                 summaries, groups = map(list, zip(*results, strict=True))
-                self.stop_if_all_failed(summaries)
+                self.check_errors(summaries, self.step + 1)
                 plan, guard = self.plan(summaries), self.guard(summaries)
                 lost = self.actors.hold([*plan.minibatches, *([guard] if guard else [])], groups)
                 if not lost:
@@ -211,6 +211,7 @@ class GrpoController:
             results = self.pool.generate(self.tasks("val", self.val_rows, 1, self.step))
         summaries, groups = map(list, zip(*results, strict=True))
         self.record("val", summaries, groups, self.trajectories.choose("val", self.step, len(groups)))
+        self.check_errors(summaries, self.step)
         self._count_bad("val", summaries, self.step)
         correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
         lengths = [n for s in summaries for n in s.response_tokens]
@@ -221,6 +222,7 @@ class GrpoController:
             "val/accuracy": accuracy,
             "val/problems": len(correct),
             "val/errors": len(results) - len(correct),
+            "val/ungradable": sum(s.ungradable for s in summaries),
             "val/response_length_mean": sum(lengths) / max(1, len(lengths)),
         }
 
@@ -355,16 +357,19 @@ class GrpoController:
             )
 
     def _count_bad(self, split: str, summaries: list[GroupSummary], step: int) -> None:
-        """Rows that couldn't be answered or graded; raises `TooManyBadRows`."""
+        """Rows that couldn't be used; raises `TooManyBadRows`."""
         self.bad_rows.add_failed(split, summaries, step)
         self.bad_rows.check()
         if split == "train":
             self.metrics["data/bad_rows"] = self.bad_rows.counts()[split]
 
-    def stop_if_all_failed(self, summaries) -> None:
-        """RunError with the first reason where no trajectory of the step came out well."""
+    def check_errors(self, summaries: list[GroupSummary], step: int) -> None:
+        """Record what failed in the engine or the environment; RunError where that is most of a rollout, or where no
+        trajectory came out well."""
+        if told := check_faults(summaries):
+            self.events.add(step, "trajectories_failed", told)
         if all(error for s in summaries for error in s.errors):
-            raise RunError(f"step {self.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
+            raise RunError(f"step {step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
 
     def _prepare_data(self, rows: dict[str, int]) -> None:
         """Choose the rows of each split that are used, the order of the training rows, and how many steps that makes."""

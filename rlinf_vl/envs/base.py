@@ -33,7 +33,11 @@ class Env(Protocol):
     """One episode: `start` once, `step` with each response until done, then `close`; one call at a time, any thread."""
 
     def start(self, problem: Problem) -> list[Message]:
-        """Begin the episode; the messages that the policy sees first."""
+        """Begin the episode; the messages that the policy sees first.
+
+        The trajectories of a group share one prompt, so every environment of a group must say the same: draw what is random
+        from `problem.id`. Groups whose starts differ are errors.
+        """
         ...
 
     def step(self, response: str) -> StepResult:
@@ -41,7 +45,7 @@ class Env(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what the episode holds; called once, also where it was not finished."""
+        """Let go of what the episode holds; called once, also where it was not finished or not even started."""
         ...
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
 
 Scalar = float | torch.Tensor
 
@@ -85,9 +85,9 @@ class MetricSums:
 def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict[str, float]:
     """The reward, rollout and data metrics of one batch of groups, generated in `seconds`.
 
-    Trajectories with an error count in `rollout/errors`, `rollout/tokens_per_second`, the weight versions and bytes;
-    rewards, lengths and the rest are over the others. `reward/std` is the population standard deviation (n) over
-    trajectories. `reward/zero_std_groups` counts the groups whose rewards tie and so teach nothing; a group of nothing
+    Trajectories with an error count in `rollout/errors` (of which `rollout/engine_errors` and `rollout/env_errors` are not
+    the row's fault), `rollout/tokens_per_second`, the weight versions and bytes; rewards, lengths and the rest are over the
+    others. `reward/std` is the population standard deviation (n) over trajectories. `reward/zero_std_groups` counts the groups whose rewards tie and so teach nothing; a group of nothing
     but errors isn't among them. `reward/accuracy` is the share graded correct, `rollout/truncated` the share cut at the
     longest response, `rollout/empty` the number without any response token. `data/object_store_bytes` is what the groups and
     their images take there, `data/unique_bytes` their arrays and each distinct image's encoded bytes once. What has
@@ -96,11 +96,15 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
     per_group = [[i for i, error in enumerate(s.errors) if error is None] for s in summaries]
     kept = [(s, i) for s, indices in zip(summaries, per_group, strict=True) for i in indices]
     images = {name: size for s in summaries for name, size in s.image_bytes.items()}
+    kinds = [error.partition(": ")[0] for s in summaries for error in s.errors if error is not None]
     metrics: dict[str, float] = {
         "reward/zero_std_groups": sum(
             len({s.rewards[i] for i in indices}) == 1 for s, indices in zip(summaries, per_group, strict=True)
         ),
-        "rollout/errors": sum(error is not None for s in summaries for error in s.errors),
+        "reward/ungradable": sum(s.ungradable for s in summaries),
+        "rollout/errors": len(kinds),
+        "rollout/engine_errors": kinds.count(ENGINE_FAULT),
+        "rollout/env_errors": kinds.count(ENVIRONMENT_FAULT),
         "rollout/empty": sum(s.response_tokens[i] == 0 for s, i in kept),
         "data/object_store_bytes": sum(s.object_bytes for s in summaries),
         "data/unique_bytes": sum(s.array_bytes for s in summaries) + sum(images.values()),

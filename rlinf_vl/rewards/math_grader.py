@@ -4,14 +4,18 @@ Whatever needs no algebra (numbers, names, units, lists of them) is settled here
 process under limits of time and memory (`rlinf_vl.rewards.grading_pool`).
 """
 
+import re
 from functools import lru_cache
 
 from rlinf_vl.rewards.comparison import same
-from rlinf_vl.rewards.grading_pool import GradingError, GradingPool
+from rlinf_vl.rewards.grading_pool import GradingError, GradingPool, GradingTimeout
 from rlinf_vl.rewards.latex import last_boxed, normalise
 
 MAX_LENGTH = 1000
 """Longest box, in characters, that is looked at: answers are short, and a longer one is an attack or a monologue."""
+
+_COSTLY = re.compile(r"\^ ?(?!\\circ)|!|[0-9]{40}|\\(?:sum|prod|[io]*int|binom|lim)(?![a-z])")
+"""What a formula must have to take long: without it, nobody need wait for algebra to find out."""
 
 _POOL = GradingPool()
 
@@ -43,11 +47,38 @@ def math_verdict(response: str, answer: str) -> bool:
         GradingError: the process that compares died.
         RuntimeError: no such process can be started (math-verify is missing, say).
     """
-    given = last_boxed(response, MAX_LENGTH)
+    given, wanted = last_boxed(response, MAX_LENGTH), _reference(answer)
+    return given is not None and wanted is not None and _same(normalise(given), wanted)
+
+
+def check_reference(answer: str) -> None:
+    """Find out, before training, whether responses can be compared with this reference answer: a costly one is, with itself.
+
+    Raises:
+        GradingError: it is empty, longer than `MAX_LENGTH`, in a broken box, or takes too much time or memory.
+        RuntimeError: as `math_verdict`.
+    """
+    wanted = _reference(answer)
+    if not wanted:
+        raise GradingError(f"the reference answer {answer[:80]!r} is empty, too long or in a broken box")
+    if not _COSTLY.search(wanted):
+        return
+    for attempt in range(2):  # the first may fail on a busy machine
+        try:
+            _same(f"0+{wanted}", wanted)
+            return
+        except GradingTimeout as e:
+            if attempt:
+                raise GradingTimeout(f"the reference answer {answer[:80]!r} can't be evaluated: {e}") from e
+
+
+def _reference(answer: str) -> str | None:
+    """The reference, normalised; None if its box is broken or it is too long."""
     wanted = last_boxed(answer, MAX_LENGTH) if "\\boxed" in answer else answer
-    if given is None or wanted is None or len(wanted) > MAX_LENGTH:
-        return False
-    given, wanted = normalise(given), normalise(wanted)
+    return None if wanted is None or len(wanted) > MAX_LENGTH else normalise(wanted)
+
+
+def _same(given: str, wanted: str) -> bool:
     try:
         return same(given, wanted, _no_algebra)
     except _NeedsAlgebra:

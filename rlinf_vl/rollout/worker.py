@@ -1,7 +1,8 @@
 """A rollout worker: a Ray actor that reads problems, has its engine answer them, and grades the answers.
 
-An error is data: a row that can't be read, an image that can't be decoded or an environment that fails becomes a group
-whose trajectories carry the reason; it is counted and never trained on.
+An error is data: a row that can't be read, an image that can't be decoded, an engine or an environment that fails becomes a
+group whose trajectories carry the reason; it is counted and never trained on. An answer that the grader can't judge within
+its limits is no error: it is wrong. Every environment that was made is closed, whatever fails.
 """
 
 import asyncio
@@ -17,17 +18,21 @@ import torch
 
 from rlinf_vl.config.schema import Config, SamplingConfig
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
-from rlinf_vl.data.rows import PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError, kind_and_reason
+from rlinf_vl.data.images import ImageError
+from rlinf_vl.data.rows import ANSWER_UNUSABLE, PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError, kind_and_reason
 from rlinf_vl.envs import Env, make_env
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
 from rlinf_vl.ray_process import where
-from rlinf_vl.rewards import GradingError, grader
+from rlinf_vl.rewards import REFERENCE_CHECKS, GradingError, grader
 from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.exchange import GroupStore
 from rlinf_vl.rollout.make_engine import make_engine
 from rlinf_vl.types import (
+    ENGINE_FAULT,
+    ENVIRONMENT_FAULT,
+    UNGRADABLE,
     Completion,
     Group,
     GroupSummary,
@@ -44,6 +49,9 @@ from rlinf_vl.weights.collective import WeightGroup
 
 log = logging.getLogger(__name__)
 
+#: The environment that grades by the reference answer alone.
+SINGLE = "single_turn"
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -57,6 +65,17 @@ class Task:
     row: int
     seeds: tuple[int, ...]
     own_images: bool = False
+
+
+class RolloutFault(RuntimeError):
+    """What failed is not the row: `kind` is `ENGINE_FAULT` or `ENVIRONMENT_FAULT`."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(kind, reason)
+        self.kind, self.reason = kind, reason
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +141,22 @@ class RolloutRank:
         return await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout)
 
     async def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[FilterResult, dict[int, set[int]]]:
-        """Which of `rows` can be used and have a prompt within data.max_prompt_length, expanded ids counted (a longer one is
-        bad where data.filter_prompt_by_length is false); and by row a number that stands for each of its images."""
+        """Which of `rows` can be used, graded, and have a prompt within data.max_prompt_length, expanded ids counted (a longer
+        one is bad where data.filter_prompt_by_length is false); and by row a number that stands for each of its images."""
         images = {}
         limit = self.config.data.max_prompt_length
 
+        # another environment may read the answer otherwise than the grader does
+        check = (
+            REFERENCE_CHECKS.get(self.config.reward.reward_type) if self.config.rollout.env_class == SINGLE else None
+        )
+
         def length(row: int, problem: Problem) -> int:
+            try:
+                if check:
+                    check(problem.answer)
+            except GradingError as e:
+                raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
             images[row] = {int(image.hash[:15], 16) for image in problem.images}
             ids, _ = self._prompt(problem, problem.messages, self.config.data.filter_prompt_by_length)
             return len(ids)
@@ -149,13 +178,19 @@ class RolloutRank:
         try:
             futures = self.engine.submit([p.request for p in prepared])
         except RuntimeError as e:
+            _close(env for p in prepared for env in p.envs)
             raise EngineDied(f"it takes no requests: {e}") from e
         for p, future in zip(prepared, futures, strict=True):
             running.append(asyncio.ensure_future(self._finish(p, asyncio.wrap_future(future))))
-        for finished in asyncio.as_completed(running):
-            group = await finished
-            reference, object_bytes = self.store.put(group, own_images=group.id in alone)
-            yield GroupSummary.of(group, object_bytes), reference
+        try:
+            for finished in asyncio.as_completed(running):
+                group = await finished
+                reference, object_bytes = self.store.put(group, own_images=group.id in alone)
+                yield GroupSummary.of(group, object_bytes), reference
+        finally:  # the engine died, or nobody wants the rest
+            for future in running:
+                future.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def release(self, group_ids: Sequence[str] | None) -> None:
         """These groups (None: all) are no longer needed: their memory may go."""
@@ -163,20 +198,37 @@ class RolloutRank:
 
     def _prepare(self, task: Task) -> _Prepared:
         problem = self.datasets[task.split][task.row]
-        reward = self.config.reward
-        envs = tuple(
-            make_env(
-                self.config.rollout.env_class,
-                grade=self.grade,
-                reward_max=reward.reward_max_val,
-                reward_min=reward.reward_min_val,
-            )
-            for _ in task.seeds
-        )
-        messages = [env.start(problem) for env in envs]
-        ids, grids = self._prompt(problem, messages[0])
+        envs: list[Env] = []
+        try:
+            ids, grids = self._prompt(problem, self._start(problem, len(task.seeds), envs))
+        except BaseException:
+            _close(envs)
+            raise
         request = Request(ids, problem.images, grids, self.sampling[task.split], task.seeds)
-        return _Prepared(task, problem, envs, request)
+        return _Prepared(task, problem, tuple(envs), request)
+
+    def _start(self, problem: Problem, n: int, envs: list[Env]) -> Sequence[Message]:
+        """Make `n` environments, each in `envs` as soon as it is there, and start them; what all of them said.
+
+        Raises:
+            RolloutFault: one of them failed, or their first messages differ: a group shares one prompt.
+        """
+        name, reward = self.config.rollout.env_class, self.config.reward
+        try:
+            for _ in range(n):
+                envs.append(
+                    make_env(name, grade=self.grade, reward_max=reward.reward_max_val, reward_min=reward.reward_min_val)
+                )
+            starts = [env.start(problem) for env in envs]
+        except Exception as e:
+            raise RolloutFault(ENVIRONMENT_FAULT, f"{name!r} did not start: {type(e).__name__}: {e}") from e
+        if any(list(start) != list(starts[0]) for start in starts):
+            raise RolloutFault(
+                ENVIRONMENT_FAULT,
+                f"{name!r} began the {n} trajectories of a group with different messages; they share one prompt, so draw "
+                "what is random in start() from the problem (problem.id)",
+            )
+        return starts[0]
 
     def _prompt(
         self, problem: Problem, messages: Sequence[Message], any_length: bool = False
@@ -194,17 +246,23 @@ class RolloutRank:
     async def _finish(self, prepared: _Prepared, future: "asyncio.Future[Completion]") -> Group:
         try:
             completion = await future
-        except Exception as e:
+        except BaseException as e:
+            _close(prepared.envs)
+            if not isinstance(e, Exception):
+                raise
             if not await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout):
                 raise EngineDied(f"the engine died: {e}") from e
             log.warning("%s row %d: generation failed: %s", prepared.task.split, prepared.task.row, e)
+            if not isinstance(e, (RowError, ImageError)):
+                e = RolloutFault(ENGINE_FAULT, f"{type(e).__name__}: {e}")
             return await self._failed(prepared.task, e)
-        trajectories = await asyncio.gather(
+        graded = asyncio.gather(
             *(
                 asyncio.to_thread(self._grade, prepared, env, sample)
                 for env, sample in zip(prepared.envs, completion.samples, strict=True)
             )
         )
+        trajectories = await asyncio.shield(graded)  # each closes its environment, also where nobody waits any more
         return Group(
             id=prepared.task.group_id,
             problem_id=prepared.problem.id,
@@ -218,20 +276,25 @@ class RolloutRank:
     def _grade(self, prepared: _Prepared, env: Env, sample: Sample) -> Trajectory:
         assert not (sample.ids == self.processor.image_token_id).any(), "an image placeholder was sampled"
         text = self.processor.decode(sample.ids)
-        reward, correct, parts = 0.0, False, {}
-        error = "the engine gave up on this sample" if sample.finish_reason == "error" else None
+        reward, correct, parts, error = 0.0, False, {}, None
         try:
+            if sample.finish_reason == "error":
+                raise RolloutFault(ENGINE_FAULT, "it gave up on this sample")
             with span("environment"):
                 result = env.step(text)
-            env.close()
             if not math.isfinite(result.reward):
-                raise ValueError(f"environment {self.config.rollout.env_class!r} gave reward {result.reward}")
+                raise ValueError(f"it gave reward {result.reward}")
             reward, correct = float(result.reward), bool(result.info.get("correct", False))
             parts = dict(result.info.get("reward_parts", {}))
-        except GradingError as e:  # no verdict
-            error = f"{e.kind}: {e}"
+        except GradingError as e:
+            log.info("%s: no verdict, so the answer is wrong: %s", prepared.problem.id, e)
+            reward, parts = self.config.reward.reward_min_val, {UNGRADABLE: 1.0}
+        except RolloutFault as e:
+            error = str(e)
         except Exception as e:
-            error = ": ".join(kind_and_reason(e))
+            error = f"{ENVIRONMENT_FAULT}: {self.config.rollout.env_class!r} failed: {type(e).__name__}: {e}"
+        finally:
+            _close((env,))
         if error:
             log.warning("%s: %s", prepared.problem.id, error)
         return Trajectory(
@@ -248,7 +311,8 @@ class RolloutRank:
 
     async def _failed(self, task: Task, error: Exception) -> Group:
         """A group without tokens whose trajectories carry the reason, its kind first."""
-        none, reason = np.zeros(0, np.int32), ": ".join(kind_and_reason(error))
+        reason = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
+        none = np.zeros(0, np.int32)
         trajectory = Trajectory(none, none.astype(bool), None, none, 0.0, "error", error=reason)
         return Group(
             task.group_id,
@@ -310,6 +374,14 @@ class RolloutRank:
 def _sampling_params(sampling: SamplingConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
     assert sampling.max_new_tokens is not None, "load_config fills it in"
     return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, stop_ids)
+
+
+def _close(envs: Iterable[Env]) -> None:
+    for env in envs:
+        try:
+            env.close()
+        except Exception as e:  # its trajectory is what it is
+            log.warning("an environment did not close: %s: %s", type(e).__name__, e)
 
 
 def _checked(buckets: Iterable[tuple[Labelled, dict[str, torch.Tensor]]]) -> Iterator[dict[str, torch.Tensor]]:

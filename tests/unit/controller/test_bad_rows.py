@@ -88,12 +88,13 @@ def test_groups_that_failed_are_recorded_with_kind_and_reason(tmp_path):
     summaries = [
         summary("a", None, None),
         summary("b", None, "image can't be decoded: a: b"),
-        summary("c", "the engine gave up on this sample", None),
+        summary("c", "engine: it gave up on this sample", None),
+        summary("d", "environment: 'maze' failed: KeyError: 'x'", "no kind"),
     ]
     bad.add_failed("train", summaries, 4)
     assert [(line["id"], line["kind"], line["reason"], line["step"]) for line in lines(tmp_path)] == [
         ("b", "image can't be decoded", "a: b", 4),
-        ("c", "the engine gave up on this sample", "the engine gave up on this sample", 4),
+        ("d", "no kind", "no kind", 4),
     ]
 
 

@@ -114,7 +114,7 @@ def test_rollout_summary_by_hand():
             summary("tied", trajectory(2, 0.0), trajectory(0, 0.0), images=b"b", object_bytes=20),
             # A failure's reward neither counts nor breaks its group's tie.
             summary("tied but for a failure", trajectory(6, 1.0), trajectory(10, -5.0, error="worker died")),
-            summary("failed", trajectory(0, 0.0, error="worker died")),
+            summary("failed", trajectory(0, 0.0, error="engine: TimeoutError: 600 s")),
         ],
         seconds=3.0,
     )
@@ -128,7 +128,10 @@ def test_rollout_summary_by_hand():
             "rollout/response_length_mean": 20 / 5,
             "rollout/response_length_max": 8,
             "rollout/truncated": 1 / 5,
+            "reward/ungradable": 0,
             "rollout/errors": 2,
+            "rollout/engine_errors": 1,
+            "rollout/env_errors": 0,
             "rollout/empty": 1,
             "rollout/tokens_per_second": 30 / 3,
             "rollout/weight_version_min": 2,
