@@ -181,8 +181,12 @@ class Varlen:
 
     def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
         self.causal = causal
-        self.cu = [torch.from_numpy(cu.astype(np.int32)).to(device) for cu in (cu_q, cu_k)]
-        self.longest = [int(np.diff(cu).max()) for cu in (cu_q, cu_k)]
+        # Empty sequences are left out: with grouped heads and no sequence longer than a token, the kernel takes the number of
+        # sequences for that of tokens.
+        ends = 1 + np.flatnonzero(np.diff(cu_q) + np.diff(cu_k))
+        bounds = [cu[[0, *ends]] for cu in (cu_q, cu_k)]
+        self.cu = [torch.from_numpy(cu.astype(np.int32)).to(device) for cu in bounds]
+        self.longest = [int(np.diff(cu).max()) for cu in bounds]
 
     def forward(self, q, k, v, scale):
         out, lse, self.rng, self.unused, _ = _varlen(

@@ -1,18 +1,36 @@
-"""Attention over packed segments with shared prefixes, every kernel that runs here, against torch's own attention with an
-explicit mask: values, gradients, and grouped key/value heads."""
+"""Attention over packed segments with shared prefixes, every kernel, against torch's own attention with an explicit mask:
+values, gradients, and grouped key/value heads. The class for CUDA runs on a CPU reference of the operations that it calls."""
 
 import numpy as np
 import pytest
 import torch
+import varlen_reference
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.attention_kernels import KERNELS, kernel_for
 from rlinf_vl.models.precision import has_bfloat16_units
 
-HERE = [name for name, (_, serves) in KERNELS.items() if serves("cpu", torch.float32)]
-HALF = [name for name, (_, serves) in KERNELS.items() if serves("cpu", torch.bfloat16)]
+HERE = [name for name, (_, serves) in KERNELS.items() if serves("cpu", torch.float32) or name == "varlen"]
+HALF = [name for name, (_, serves) in KERNELS.items() if serves("cpu", torch.bfloat16) or name == "varlen"]
 D, SCALE = 16, 0.3
+
+
+@pytest.fixture(scope="module")
+def flash_on_cpu():
+    """`torch.ops.aten._flash_attention_forward` and its backward, which are for CUDA, for CPU tensors."""
+    library = varlen_reference.register()
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def kernel(request, monkeypatch):
+    """A kernel's name; the one for CUDA is made to serve the CPU."""
+    if request.param == "varlen":
+        request.getfixturevalue("flash_on_cpu")
+        monkeypatch.setitem(KERNELS, "varlen", (KERNELS["varlen"][0], lambda device, dtype: True))
+    return request.param
 
 
 def mask_of(lengths, prefix):
@@ -37,11 +55,13 @@ ROWS = {
     "an empty response": ([6, 3, 0, 8, 2, 0], [-1, 0, 0, -1, -1, 4]),
     "many of one length": ([20] + [10] * 30, [-1] + [0] * 30),
     "others in between": ([6, 3, 4, 5, 8, 2], [-1, 0, -1, 0, -1, 4]),
+    "single tokens": ([4, 1, 0, 3, 1], [-1, 0, 0, -1, 3]),
+    "single tokens alone": ([1, 0, 1, 1], [-1, -1, -1, -1]),
 }
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("kernel", HERE)
+@pytest.mark.parametrize("kernel", HERE, indirect=True)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_equals_masked_attention(row, kernel, kv_heads):
     lengths, prefix = ROWS[row]
@@ -55,7 +75,7 @@ def test_equals_masked_attention(row, kernel, kv_heads):
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", HERE)
+@pytest.mark.parametrize("kernel", HERE, indirect=True)
 def test_large_scores_neither_overflow_nor_leak_through_padding(kernel):
     lengths, prefix = [9, 12, 10, 11], [-1, 0, 0, 0]
     q, k, v = inputs(sum(lengths), 2, 2, scale=30.0)  # scores in the thousands: exp of a wrong difference is inf
@@ -68,7 +88,7 @@ def test_large_scores_neither_overflow_nor_leak_through_padding(kernel):
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("kernel", HALF)
+@pytest.mark.parametrize("kernel", HALF, indirect=True)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_bfloat16_is_as_close_as_bfloat16_allows(row, kernel, kv_heads):
     lengths, prefix = ROWS[row]
