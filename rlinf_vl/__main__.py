@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlinf_vl.config import ConfigError, load_config, save_config
+from rlinf_vl.config import Config, ConfigError, load_config
 from rlinf_vl.controller.stop_request import StopRequest
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress, setup_logging
@@ -79,17 +79,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
+    from rlinf_vl.controller.run_folder import find_checkpoint, load_state, recover_checkpoints
+    from rlinf_vl.controller.run_start import locked, open_folder
+
+    run_dir = run_folder(config)
+    config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
+    with locked(run_dir):
+        recover_checkpoints(run_dir)
+        checkpoint = find_checkpoint(run_dir, config.runner.resume_dir)
+        if checkpoint and 0 <= config.runner.max_steps <= (step := load_state(checkpoint)["step"]):
+            log.info("nothing left: step %d of %d; raise runner.max_steps", step, config.runner.max_steps)
+            return 0
+        return _run(arguments, config, run_dir, open_folder(config, run_dir, checkpoint))
+
+
+def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoint: Path | None) -> int:
+    """Train in a folder that is ready, from a checkpoint or from the start."""
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.controller.launch import place, ray_cluster
     from rlinf_vl.controller.stop_request import Interrupted
     from rlinf_vl.observe.environment import write_environment
 
-    run_dir = run_folder(config)
-    config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
     model_path = _prepare_toy(config)
-    (run_dir / SPANS).mkdir(parents=True, exist_ok=True)
-    save_config(config, run_dir / "config.yaml")
+    (run_dir / SPANS).mkdir(exist_ok=True)
     write_environment(run_dir)
     with RunProgress(StatusFile(run_dir)) as progress, _report_at_end(run_dir):
         record_spans(run_dir, "controller")
@@ -98,7 +111,7 @@ def _train(arguments: argparse.Namespace) -> int:
         stop_request, code = arguments.stop_request, 0
         with ray_cluster(config), place(config) as placement:
             stop_request.install()  # Ray has put a handler of its own
-            controller = GrpoController(config, model_path, placement, run_dir, progress, stop_request)
+            controller = GrpoController(config, model_path, placement, run_dir, progress, stop_request, checkpoint)
             log.info("started in %.0f s; training to step %d", time.monotonic() - start, controller.total_steps)
             try:
                 controller.fit()

@@ -171,8 +171,11 @@ class ActorGroup:
         self.wait([rank.onload.remote() for rank in self.ranks])
 
     def save(self, folder: str) -> None:
-        """Have the ranks write a checkpoint into `folder` together."""
-        self.wait([rank.save.remote(folder) for rank in self.ranks])
+        """Have the ranks write a checkpoint into `folder` together; OSError where one could not."""
+        try:
+            self.wait([rank.save.remote(folder) for rank in self.ranks])
+        except RayTaskError as error:
+            raise OSError(str(error)) from error
 
     def load(self, folder: str) -> None:
         """Have the ranks read a checkpoint, written by any number of them."""

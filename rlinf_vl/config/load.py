@@ -65,6 +65,17 @@ def save_config(config: Config, path: Path | str) -> None:
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
 
 
+def changed_keys(config: Config, path: Path) -> list[str]:
+    """ "key: old → new" for every key that a file of `save_config` has otherwise; none if the file isn't there or can't be
+    read."""
+    try:
+        before, now = OmegaConf.load(path), OmegaConf.structured(config)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException):
+        return []
+    pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(now, key)) for key in config_keys()}
+    return [f"{key}: {_shown(old)} → {_shown(new)}" for key, (old, new) in pairs.items() if old != new]
+
+
 def _find(config_name: str, config_dir: Path | None) -> Path:
     named = Path(config_name).expanduser()
     if named.name != config_name:  # a path, not a bare name
@@ -228,6 +239,8 @@ def _normalise(config: Config) -> None:
     model = config.rollout.model
     if model.model_path not in ("", "toy") and Path(model.model_path).is_dir():
         model.model_path = str(Path(model.model_path).absolute())
+    if config.runner.resume_dir not in (None, "auto"):
+        config.runner.resume_dir = str(Path(config.runner.resume_dir).expanduser().absolute())
     for paths in (config.data.train_data_paths, config.data.val_data_paths):
         paths[:] = [path if path == "toy" or path.startswith("hf://") else str(Path(path).absolute()) for path in paths]
     placement = config.cluster.component_placement

@@ -60,24 +60,22 @@ class BadRows:
     Args:
         max_fraction: data.max_bad_rows.
         totals: split → rows that are looked at.
-        resumed: keep what the file says of rows that went bad in training (step 1 and later); those found before it are
-            looked for again. Otherwise what a former run left there moves to `bad_rows.jsonl.previous`.
+
+    What the file says of rows that went bad in training (step 1 and later) is kept by a run that resumes; those found before
+    it are looked for again.
     """
 
-    def __init__(self, run_dir: Path, max_fraction: float, totals: Mapping[str, int], resumed: bool = False) -> None:
+    def __init__(self, run_dir: Path, max_fraction: float, totals: Mapping[str, int]) -> None:
         self.path, self._max_fraction, self._totals = run_dir / FILE, max_fraction, dict(totals)
         self._rows: dict[str, dict[str, BadRow]] = {split: {} for split in totals}
         if self.path.exists():
-            aside = self.path.with_name(f"{FILE}.{'tmp' if resumed else 'previous'}")
-            if resumed:
-                aside.unlink(missing_ok=True)
-                rows = [row for row in read_steps(self.path) if row["step"] > 0 and row.get("split") in self._rows]
-                for row in rows:
-                    self._rows[row["split"]][row["id"]] = BadRow(row["kind"], row["id"], row["reason"])
-                _append(aside, rows)
-                os.replace(aside, self.path)
-            else:
-                os.replace(self.path, aside)
+            scratch = self.path.with_name(f"{FILE}.tmp")
+            scratch.unlink(missing_ok=True)
+            rows = [row for row in read_steps(self.path) if row["step"] > 0 and row.get("split") in self._rows]
+            for row in rows:
+                self._rows[row["split"]][row["id"]] = BadRow(row["kind"], row["id"], row["reason"])
+            _append(scratch, rows)
+            os.replace(scratch, self.path)
 
     def add(self, split: str, rows: Iterable[BadRow], step: int = 0) -> None:
         """Record rows found at `step` (0: before training). One that is known keeps its first reason. When this returns,

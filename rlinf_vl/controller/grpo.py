@@ -24,10 +24,8 @@ from rlinf_vl.controller.recorder import TrajectoryLog
 from rlinf_vl.controller.run_folder import (
     ACTOR_FOLDER,
     CheckpointFailed,
-    find_checkpoint,
     load_state,
     save_checkpoint,
-    set_checkpoints_aside,
     write_baselines,
 )
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
@@ -69,13 +67,15 @@ class GrpoController:
         run_dir: Path,
         progress: RunProgress,
         stop_request: StopRequest | None = None,
+        checkpoint: Path | None = None,
     ) -> None:
+        """`run_dir` holds this run's history only, up to the step of the `checkpoint` that it starts from or beyond."""
         self.config, self.model_path, self.placement = config, model_path, placement
         self.run_dir, self.progress = run_dir, progress
         self.stop_request = stop_request or StopRequest()
         self.step, self.metrics, self.timings, self.checked = 0, {}, {}, False
         self.events = EventLog(run_dir)
-        self.last_good = find_checkpoint(run_dir, config.runner.resume_dir)
+        self.last_good = checkpoint
         progress.phase("starting rollout workers and actor ranks")
         self.pool = RolloutPool(
             config,
@@ -97,8 +97,6 @@ class GrpoController:
         self._prepare_data(rows=ray.get(self.pool.start())[0])
         self.shares_gpu = placement.collocated and placement.device == "cuda"
         self._start_actors()
-        if self.last_good is None:
-            set_checkpoints_aside(run_dir)
         self._resume()
         progress.begin(self.total_steps, self.step)
 
@@ -130,6 +128,9 @@ class GrpoController:
             if self.metrics:
                 self.trajectories.end_step(0)
                 self.trackers.log(0, self.metrics)
+        if self.step >= self.total_steps:
+            key = "max_steps" if self.total_steps == self.config.runner.max_steps else "max_epochs"
+            log.info("nothing left: step %d of %d; raise runner.%s", self.step, self.total_steps, key)
         while self.step < self.total_steps:
             self.stop_request.check()
             self.metrics, self.timings = {}, {}
@@ -376,7 +377,7 @@ class GrpoController:
         data, runner = self.config.data, self.config.runner
         val = rows.get("val", 0) if data.val_samples < 0 else min(data.val_samples, rows.get("val", 0))
         totals = {"train": rows["train"], "val": val}
-        self.bad_rows = BadRows(self.run_dir, data.max_bad_rows, totals, resumed=self.last_good is not None)
+        self.bad_rows = BadRows(self.run_dir, data.max_bad_rows, totals)
         self.train_rows, self.val_rows = self._usable("train", rows["train"]), self._usable("val", val)
         write_baselines(self.run_dir, self.pool.answers["val"])
         steps = self._sampler().batches_per_epoch * runner.max_epochs
@@ -453,16 +454,16 @@ class GrpoController:
         if self.step or again:
             self.sync_weights()
         self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
-        self.trajectories.go_on_from(self.step if self.step or again else -1)
-        resume_step = self.step if self.step or again else None
-        self.ledger = StepLines(self.run_dir / "ledger.jsonl", -1 if resume_step == 0 else resume_step)
+        resume_step = self.step or -1  # a run that goes back to its start validates, and so logs step 0, once more
+        self.trajectories.go_on_from(resume_step)
+        self.ledger = StepLines(self.run_dir / "ledger.jsonl", resume_step)
         self.trackers = make_trackers(
             self.run_dir,
             self.config.runner.logger.logger_backends,
             project_name=self.config.runner.logger.project_name,
             experiment_name=self.config.runner.experiment_name,
             config=asdict(self.config),
-            resume_step=-1 if resume_step == 0 else resume_step,
+            resume_step=resume_step,
         )
         if logged and self.trackers.last_step != self.step:
             self.trackers.log(self.step, logged)  # what was saved, but not yet logged when the run ended

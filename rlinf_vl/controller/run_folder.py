@@ -1,6 +1,7 @@
 """Checkpoints of a run: written aside, made durable, then renamed into place, so that one that has its name is complete."""
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -11,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayTaskError
-
+from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.errors import RunError
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"global_step_(\d+)$")
 STATE_FILE = "controller.json"
 ACTOR_FOLDER = "actor"
+_REPLACED = ".replaced"
 
 
 def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
@@ -41,10 +42,11 @@ def save_checkpoint(
 ) -> Path:
     """Write `checkpoints/global_step_{step}`: the actors' part through `write_actor(folder)`, then the controller's `state`.
 
-    Older checkpoints beyond `keep_last` (-1: none) are deleted once the new one is in place.
+    Once the new one is in place, others are deleted until `keep_last` are left (-1: none is), those of the earliest steps
+    first.
 
     Raises:
-        CheckpointFailed: the disk is full, or refuses.
+        CheckpointFailed: the disk is full, or refuses. What was there before is there again.
     """
     final = run_dir / "checkpoints" / f"global_step_{step}"
     aside = final.with_name(f".{final.name}.tmp")
@@ -59,15 +61,15 @@ def save_checkpoint(
         for path in aside.rglob("*"):
             _sync(path)
         _sync(aside)
-        replaced = final.with_name(f".{final.name}.replaced")
+        replaced = final.with_name(f".{final.name}{_REPLACED}")
         if final.exists():  # a resumed run that comes by a step again
             os.rename(final, replaced)
-        os.rename(aside, final)
+        os.rename(aside, final)  # a crash before this one: `recover_checkpoints`
         _sync(final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, RayTaskError) as error:
+    except OSError as error:
         needed = max([*former, size_of(aside)])
-        shutil.rmtree(aside, ignore_errors=True)
+        recover_checkpoints(run_dir)
         free, kept = shutil.disk_usage(run_dir).free, [folder for _, folder in checkpoints(run_dir)]
         raise CheckpointFailed(
             f"the checkpoint of step {step} could not be written to {final.parent}: {str(error).strip().splitlines()[-1]}. "
@@ -76,9 +78,24 @@ def save_checkpoint(
             f"checkpoint{'s' if keep_last else ''}. The last good one is {kept[-1] if kept else 'none'}"
         ) from error
     if keep_last > 0:
-        for _, old in checkpoints(run_dir)[:-keep_last]:
+        others = [folder for _, folder in checkpoints(run_dir) if folder != final]
+        for old in others[: len(others) + 1 - keep_last]:
             shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def recover_checkpoints(run_dir: Path) -> None:
+    """Mend what a crash in `save_checkpoint` left: a checkpoint that was about to be replaced gets its name back, and
+    half-written ones go. Nobody may be writing meanwhile."""
+    for replaced in (run_dir / "checkpoints").glob(f".global_step_*{_REPLACED}"):
+        final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(_REPLACED))
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(replaced, final)
+            log.warning("%s is there again: a run ended while it wrote that step anew", final)
+    for half in (run_dir / "checkpoints").glob(".global_step_*.tmp"):
+        shutil.rmtree(half, ignore_errors=True)
 
 
 def size_of(folder: Path) -> int:
@@ -86,25 +103,36 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def set_checkpoints_aside(run_dir: Path) -> Path | None:
-    """A run that starts afresh in a used folder must neither resume from the former run's checkpoints nor prune its own
-    because of them: they are kept under another name, which is returned."""
-    folder = run_dir / "checkpoints"
-    if not checkpoints(run_dir):
+def set_newer_aside(run_dir: Path, step: int) -> Path | None:
+    """Leave the branch of a run that goes back to the checkpoint of `step`: its newer checkpoints, its trajectories and its
+    lines move or are copied to `abandoned-N`, which is returned and can be read, exported and resumed from like a run's
+    folder. Nothing of it is left that the run could take for its own. None: there are no newer checkpoints."""
+    newer = [folder for found, folder in checkpoints(run_dir) if found > step]
+    if not newer:
         return None
-    n = 1
-    while (aside := run_dir / f"checkpoints.previous-{n}").exists():
-        n += 1
-    os.rename(folder, aside)
-    log.info("starting afresh in a used folder: the former checkpoints are now in %s", aside)
+    aside = numbered(run_dir / "abandoned")
+    recorded = [file for file in (run_dir / "trajectories").glob("step_*.parquet") if int(file.stem[5:]) > step]
+    for path in [*newer, *recorded]:
+        (aside / path.parent.name).mkdir(parents=True, exist_ok=True)
+        os.rename(path, aside / path.parent.name / path.name)
+    for name in ("config.yaml", "metrics.jsonl", "ledger.jsonl", "environment.json", "baselines.json"):
+        if (run_dir / name).exists():
+            shutil.copy2(run_dir / name, aside / name)
+    os.symlink("../images", aside / "images")
     return aside
+
+
+def numbered(path: Path, suffix: str = "") -> Path:
+    """The first of `path`-1, `path`-2, …, each with `suffix`, that is not there yet."""
+    paths = (path.with_name(f"{path.name}-{n}{suffix}") for n in itertools.count(1))
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def find_checkpoint(run_dir: Path, resume_dir: str | None) -> Path | None:
     """The checkpoint to start from: None for null, the newest complete one (if any) for `auto`, else the folder named.
 
     Raises:
-        FileNotFoundError: the folder named is not a complete checkpoint.
+        ConfigError: the folder named is not a complete checkpoint.
     """
     if resume_dir is None:
         return None
@@ -116,7 +144,7 @@ def find_checkpoint(run_dir: Path, resume_dir: str | None) -> Path | None:
         return found[-1][1] if found else None
     folder = Path(resume_dir)
     if not (folder / STATE_FILE).is_file():
-        raise FileNotFoundError(
+        raise ConfigError(
             f"runner.resume_dir: {resume_dir!r} is not a complete checkpoint (no {STATE_FILE} in it); "
             "name a checkpoints/global_step_N folder, or use `auto`"
         )

@@ -19,22 +19,18 @@ class StepLines:
 
     Args:
         path: the file; its folder is made.
-        resume_step: the last step whose lines are kept; None starts afresh and moves what a former run left there to
-            `<name>.previous`.
+        resume_step: the last step whose lines are kept.
 
     Raises:
         ValueError: (`append`) a step not after the last one.
     """
 
-    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+    def __init__(self, path: str | Path, resume_step: int = -1) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.last_step: int | None = None
         if self.path.exists():
-            if resume_step is None:
-                os.replace(self.path, self.path.with_name(self.path.name + ".previous"))
-            else:
-                self._drop_after(resume_step)
+            self._drop_after(resume_step)
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:

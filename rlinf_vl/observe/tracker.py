@@ -36,7 +36,7 @@ class JsonlTracker:
         ValueError: (`log`) a step not after the last one, or a metric called `step`.
     """
 
-    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+    def __init__(self, path: str | Path, resume_step: int = -1) -> None:
         self._lines = StepLines(path, resume_step)
 
     @property
@@ -55,12 +55,11 @@ class JsonlTracker:
 class TensorBoardTracker:
     """TensorBoard event files in `folder`; after a resume, TensorBoard hides what was written past `resume_step`."""
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+    def __init__(self, folder: str | Path, resume_step: int = -1) -> None:
         # A second of imports that only this tracker needs.
         from torch.utils.tensorboard import SummaryWriter
 
-        purge_step = 0 if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -85,16 +84,15 @@ class WandbTracker:
         project_name: str,
         experiment_name: str,
         config: Mapping[str, Any],
-        resume_step: int | None = None,
+        resumed: bool,
     ) -> None:
         id_file = Path(run_dir) / WANDB_ID
-        resumed = resume_step is not None and id_file.exists()
         self._run = open_wandb(
             run_dir,
             project_name=project_name,
             experiment_name=experiment_name,
             config=dict(config),
-            run_id=id_file.read_text().strip() if resumed else None,
+            run_id=id_file.read_text().strip() if resumed and id_file.exists() else None,
         )
         id_file.write_text(self._run.id)
 
@@ -147,13 +145,13 @@ class TrackioTracker:
     """
 
     def __init__(
-        self, *, project_name: str, experiment_name: str, config: Mapping[str, Any], resume_step: int | None = None
+        self, *, project_name: str, experiment_name: str, config: Mapping[str, Any], step: int, resumed: bool
     ) -> None:
-        resume = "never" if resume_step is None else "allow"
+        resume = "allow" if resumed else "never"
         self._run = import_backend("trackio").init(
             project=project_name, name=experiment_name, config=dict(config), resume=resume
         )
-        self._run.log({}, step=max(0, resume_step or 0))  # from now on another process finds it by its name
+        self._run.log({}, step=step)  # from now on another process finds it by its name
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -221,14 +219,15 @@ def make_trackers(
     project_name: str,
     experiment_name: str,
     config: Mapping[str, Any],
-    resume_step: int | None = None,
+    resume_step: int = -1,
 ) -> Trackers:
     """`run_dir/metrics.jsonl`, and what `backends` names beside it.
 
     Args:
         backends: out of `TRACKER_BACKENDS`.
         config: the resolved configuration, as plain containers, for trackers that show it.
-        resume_step: the step of the checkpoint the run goes on from; None for a fresh run.
+        resume_step: the step of the checkpoint the run goes on from; -1: none. Whether a tracker goes on in a run of its own
+            is told by the folder: it has a metrics.jsonl then.
 
     Raises:
         ValueError: an unknown backend.
@@ -236,6 +235,7 @@ def make_trackers(
     """
     check_backends(backends)
     run_dir = Path(run_dir)
+    resumed = (run_dir / "metrics.jsonl").exists()
     jsonl = JsonlTracker(run_dir / "metrics.jsonl", resume_step)
     trackers: list[Tracker] = [jsonl]
     names = {"project_name": project_name, "experiment_name": experiment_name}
@@ -244,9 +244,9 @@ def make_trackers(
             if backend == "tensorboard":
                 trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step))
             elif backend == "wandb":
-                trackers.append(WandbTracker(run_dir, **names, config=config, resume_step=resume_step))
+                trackers.append(WandbTracker(run_dir, **names, config=config, resumed=resumed))
             else:
-                trackers.append(TrackioTracker(**names, config=config, resume_step=resume_step))
+                trackers.append(TrackioTracker(**names, config=config, step=max(0, resume_step), resumed=resumed))
         except Exception as error:
             if isinstance(error, ImportError):
                 raise

@@ -70,7 +70,7 @@ def read_run(path: Path) -> RunFolder:
     planned = config.get("runner.max_steps", "")
     return RunFolder(
         path=path,
-        name=config.get("runner.experiment_name") or path.resolve().name,
+        name=path.resolve().name,
         metrics=[by_step[step] for step in sorted(by_step)],
         config=config,
         step=max(by_step, default=0),

@@ -41,7 +41,7 @@ def test_any_text_is_one_line_of_json(tmp_path):
     bad = BadRows(tmp_path, 1.0, {"train": 10})
     row = BadRow("KeyError", "t:\udc80", "a\nb\u2028c\x85d\x00 \ud800 ä")
     bad.add("train", [row], step=1)
-    again = BadRows(tmp_path, 1.0, {"train": 10}, resumed=True)
+    again = BadRows(tmp_path, 1.0, {"train": 10})
     again.add("train", [row], step=1)
     assert again.counts() == {"train": 1} and lines(tmp_path)[0]["reason"] == row.reason
 
@@ -64,19 +64,12 @@ def test_a_resumed_run_counts_no_row_twice(tmp_path):
     before.add("val", rows(1, "TimeoutError", start=6), step=5)
     with before.path.open("a") as file:
         file.write('{"step": 6, "spl')  # torn by a crash
-    after = BadRows(tmp_path, 1.0, {"train": 10}, resumed=True)
+    after = BadRows(tmp_path, 1.0, {"train": 10})
     assert after.counts() == {"train": 1}  # what the filter found it finds again, unless it was repaired
     after.add("train", rows(1))
     after.add("train", rows(1, "TimeoutError", start=5), step=6)
     assert after.counts() == {"train": 2}
     assert [(line["step"], line["id"]) for line in lines(tmp_path)] == [(5, "t:5"), (0, "t:0")]
-
-
-def test_a_run_that_starts_afresh_puts_the_former_record_aside(tmp_path):
-    BadRows(tmp_path, 1.0, {"train": 10}).add("train", rows(2), step=3)
-    after = BadRows(tmp_path, 1.0, {"train": 10})
-    assert after.counts() == {"train": 0} and not after.path.exists()
-    assert len((tmp_path / "bad_rows.jsonl.previous").read_text().splitlines()) == 2
 
 
 def test_groups_that_failed_are_recorded_with_kind_and_reason(tmp_path):

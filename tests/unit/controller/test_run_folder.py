@@ -1,19 +1,22 @@
 """Checkpoint folders: complete or not there."""
 
 import json
+import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from rlinf_vl.config import ConfigError
 from rlinf_vl.controller.run_folder import (
     ACTOR_FOLDER,
     CheckpointFailed,
     checkpoints,
     find_checkpoint,
     load_state,
+    recover_checkpoints,
     save_checkpoint,
-    set_checkpoints_aside,
     write_baselines,
 )
 
@@ -53,7 +56,7 @@ def test_auto_passes_over_half_written_ones(tmp_path):
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="runner.resume_dir"):
+    with pytest.raises(ConfigError, match="runner.resume_dir"):
         find_checkpoint(tmp_path, str(tmp_path))
 
 
@@ -64,14 +67,59 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
-def test_a_fresh_start_in_a_used_folder_keeps_the_former_checkpoints_apart(tmp_path):
-    assert set_checkpoints_aside(tmp_path) is None
-    for run in (1, 2):
-        save_checkpoint(tmp_path, 9, write, {"run": run}, keep_last=1)
-        aside = set_checkpoints_aside(tmp_path)
-        assert aside.name == f"checkpoints.previous-{run}"
-        assert load_state(aside / "global_step_9") == {"run": run}
-        assert find_checkpoint(tmp_path, "auto") is None
+def test_what_was_just_written_is_never_pruned_whatever_lies_beside_it(tmp_path):
+    for step in (10, 20, 30, 11, 12):
+        save_checkpoint(tmp_path, step, write, {"step": step}, keep_last=2)
+        assert load_state(tmp_path / f"checkpoints/global_step_{step}") == {"step": step}
+        assert len(checkpoints(tmp_path)) == min(2, 1 + (step > 10))
+    save_checkpoint(tmp_path, 13, write, {}, keep_last=1)
+    assert [step for step, _ in checkpoints(tmp_path)] == [13]
+
+
+@pytest.mark.parametrize("crash", ["first", "second", "none"])
+def test_a_crash_while_a_step_is_saved_again_loses_no_checkpoint(tmp_path, monkeypatch, crash):
+    """`kill -9` before either of the two renames, or between the second one and the removal of what it replaced."""
+    save_checkpoint(tmp_path, 3, write, {"a": 1}, keep_last=-1)
+
+    class Killed(BaseException):
+        pass
+
+    rename, calls = os.rename, []
+
+    def renamed(source, target):
+        calls.append(target)
+        if len(calls) == {"first": 1, "second": 2, "none": 3}[crash]:
+            raise Killed
+        rename(source, target)
+
+    def removed(folder, **options):
+        if crash == "none" and folder.name.endswith(".replaced"):
+            raise Killed
+        rmtree(folder, **options)
+
+    rmtree = shutil.rmtree
+    with monkeypatch.context() as m, pytest.raises(Killed):
+        m.setattr(os, "rename", renamed)
+        m.setattr(shutil, "rmtree", removed)
+        save_checkpoint(tmp_path, 3, write, {"a": 2}, keep_last=-1)
+    recover_checkpoints(tmp_path)
+    assert load_state(find_checkpoint(tmp_path, "auto")) == {"a": 2 if crash == "none" else 1}
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_3"]
+
+
+def test_a_rename_that_fails_puts_back_what_was_to_be_replaced(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path, 3, write, {"a": 1}, keep_last=-1)
+    rename = os.rename
+
+    def renamed(source, target):
+        if source.name.endswith(".tmp"):
+            raise OSError("stale file handle")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    with pytest.raises(CheckpointFailed, match=r"stale file handle.*global_step_3$"):
+        save_checkpoint(tmp_path, 3, write, {"a": 2}, keep_last=-1)
+    assert load_state(find_checkpoint(tmp_path, "auto")) == {"a": 1}
 
 
 def test_the_baseline_is_the_best_constant_answer(tmp_path):

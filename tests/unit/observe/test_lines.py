@@ -34,15 +34,13 @@ def test_a_torn_last_line_is_dropped_before_the_next_is_written(tmp_path):
     assert lines_of(path) == [{"step": 1, "a": 1}, {"step": 2, "a": 3}]
 
 
-def test_a_step_is_written_once_and_a_fresh_start_keeps_what_was_there(tmp_path):
+def test_a_step_is_written_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = StepLines(path)
     lines.append(3, {})
     with pytest.raises(ValueError, match="step 3 logged after step 3"):
         lines.append(3, {})
     lines.close()
-    StepLines(path).close()
-    assert path.read_text() == "" and lines_of(tmp_path / "metrics.jsonl.previous") == [{"step": 3}]
 
 
 def test_events_are_counted_written_and_summed_up(tmp_path, caplog):

@@ -76,14 +76,6 @@ def test_jsonl_resume_keeps_a_whole_line_that_lost_its_newline_and_one_of_two_eq
     assert strict_lines(path) == [{"step": 1, "x": 2}, {"step": 2, "x": 3}]
 
 
-def test_jsonl_fresh_start_moves_the_former_run_aside(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 9}\n')
-    JsonlTracker(path).close()
-    assert strict_lines(path) == []
-    assert strict_lines(tmp_path / "metrics.jsonl.previous") == [{"step": 9}]
-
-
 def test_read_steps_warns_of_what_it_skips(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n[3]\n{"step": 2, "x"')
@@ -184,8 +176,9 @@ class FakeWandb(types.ModuleType):
 def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for resume_step, step in ((None, 1), (1, 2), (None, 1)):
-        trackers = make_trackers(tmp_path, ["wandb"], **NAMES, resume_step=resume_step)
+    for folder, resume_step, step in (("a", -1, 1), ("a", 1, 2), ("b", 1, 1)):  # the last goes on from a's checkpoint
+        (tmp_path / folder).mkdir(exist_ok=True)
+        trackers = make_trackers(tmp_path / folder, ["wandb"], **NAMES, resume_step=resume_step)
         trackers.log(step, {"x": 0.5})
         trackers.close()
     steps = [("id1", 1), ("id1", 2), ("id3", 1)]
