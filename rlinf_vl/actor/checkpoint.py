@@ -1,7 +1,6 @@
 """What a rank writes and reads: model and optimizer through torch.distributed.checkpoint, which reshards on load."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -10,14 +9,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
-def save(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Write the sharded state under `folder`, and this rank's random states. Collective.
+def save(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the sharded state under `folder`, and this rank's random states. Collective. The learning rate is none of it: it
+    follows from the config and the step.
 
     Raises:
         OSError: some rank could not write.
     """
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "scheduler": scheduler.state_dict()}
+    state = {"model": model_state, "optimizer": optimizer_state}
     torch.save(_random_states(), folder / f"random-{rank}.pt")
     try:
         dcp.save(state, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
@@ -25,13 +25,17 @@ def save(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Opti
         raise OSError(next(str(reason) for reason, _ in error.failures.values())) from None
 
 
-def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Read what `save` wrote, on any number of ranks; a rank that was not there then keeps its random states. Collective."""
+def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read what `save` wrote, on any number of ranks; a rank that was not there then keeps its random states. Collective.
+
+    Of the optimizer, what it has gathered of each weight is read; its settings (learning rate, weight decay, …) are left as
+    they are: a config that has changed since counts.
+    """
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "scheduler": scheduler.state_dict()}
+    state = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
     dcp.load(state, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
+    optimizer_state["state"] = state["optimizer"]["state"]
+    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
     if (random := folder / f"random-{rank}.pt").exists():
         states = torch.load(random)
         torch.set_rng_state(states["cpu"])

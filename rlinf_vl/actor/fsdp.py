@@ -95,8 +95,9 @@ def make_optimizer(policy: nn.Module, *, lr: float, betas: tuple[float, float], 
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
 
 
-def make_scheduler(optimizer, kind: str, *, warmup: int, total: int, min_ratio: float):
-    """Learning-rate factor per optimizer step: linear warm-up, then `kind` (constant, linear, cosine) down to `min_ratio`."""
+def make_scheduler(optimizer, kind: str, *, warmup: int, total: int, min_ratio: float, done: int = 0):
+    """Learning-rate factor per optimizer step, `done` of which were taken before: linear warm-up, then `kind` (constant,
+    linear, cosine) down to `min_ratio`. A second scheduler of an optimizer goes on from the first one's peak rate."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -108,7 +109,7 @@ def make_scheduler(optimizer, kind: str, *, warmup: int, total: int, min_ratio: 
             return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done))
         return 1.0
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=done - 1)
 
 
 def move(policy: nn.Module, optimizer: torch.optim.Optimizer | None, device: str) -> None:
@@ -129,20 +130,25 @@ def clip_gradients(policy: nn.Module, max_norm: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def whole_weights(policy: PolicyModel, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole value of every trainable weight, in the transformers model's own names, cast once to `dtype`, on `device`.
+def whole_weights(
+    policy: PolicyModel, dtype: torch.dtype, device: str = "cpu", *, frozen: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole value of every trainable weight, and of `frozen` ones if asked for, in the transformers model's own
+    names, cast once to `dtype`, on `device`.
 
     Collective: every rank must exhaust it. A tied weight appears once.
     """
     for name, param in policy.model.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad or frozen:
             value = param.detach()
             value = value.full_tensor() if isinstance(value, DTensor) else value
             yield name, value.to(dtype=dtype).to(device)
 
 
-def weight_shapes(policy: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def weight_shapes(
+    policy: PolicyModel, dtype: torch.dtype, *, frozen: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """What `whole_weights` would yield, as tensors on the meta device. Not collective."""
     for name, param in policy.model.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad or frozen:
             yield name, torch.empty(param.shape, dtype=dtype, device="meta")

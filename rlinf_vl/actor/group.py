@@ -177,9 +177,9 @@ class ActorGroup:
         except RayTaskError as error:
             raise OSError(str(error)) from error
 
-    def load(self, folder: str) -> None:
-        """Have the ranks read a checkpoint, written by any number of them."""
-        self.wait([rank.load.remote(folder) for rank in self.ranks])
+    def load(self, folder: str, step: int) -> None:
+        """Have the ranks read the checkpoint of `step`, written by any number of them."""
+        self.wait([rank.load.remote(folder, step) for rank in self.ranks])
 
     def stop(self) -> None:
         """Leave the process group in order."""

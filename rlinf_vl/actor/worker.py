@@ -13,6 +13,7 @@ import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from rlinf_vl.actor import checkpoint
 from rlinf_vl.actor.batches import BatchMaker, RankMiniBatch
@@ -40,6 +41,7 @@ from rlinf_vl.ray_process import where
 from rlinf_vl.rollout.exchange import fetch_surviving
 from rlinf_vl.types import Group, MicroBatch
 from rlinf_vl.weights import Sender
+from rlinf_vl.weights.buckets import fingerprint
 from rlinf_vl.weights.collective import CollectiveSender, WeightGroup
 from rlinf_vl.weights.handles import HandleSender
 from rlinf_vl.weights.strategy import ObjectStoreSender
@@ -124,31 +126,12 @@ class ActorRank:
             eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
         )
-        self.scheduler = make_scheduler(
-            self.optimizer,
-            optim.lr_scheduler,
-            warmup=optim.lr_warmup_steps,
-            total=total_steps * config.algorithm.n_minibatches,
-            min_ratio=optim.min_lr_ratio,
-        )
+        self.total_steps, self.frozen_differ = total_steps, False
+        self.scheduler = self._schedule(done=0)
         cache = None  # a frozen tower's features; a trained one runs in every micro-batch
         if config.actor.model.freeze_vision_tower:
             cache = VisionCache(int(config.actor.vision_cache_gb * 2**30), self.device)
-        self.make = BatchMaker(
-            self.policy,
-            Collator(
-                family=self.family,
-                image_token_id=self.processor.image_token_id,
-                merge_size=self.processor.merge_size,
-                pixels=None,
-                pad_id=self.processor.pad_id,
-                pad_to=None if config.actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
-                share_prompts=config.actor.share_prompts,
-            ),
-            PixelCache(self.processor.pixels) if cache is None else self.processor.pixels,
-            cache,
-            max_patches=config.runner.max_tokens_per_mbs * self.processor.merge_size**2,
-        )
+        self.make = self._batch_maker(cache)
         log.info("rank %d of %d ready on %s, %s", self.rank, self.world_size, self.device, fsdp.mixed_precision)
         text: Any = self.policy.model.get_submodule(self.family.text_model).config
         return prices_of(
@@ -163,6 +146,36 @@ class ActorRank:
                 p.numel() for p in self.policy.model.get_submodule(self.family.vision_tower).parameters()
             ),
             tower_trained=not config.actor.model.freeze_vision_tower,
+        )
+
+    def _schedule(self, done: int) -> Any:
+        """The learning rate of the config, after so many steps of the run."""
+        optim, minibatches = self.config.actor.optim, self.config.algorithm.n_minibatches
+        return make_scheduler(
+            self.optimizer,
+            optim.lr_scheduler,
+            warmup=optim.lr_warmup_steps,
+            total=self.total_steps * minibatches,
+            min_ratio=optim.min_lr_ratio,
+            done=done * minibatches,
+        )
+
+    def _batch_maker(self, cache: VisionCache | None) -> BatchMaker:
+        config = self.config
+        return BatchMaker(
+            self.policy,
+            Collator(
+                family=self.family,
+                image_token_id=self.processor.image_token_id,
+                merge_size=self.processor.merge_size,
+                pixels=None,
+                pad_id=self.processor.pad_id,
+                pad_to=None if config.actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
+                share_prompts=config.actor.share_prompts,
+            ),
+            PixelCache(self.processor.pixels) if cache is None else self.processor.pixels,
+            cache,
+            max_patches=config.runner.max_tokens_per_mbs * self.processor.merge_size**2,
         )
 
     def _load_sharded(self, frozen: bool) -> PolicyModel:
@@ -288,12 +301,16 @@ class ActorRank:
         dtype = DTYPES[self.config.rollout.model.precision]
 
         def gather(device: str) -> Iterator[tuple[str, torch.Tensor]]:
-            return whole_weights(self.policy, dtype, device)
+            return whole_weights(self.policy, dtype, device, frozen=self.frozen_differ)
 
         self.sender: Sender
         if way == "nccl":
             self.sender = CollectiveSender(
-                gather, lambda: weight_shapes(self.policy, dtype), self.rank, self.device, bucket_bytes
+                gather,
+                lambda: weight_shapes(self.policy, dtype, frozen=self.frozen_differ),
+                self.rank,
+                self.device,
+                bucket_bytes,
             )
         elif way == "cuda_ipc":
             self.sender = HandleSender(gather, self.rank, self.world_size, self.device, bucket_bytes)
@@ -338,13 +355,29 @@ class ActorRank:
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint. Collective."""
         with span("save"):
-            checkpoint.save(Path(folder), self.rank, self.policy, self.optimizer, self.scheduler)
+            checkpoint.save(Path(folder), self.rank, self.policy, self.optimizer)
 
-    def load(self, folder: str) -> None:
-        """Read a checkpoint, written on any number of ranks. Collective."""
-        checkpoint.load(Path(folder), self.rank, self.policy, self.optimizer, self.scheduler)
+    def load(self, folder: str, step: int) -> None:
+        """Read the checkpoint of `step`, written on any number of ranks. Collective.
+
+        Frozen weights may have been trained before: the engines, which have those of `rollout.model.model_path`, are then
+        sent them, too. The reference remains the model at that path, so it encodes images itself.
+        """
+        before = self._frozen_fingerprint()
+        checkpoint.load(Path(folder), self.rank, self.policy, self.optimizer)
+        self.scheduler = self._schedule(done=step)
+        differ = torch.tensor(int(self._frozen_fingerprint() != before))
+        dist.all_reduce(differ, dist.ReduceOp.MAX)
+        self.frozen_differ = bool(differ)
         if self.make.cache is not None:
             self.make.cache.clear()
+            if self.frozen_differ and self.reference is not None:
+                self.make = self._batch_maker(None)
+
+    def _frozen_fingerprint(self) -> int:
+        """Of this rank's part of the weights that are not trained."""
+        frozen = (p.detach() for p in self.policy.parameters() if not p.requires_grad)
+        return fingerprint(p.to_local() if isinstance(p, DTensor) else p for p in frozen)
 
     def stop(self) -> None:
         """Leave the process group, and write out the spans."""

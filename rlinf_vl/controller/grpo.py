@@ -446,7 +446,7 @@ class GrpoController:
         logged: dict[str, float] = {}
         if self.last_good is not None:
             state = load_state(self.last_good)
-            self.actors.load(str(self.last_good / ACTOR_FOLDER))
+            self.actors.load(str(self.last_good / ACTOR_FOLDER), state["step"])
             self.step, self.best, self.bad_steps = state["step"], state["best"], state["bad_steps"]
             self.sampler.load_state_dict(state["sampler"])
             logged = state["metrics"]
