@@ -32,6 +32,7 @@ def padded_step(
     `model` and `reference` are transformers models; the loss is clipped, truncated-importance-sampled and has a k3 penalty.
     """
     total = sum(len(t.ids) for g in groups for t in g.trajectories)
+    device = next(model.parameters()).device
     batches = []
     for g, values in zip(groups, advantages, strict=True):
         rows = [np.concatenate([g.prompt_ids, t.ids]).astype(np.int64) for t in g.trajectories]
@@ -51,7 +52,8 @@ def padded_step(
         rollout = torch.zeros(len(rows), longest - 1)
         for row, t in enumerate(g.trajectories):
             rollout[row, prompt - 1 : prompt - 1 + len(t.ids)] = torch.from_numpy(t.logprobs)
-        batches.append((inputs, answer, rollout, torch.tensor(values)[:, None]))
+        inputs = {name: value.to(device) for name, value in inputs.items()}
+        batches.append((inputs, *(x.to(device) for x in (answer, rollout, torch.tensor(values)[:, None]))))
 
     def logprobs(which: nn.Module, inputs: dict) -> torch.Tensor:
         which.model.rope_deltas = None

@@ -155,8 +155,10 @@ def timed(step: Callable[[], float], repeats: int, device: str) -> tuple[float, 
     return statistics.median(seconds), loss, seconds
 
 
-def generation_seconds(model, work: Workload, processor: Processor, pixels: Callable, repeats: int) -> float:
-    """Seconds in which the torch engine samples responses of the workload's lengths."""
+def generation_seconds(
+    model, work: Workload, processor: Processor, pixels: Callable, repeats: int, device: str
+) -> float:
+    """Seconds in which the torch engine, on `device`, samples responses of the workload's lengths."""
     targets = {g * 1000 + i: n for g, lengths in enumerate(work.lengths) for i, n in enumerate(lengths)}
 
     class ExactLengths(TorchEngine):
@@ -174,6 +176,7 @@ def generation_seconds(model, work: Workload, processor: Processor, pixels: Call
         image_token_id=processor.image_token_id,
         merge_size=processor.merge_size,
         max_running=len(targets),
+        device=device,
     )
     sampling = SamplingParams(max_new_tokens=max(targets.values()))
     requests = [
@@ -244,11 +247,17 @@ def main() -> None:
     args = parser.parse_args()
     if not MALLOC.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
+    if args.peer_python and args.device != "cpu":
+        parser.error("--peer-python: TRL is run on the CPU; add --device cpu")
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.padded = args.padded if args.padded is not None else args.device == "cpu"
 
-    store = dist.HashStore()
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    if args.device == "cuda":
+        torch.cuda.set_device(0)
+    backend = (
+        "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+    )  # ranks also reduce counts, which are CPU tensors
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     figures: dict = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -354,6 +363,7 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
             )
             for _ in range(2)
         )
+        model, reference = model.to(args.device), reference.to(args.device)
         if not args.train_tower:
             freeze_vision(model, FAMILY)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
@@ -384,7 +394,7 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
         theirs = peer(args.peer_python, folder, work, args)
         console.log("generation")
         model = load_model(folder / "model", FAMILY, torch.float32)
-        generate = generation_seconds(model, work, processor, fresh, args.repeats)
+        generate = generation_seconds(model, work, processor, fresh, args.repeats, args.device)
         figures |= {f"trl_{k}": v for k, v in theirs.items()}
         figures |= {
             "generate_seconds": generate,
