@@ -1,188 +1,32 @@
-"""Forwards for the layers of text model and vision tower, the element-wise parts and the projections with backwards of their
-own: fewer passes over memory than autograd makes, which on a CPU is a quarter of a training step. Weights, modules
-and their names stay those of transformers."""
+"""Forwards for the layers of text model and vision tower. Weights, modules and their names stay those of transformers.
 
-from collections.abc import Iterator
+Attention has a forward on every device, because transformers' knows no packed rows. Norms, rotation, gated MLP and
+projections are those of `kernels.cpu` or `kernels.cuda`, by the device of the tensor.
+"""
+
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from rlinf_vl.models.precision import has_bfloat16_units
-
-#: Elements that an element-wise chain in bfloat16 takes at a time on a CPU, so that what one operation wrote the next finds in
-#: the cache. (In float32 the chains are shorter, and whole tensors measure faster.)
-BLOCK = 2**19
+from rlinf_vl.models.kernels import cpu, cuda
 
 
-def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same rows [n, W] of each [T, W]: all of them in float32, otherwise about `BLOCK` elements at a time."""
-    if tensors[0].dtype == torch.float32:
-        return iter([tensors])
-    rows = max(1, BLOCK // tensors[0].shape[-1])
-    return zip(*(x.split(rows) for x in tensors), strict=True)
-
-
-class _RmsNorm(torch.autograd.Function):
-    """With y = w · x̂, x̂ = x · r and r = 1/√(mean(x²) + ε):  dx = r · (g' - x̂ · mean(g' · x̂)),  g' = g · w.
-
-    LayerNorm's backward, given a mean of 0, is r · (g' - mean(g') - x̂ · mean(g' · x̂)), so PyTorch's one-pass kernel for it
-    plus r · mean(g') is ours.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, eps: float):
-        rows = x.reshape(-1, x.shape[-1])
-        out, rstd = torch.empty_like(rows), rows.new_empty(len(rows), 1, dtype=torch.float32)
-        for part, normed, r in _blocks(rows, out, rstd):
-            part = part.float()
-            torch.linalg.vector_norm(part, dim=-1, keepdim=True, out=r)
-            r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-            if x.dtype == torch.float32:
-                torch.mul(part, r, out=normed).mul_(weight)
-            else:
-                normed.copy_(part.mul_(r).mul_(weight))  # rounded once; transformers rounds in the middle, too
-        ctx.save_for_backward(x, weight, rstd)
-        return out.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
-        x, weight, rstd = ctx.saved_tensors
-        width = x.shape[-1]
-        g, rows, exact = grad.reshape(-1, width), x.reshape(-1, width), x.dtype == torch.float32
-        # In bfloat16 the kernel would sum the weight's gradient in bfloat16.
-        dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
-            g, rows, [width], torch.zeros_like(rstd), rstd, weight.float(), None, [True, exact, False]
-        )
-        if not exact:
-            dweight = torch.mv((g * rows).float().t(), rstd.squeeze(1))
-        mean = torch.mv(g, weight.to(g.dtype)).float().unsqueeze(1).mul_(rstd).div_(width)
-        dx = dx.add_(mean) if exact else dx + mean.to(dx.dtype)
-        return dx.view_as(x), dweight.to(weight.dtype), None
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight · x / √(mean(x²) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in float32.
-
-    x [..., H], weight [H] → [..., H], in x's dtype.
-    """
-    if x.is_cuda:  # PyTorch has fused kernels for both directions there
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return _RmsNorm.apply(x, weight, eps)
-
-
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    (first, second), sin = x.split(half, -1), sin[..., half:]
-    out = x * cos
-    out[..., :half].addcmul_(second, sin, value=-sign)
-    out[..., half:].addcmul_(first, sin, value=sign)
-    return out
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
-        cos, sin = ctx.saved_tensors  # a rotation's transpose turns the other way
-        return _turn(grad, cos, sin, -1), None, None
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021): the pairs (x_i, x_{i + D/2}) turned by their angles.
-
-    x [..., H, D]; cos and sin [..., 1, D], the same in both halves.
-    """
-    return _Rotate.apply(x, cos, sin)
-
-
-def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a · b; `a` is not needed any more. PyTorch's in-place bfloat16 product takes twice as long as one into new memory."""
-    return a * b if a.dtype == torch.bfloat16 else a.mul_(b)
-
-
-class _SwiGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return _times(F.silu(gate), up)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), _times(F.silu(gate), grad)
-
-
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up (Shazeer 2020), any shape; silu(gate) is computed again in backward, and not kept."""
-    return _SwiGlu.apply(gate, up)
-
-
-class _Projections(torch.autograd.Function):
-    """Backward adds up the inputs' gradients where they are made: no sums over memory apart from the products."""
-
-    @staticmethod
-    def forward(ctx, x, *weights):
-        ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(x, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        x, *weights = ctx.saved_tensors
-        rows, grads = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = grads[0] @ weights[0]
-            for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                dx.addmm_(grad, weight)
-            dx = dx.view_as(x)
-        needed = ctx.needs_input_grad[1:]
-        made = _weight_gradients(rows, [grad for grad, n in zip(grads, needed, strict=True) if n])
-        return dx, *(next(made) if n else None for n in needed)
-
-
-def _weight_gradients(x: torch.Tensor, grads: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """gradᵀ · x [N, W] for gradients [T, N] and x [T, W].
-
-    A CPU's bfloat16 units take a transposed left factor at half to two thirds of their speed, so where one side is much
-    narrower than the other, its transpose is made first.
-    """
-    width, outs = x.shape[1], [grad.shape[1] for grad in grads]
-    on_units = x.dtype == torch.bfloat16 and not x.is_cuda and has_bfloat16_units()
-    if on_units and width >= 2 * max(outs):
-        yield from (_transposed(grad) @ x for grad in grads)
-    elif on_units and min(outs) >= 2 * width:
-        x_WT = _transposed(x)
-        yield from (_transposed(x_WT @ grad) for grad in grads)
-    else:
-        yield from (grad.t() @ x for grad in grads)
-
-
-def _transposed(x: torch.Tensor) -> torch.Tensor:
-    """bfloat16 [T, W] on a CPU with units for it → [W, T], contiguous. oneDNN uses every thread for it, PyTorch's copy one."""
-    return x.to_mkldnn().transpose(0, 1).to_dense()
-
-
-def projections(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
-    """What each of these linear layers makes of x [..., H]."""
-    if all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
-        return _Projections.apply(x, *(layer.weight for layer in layers))
-    return tuple(layer(x) for layer in layers)
+def kernels_for(x: torch.Tensor) -> ModuleType:
+    """The module of the layers' parts for this tensor's device."""
+    return cuda if x.is_cuda else cpu
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """`forward` of a transformers RMSNorm."""
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    return kernels_for(hidden_states).rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """`forward` of a transformers gated MLP."""
-    (out,) = projections(swiglu(*projections(x, self.gate_proj, self.up_proj)), self.down_proj)
+    kernels = kernels_for(x)
+    (out,) = kernels.projections(kernels.swiglu(*kernels.projections(x, self.gate_proj, self.up_proj)), self.down_proj)
     return out
 
 
@@ -191,11 +35,12 @@ def attention_forward(self: Any, hidden_states, position_embeddings, *, context,
 
     hidden_states [B, T, H], position_embeddings (cos, sin) [B, T, D] → ([B, T, H], None).
     """
+    kernels = kernels_for(hidden_states)
     heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-    q, k, v = (x.view(heads) for x in projections(hidden_states, self.q_proj, self.k_proj, self.v_proj))
+    q, k, v = (x.view(heads) for x in kernels.projections(hidden_states, self.q_proj, self.k_proj, self.v_proj))
     q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x.unsqueeze(2) for x in position_embeddings)
-    q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+    q, k, v = (x.transpose(1, 2) for x in (kernels.rotate(q, cos, sin), kernels.rotate(k, cos, sin), v))
     out = context.attend(self.layer_idx, q, k, v, self.scaling)
     return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
@@ -207,13 +52,17 @@ def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, c
     """
     qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
     cos, sin = (x[:, None, None].float() for x in position_embeddings)
-    q, k = rotate(qkv[:, :2].float(), cos, sin).to(qkv.dtype).unbind(1)
+    q, k = kernels_for(qkv).rotate(qkv[:, :2].float(), cos, sin).to(qkv.dtype).unbind(1)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, qkv[:, 2]))
     return self.proj(context.attend(-1, q, k, v, self.scaling)[0].flatten(1))
 
 
 def patch_embed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`forward` of a transformers vision patch embedding: its convolution has patches of its own size, so it is a product."""
+    """`forward` of a transformers vision patch embedding: its convolution has patches of its own size, so it is a product.
+
+    On every device: PyTorch's three-dimensional convolutions are slower, on CUDA in bfloat16 by ten times and
+    more (pytorch/pytorch#174051).
+    """
     proj = self.proj
     return F.linear(
         hidden_states.to(proj.weight.dtype).view(-1, proj.weight[0].numel()), proj.weight.flatten(1), proj.bias

@@ -1,15 +1,21 @@
 """RMSNorm, rotation, SwiGLU and the rest of the layers: against formulas in float64 and against transformers' own."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from tiny import PATCH_DIM, tiny_model
+from tiny import IMAGE_ID, MERGE, PAD, PATCH_DIM, banned, group, pixels, tiny_model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm, apply_rotary_pos_emb
 
+from rlinf_vl.models import layers
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.layers import projections, rms_norm, rotate, swiglu
+from rlinf_vl.models.kernels import cpu, cuda
+from rlinf_vl.models.kernels.cpu import projections, rms_norm, rotate, swiglu
 from rlinf_vl.models.loading import use_packed_attention
-from rlinf_vl.models.policy import encode_images
+from rlinf_vl.models.policy import PolicyModel, encode_images
+from rlinf_vl.packing.collator import Collator, Member
 
 
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (2, 5, 3, 16)])
@@ -94,6 +100,65 @@ def test_many_rows_of_bfloat16_sum_to_the_norms_gradient():
     exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True))
     theirs = (exact * grad).sum(0)
     assert (ours - theirs).norm() <= 0.005 * theirs.norm()
+
+
+def test_the_parts_follow_the_tensors_device():
+    assert layers.kernels_for(torch.empty(1)) is cpu
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    assert layers.kernels_for(on_gpu) is cuda
+    functions = [{n for n, f in vars(m).items() if callable(f) and f.__module__ == m.__name__} for m in (cpu, cuda)]
+    assert functions[1] == {"rms_norm", "rotate", "swiglu", "projections"} <= functions[0]
+
+
+def close(ours, theirs, tolerance=1e-6):
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm(), (a - b).norm() / b.norm()
+
+
+@pytest.mark.parametrize("part", ["rms_norm", "rotate", "swiglu", "projections"])
+def test_what_cuda_uses_gives_the_same_numbers(part):
+    """The parts for CUDA, run on a CPU in float32: values and gradients."""
+    torch.manual_seed(0)
+    x, other = torch.randn(7, 3, 16, requires_grad=True), torch.randn(7, 3, 16, requires_grad=True)
+    angles = torch.randn(7, 1, 8).repeat(1, 1, 2)
+    linear = [torch.nn.Linear(16, n, bias=False) for n in (16, 8)]
+    cases: dict[str, Any] = {
+        "rms_norm": ([x, weight := torch.rand(16, requires_grad=True)], (x, weight, 1e-3)),
+        "rotate": ([x], (x, angles.cos(), angles.sin())),
+        "swiglu": ([x, other], (x, other)),
+        "projections": ([x, *(layer.weight for layer in linear)], (x, *linear)),
+    }
+    inputs, arguments = cases[part]
+    made = []
+    for module in (cuda, cpu):
+        out = getattr(module, part)(*arguments)
+        values = list(out) if isinstance(out, tuple) else [out]
+        made.append([*values, *torch.autograd.grad([v.square().sum() for v in values], inputs)])
+    close(*made)
+
+
+def test_a_model_of_what_cuda_uses_gives_the_same_numbers(monkeypatch):
+    """Logprobs, entropy and gradients of a packed row with images, a trained tower included."""
+    family = family_of("qwen3_vl")
+    rng = np.random.default_rng(0)
+    members = [
+        Member(g, i, 0.0)
+        for g in (group(rng, [(2, 3)], [5, 9], "a"), group(rng, [], [4], "b"))
+        for i in range(len(g.trajectories))
+    ]
+    batch = Collator(family, IMAGE_ID, MERGE, pixels, PAD)(members, run_vision=True)
+    made = []
+    for module in (cuda, cpu):
+        monkeypatch.setattr(layers, "kernels_for", lambda x, module=module: module)
+        policy = PolicyModel(use_packed_attention(tiny_model(), family), family, banned(), temperature=1.0, chunk=None)
+        logprobs, entropy = policy(batch)
+        assert entropy is not None
+        grads = torch.autograd.grad(logprobs.sum() + entropy.sum(), list(policy.parameters()), allow_unused=True)
+        made.append([logprobs, entropy, *(g for g in grads if g is not None)])
+    assert len(made[0]) > 50
+    close(made[0][:2], made[1][:2])
+    whole = [torch.cat([g.flatten() for g in some[2:]]) for some in made]
+    close(whole[:1], whole[1:], 5e-6)  # sums over all layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
