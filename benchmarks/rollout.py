@@ -1,9 +1,11 @@
 """Generation: the torch engine (and SGLang) against transformers' `generate(num_return_sequences=…)`, same prompts, same run.
 
-    python benchmarks/rollout.py [--sglang] [--groups 64] [--samples 8] [--new-tokens 24] [--repeats 5] [--json FILE]
+    python benchmarks/rollout.py [--sglang] [--groups 64] [--samples 8] [--new-tokens 24] [--repeats 5] [--device cuda]
+                                 [--json FILE]
 
-Greedy ids are compared first and must be identical; then all sample, in turn, and the medians of tokens per second are set
-against each other. transformers counts every row until its own end, as the engines do. `--sglang` needs the environment that
+Greedy ids are compared first: in float32 (on a CPU) they must be identical; in bfloat16 (on CUDA, whose attention kernels take
+nothing wider) near ties may differ. Then all sample, in turn, and the medians of tokens per second are set against each
+other. transformers counts every row until its own end, as the engines do. `--sglang` needs the environment that
 `bash requirements/install.sh --sglang` makes.
 """
 
@@ -69,11 +71,12 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sglang", action="store_true", help="measure the SGLang engine too")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
 
     path = args.model
     if path == "toy":
@@ -90,7 +93,7 @@ def main() -> None:
         ids, grids = processor.prompt(problem.messages, problem.images)
         requests.append(Request(ids, problem.images, grids, sampling, tuple(range(i * 1000, i * 1000 + args.samples))))
 
-    model = load_model(path, family, torch.float32)
+    model = load_model(path, family, dtype)
     banned = processor.banned_ids(vocab_size(model))
     pixels = PixelCache(processor.pixels)
     engine = TorchEngine(
@@ -114,11 +117,11 @@ def main() -> None:
             pixels=pixels,
             context_length=max(len(r.ids) for r in requests) + args.new_tokens,
             max_running=args.groups * args.samples,
-            dtype=torch.float32,
+            dtype=dtype,
             device=args.device,
             cpu_threads=args.threads,
         )
-    baseline = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    baseline = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     baseline = baseline.to(args.device).eval()
     options = {
         "max_new_tokens": args.new_tokens,
@@ -164,6 +167,7 @@ def main() -> None:
         "samples": args.samples,
         "threads": args.threads,
         "device": args.device,
+        "dtype": str(dtype),
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -15,7 +15,7 @@ PATCH, MERGE = 4, 2
 PATCH_DIM = 3 * 2 * PATCH * PATCH
 
 
-def tiny_model(seed: int = 0, tie: bool = True) -> Qwen3VLForConditionalGeneration:
+def tiny_model(seed: int = 0, tie: bool = True, vision_heads: int = 2) -> Qwen3VLForConditionalGeneration:
     """float32, 2 text layers, 2 vision layers, deepstack on the first; weights large enough for images to matter."""
     torch.manual_seed(seed)
     config = Qwen3VLConfig(
@@ -41,7 +41,7 @@ def tiny_model(seed: int = 0, tie: bool = True) -> Qwen3VLForConditionalGenerati
         vision_config={
             "hidden_size": 24,
             "depth": 2,
-            "num_heads": 2,
+            "num_heads": vision_heads,
             "intermediate_size": 32,
             "patch_size": PATCH,
             "spatial_merge_size": MERGE,

@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import varlen_reference
 from tiny import IMAGE_ID, MERGE, PAD, PATCH_DIM, banned, group, pixels, tiny_model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm, apply_rotary_pos_emb
 
 from rlinf_vl.models import layers
+from rlinf_vl.models.attention_kernels import KERNELS
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.kernels import cpu, cuda
 from rlinf_vl.models.kernels.cpu import projections, rms_norm, rotate, swiglu
@@ -137,28 +139,33 @@ def test_what_cuda_uses_gives_the_same_numbers(part):
     close(*made)
 
 
-def test_a_model_of_what_cuda_uses_gives_the_same_numbers(monkeypatch):
-    """Logprobs, entropy and gradients of a packed row with images, a trained tower included."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 0.03)])
+def test_a_model_of_what_cuda_uses_gives_the_same_numbers(dtype, tolerance, monkeypatch):
+    """Logprobs, entropy and gradients of a packed row with images and a shared prompt, a trained tower included: with the parts
+    and the attention for CUDA (which want one dtype of queries, keys and values), against the CPU's own in float32."""
     family = family_of("qwen3_vl")
     rng = np.random.default_rng(0)
-    members = [
-        Member(g, i, 0.0)
-        for g in (group(rng, [(2, 3)], [5, 9], "a"), group(rng, [], [4], "b"))
-        for i in range(len(g.trajectories))
-    ]
+    groups = group(rng, [(2, 3)], [5, 9], "a"), group(rng, [], [4], "b")
+    members = [Member(g, i, 0.0) for g in groups for i in range(len(g.trajectories))]
     batch = Collator(family, IMAGE_ID, MERGE, pixels, PAD)(members, run_vision=True)
-    made = []
-    for module in (cuda, cpu):
-        monkeypatch.setattr(layers, "kernels_for", lambda x, module=module: module)
-        policy = PolicyModel(use_packed_attention(tiny_model(), family), family, banned(), temperature=1.0, chunk=None)
+
+    def numbers(dtype):
+        model = use_packed_attention(tiny_model(vision_heads=3), family).to(dtype)
+        policy = PolicyModel(model, family, banned(), temperature=1.0, chunk=None)
         logprobs, entropy = policy(batch)
         assert entropy is not None
         grads = torch.autograd.grad(logprobs.sum() + entropy.sum(), list(policy.parameters()), allow_unused=True)
-        made.append([logprobs, entropy, *(g for g in grads if g is not None)])
-    assert len(made[0]) > 50
-    close(made[0][:2], made[1][:2])
-    whole = [torch.cat([g.flatten() for g in some[2:]]) for some in made]
-    close(whole[:1], whole[1:], 5e-6)  # sums over all layers
+        return logprobs, entropy, torch.cat([g.flatten().float() for g in grads if g is not None])
+
+    expected = numbers(torch.float32)
+    monkeypatch.setattr(layers, "kernels_for", lambda x: cuda)
+    monkeypatch.setitem(KERNELS, "varlen", (KERNELS["varlen"][0], lambda device, dtype: True))
+    library = varlen_reference.register()
+    try:
+        ours = numbers(dtype)
+    finally:
+        library._destroy()
+    close(ours, expected, tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
