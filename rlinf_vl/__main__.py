@@ -5,13 +5,15 @@ import logging
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rlinf_vl.config import Config, ConfigError, load_config
+from rlinf_vl.controller.inputs import packages_missing, problems_here
 from rlinf_vl.controller.stop_request import StopRequest
-from rlinf_vl.errors import RunError
+from rlinf_vl.errors import RunError, reason_of
 from rlinf_vl.observe.progress import RunProgress, setup_logging
 from rlinf_vl.observe.spans import FOLDER as SPANS
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, write_timeline
@@ -28,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     train = verbs.add_parser("train", help="run one experiment")
     train.add_argument("config", help="name of a config in examples/reasoning/config/vqa, or a path to a YAML file")
     train.add_argument("overrides", nargs="*", help="Hydra overrides, such as runner.max_steps=3")
+    train.add_argument(
+        "--check", action="store_true", help="only say whether it could run: config, data, model, folders"
+    )
     train.set_defaults(run=_train)
 
     toy = verbs.add_parser("toy", help="make the toy dataset and its warm-started checkpoint (cached)")
@@ -61,24 +66,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     report.set_defaults(run=_report)
 
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)  # an option among a run's overrides leaves those after it over
+    if dashed := rest if arguments.verb != "train" else [text for text in rest if text.startswith("-")]:
+        hint = "; overrides are written key=value, without dashes" if arguments.verb == "train" else ""
+        parser.error(f"unrecognized arguments: {' '.join(dashed)}{hint}")
+    if rest:
+        arguments.overrides += rest
     arguments.stop_request = stop_request = StopRequest()
     setup_logging()
     stop_request.install()  # both signals unwind, so that nothing is left running
     try:
         return arguments.run(arguments) or 0
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {reason_of(error)}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {reason_of(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + (stop_request.number or signal.SIGINT)
+    except Exception as error:
+        if arguments.verb != "train" or "run_dir" not in arguments:
+            raise
+        where = arguments.run_dir / "error.txt"
+        try:
+            where.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError:
+            raise error from None
+        print(f"error: {reason_of(error)}\nThe whole of it is in {where}", file=sys.stderr)
+        return 1
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.overrides)
+    rules = [problems_here] if arguments.check else [packages_missing, problems_here]
+    config = load_config(arguments.config, arguments.overrides, further=rules)
+    if arguments.check:
+        return 0
     from rlinf_vl.controller.run_folder import find_checkpoint, load_state, recover_checkpoints
     from rlinf_vl.controller.run_start import locked, open_folder
 
@@ -101,6 +124,7 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
     from rlinf_vl.controller.stop_request import Interrupted
     from rlinf_vl.observe.environment import write_environment
 
+    arguments.run_dir = run_dir
     model_path = _prepare_toy(config)
     (run_dir / SPANS).mkdir(exist_ok=True)
     write_environment(run_dir)

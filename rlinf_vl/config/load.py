@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlinf_vl.config.keys import ConfigError, config_keys, config_sections, did_you_mean, suggestion
 from rlinf_vl.config.schema import Config
-from rlinf_vl.config.validate import validate_config
+from rlinf_vl.config.validate import Rule, validate_config
 
 SCHEMA_NAME = "rlinf_vl_schema"
 _IN_CHECKOUT = Path(__file__).resolve().parents[2] / "examples/reasoning/config/vqa"
@@ -36,7 +36,9 @@ _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 ConfigStore.instance().store(name=SCHEMA_NAME, node={})
 
 
-def load_config(config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
+def load_config(
+    config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None, further: Sequence[Rule] = ()
+) -> Config:
     """Compose, type-check, normalise and validate one run's configuration.
 
     Args:
@@ -44,6 +46,7 @@ def load_config(config_name: str, overrides: Sequence[str] = (), config_dir: Pat
             or without `.yaml`), or a path to a YAML file.
         overrides: Hydra overrides, such as `runner.max_steps=3` or `data.train_data_paths=[/a/b.parquet]`.
         config_dir: the only folder to look a name up in.
+        further: rules beside those of `validate_config`.
 
     Raises:
         ConfigError: with every problem found.
@@ -54,7 +57,7 @@ def load_config(config_name: str, overrides: Sequence[str] = (), config_dir: Pat
     if problems or more:
         raise ConfigError(*problems, *more)
     _normalise(config)
-    validate_config(config)
+    validate_config(config, further)
     return config
 
 
@@ -223,7 +226,11 @@ def _type_name(annotation: Any) -> str:
         (inner,) = (arg for arg in get_args(annotation) if arg is not type(None))
         return f"{_type_name(inner)} or null"
     if get_origin(annotation) is list:
-        return "a list of strings, such as [a, b]"
+        return (
+            "a list of integers, such as [1, 2]"
+            if get_args(annotation) == (int,)
+            else "a list of strings, such as [a, b]"
+        )
     return _TYPE_NAMES[get_origin(annotation) or annotation]
 
 
@@ -237,11 +244,15 @@ def _normalise(config: Config) -> None:
             sampling.max_new_tokens = config.runner.seq_length - config.data.max_prompt_length
     # Workers may have another working folder. A model that is no folder here is a name on the hub.
     model = config.rollout.model
-    if model.model_path not in ("", "toy") and Path(model.model_path).is_dir():
-        model.model_path = str(Path(model.model_path).absolute())
+    if model.model_path not in ("", "toy") and Path(model.model_path).expanduser().is_dir():
+        model.model_path = str(Path(model.model_path).expanduser().absolute())
     if config.runner.resume_dir not in (None, "auto"):
         config.runner.resume_dir = str(Path(config.runner.resume_dir).expanduser().absolute())
     for paths in (config.data.train_data_paths, config.data.val_data_paths):
-        paths[:] = [path if path == "toy" or path.startswith("hf://") else str(Path(path).absolute()) for path in paths]
+        paths[:] = [
+            path if path == "toy" or path.startswith("hf://") else str(Path(path).expanduser().absolute())
+            for path in paths
+        ]
+    config.runner.output_dir = str(Path(config.runner.output_dir).expanduser())
     placement = config.cluster.component_placement
     config.cluster.component_placement = {names: slots for names, slots in placement.items() if slots is not None}

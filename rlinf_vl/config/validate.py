@@ -4,12 +4,14 @@ Single values are tables (`CHOICES`, `LIMITS`); what depends on several keys is 
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rlinf_vl.config.keys import ConfigError, nearest
+from rlinf_vl.config.keys import ConfigError, config_keys, nearest
 from rlinf_vl.config.placement import parse_placement
 from rlinf_vl.config.schema import Config, SamplingConfig
 
@@ -26,6 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.rollout_backend": ("torch", "sglang"),
     "rollout.weight_sync": ("auto", "object_store", "nccl", "cuda_ipc"),
     "rollout.sglang.log_level": ("debug", "info", "warning", "error", "critical"),
+    "rollout.model.model_type": ("qwen3_vl",),  # rows of rlinf_vl.models.families, which imports torch
     "rollout.model.precision": ("fp32", "bf16", "fp16"),
     "rollout.env_class": ("single_turn",),
     "actor.fsdp_config.strategy": ("fsdp2",),
@@ -49,8 +52,8 @@ _DECAY: _Limit = ("lie in [0, 1)", lambda x: 0 <= x < 1)
 LIMITS: dict[str, _Limit] = {
     "cluster.num_nodes": _AT_LEAST_1,
     "cluster.cpu_threads": _AT_LEAST_1,
-    "cluster.object_store_memory": _POSITIVE,
-    "runner.seed": _NOT_NEGATIVE,
+    "cluster.object_store_memory": ("be at least 78643200, Ray's minimum of 75 MiB", lambda x: x >= 75 * 2**20),
+    "runner.seed": ("lie in [0, 2^63)", lambda x: 0 <= x < 2**63),  # as torch takes it
     "runner.seq_length": _AT_LEAST_1,
     "runner.max_tokens_per_mbs": _AT_LEAST_1,
     "runner.max_epochs": _AT_LEAST_1,
@@ -108,10 +111,18 @@ LIMITS: dict[str, _Limit] = {
 }
 
 
-def validate_config(config: Config) -> None:
-    """Raise `ConfigError` with every problem of a typed, normalised config (`load_config` makes one)."""
+#: Bounds that infinity takes away.
+MAY_BE_INFINITE = {"actor.optim.clip_grad", "algorithm.importance_sampling_clip", "runner.trajectories.max_gb"}
+
+#: Yields the problems of a config, each on one line.
+Rule = Callable[[Config], Iterable[str]]
+
+
+def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
+    """Raise `ConfigError` with every problem of a typed, normalised config (`load_config` makes one), those that `further`
+    rules find included."""
     rules = (_values, _cluster, _rollout, _runner, _lengths, _algorithm, _correction, _data, _actor_and_reward)
-    problems = [problem for rule in rules for problem in rule(config)]
+    problems = [problem for rule in (*rules, *further) for problem in rule(config)]
     if problems:
         raise ConfigError(*problems)
 
@@ -122,10 +133,12 @@ def _values(config: Config) -> Iterator[str]:
         for one in value if isinstance(value, list) else [value]:
             if one not in allowed:
                 yield f"{key}: {one!r} is unknown; allowed: {', '.join(allowed)};{nearest(one, allowed)}".rstrip(";")
-    for key, (must, holds) in LIMITS.items():
+    for key in config_keys():
         value = _get(config, key)
-        if value is not None and not holds(value):
-            yield f"{key}: {value} must {must}"
+        if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and key not in MAY_BE_INFINITE)):
+            yield f"{key}: {value} must be a finite number"
+        elif value is not None and key in LIMITS and not LIMITS[key][1](value):
+            yield f"{key}: {value} must {LIMITS[key][0]}"
 
 
 def _cluster(config: Config) -> Iterator[str]:
@@ -153,14 +166,7 @@ def _rollout(config: Config) -> Iterator[str]:
         ):
             if value:
                 yield f"rollout.{key} is for SGLang, but rollout.rollout_backend is torch; leave it out, or set sglang"
-    if rollout.rollout_backend != "sglang":
-        return
-    if importlib.util.find_spec("sglang") is None:
-        yield (
-            "rollout.rollout_backend: sglang is not installed here; run 'bash requirements/install.sh --sglang' and use its "
-            "environment (.venv-sglang), or set rollout.rollout_backend=torch"
-        )
-    if rollout.deterministic and device == "cpu":
+    elif rollout.deterministic and device == "cpu":
         yield (
             "rollout.deterministic: true needs a GPU (cluster.device is cpu): SGLang's deterministic kernels exist for "
             "CUDA attention backends, not for torch_native, the only one on a CPU"
@@ -177,6 +183,8 @@ def _runner(config: Config) -> Iterator[str]:
     name = runner.experiment_name
     if name in ("", ".", "..") or "/" in name or "\\" in name:
         yield f"runner.experiment_name: {name!r} is not a plain folder name; put folders into runner.output_dir"
+    elif len(os.fsencode(name)) > 230:  # of 255 that a file's name may have, with what is put around it
+        yield f"runner.experiment_name: {name[:20] + '…'!r} has {len(os.fsencode(name))} bytes; shorten it to 230 or fewer"
     if runner.resume_dir not in (None, "auto") and not Path(runner.resume_dir).is_dir():
         yield f"runner.resume_dir: no folder {runner.resume_dir!r}; give a checkpoint's path, auto or null"
     for backend in ("wandb", "trackio"):

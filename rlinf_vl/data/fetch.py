@@ -10,7 +10,7 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rlinf_vl.data.toy import build_once, cache_root
+from rlinf_vl.data.cache import build_once, cache_root
 
 TIMEOUT_S = 30.0
 """Seconds for a whole image, from looking up its host to its last byte."""

@@ -12,9 +12,10 @@ from typing import Any
 
 import datasets
 
+from rlinf_vl.data.peek import FILE_FORMATS, peek
+
 log = logging.getLogger(__name__)
 
-FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 HUB_PREFIX = "hf://"
 _VAL_SPLITS = ("validation", "val", "valid", "dev", "test", "train")
 
@@ -87,9 +88,11 @@ def open_source(name: str, split: str) -> Source:
 
 def _load(name: str, path: Path, split: str) -> datasets.Dataset:
     try:
+        peek(path)
+    except ValueError as e:
+        raise ValueError(f"{name} {e}") from e
+    try:
         if path.is_file():
-            if path.suffix not in FILE_FORMATS:
-                raise ValueError(f"suffix {path.suffix!r} is none of {', '.join(FILE_FORMATS)}")
             return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=[str(path)], split="train")
         saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
         loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))

@@ -12,18 +12,17 @@ Everything is deterministic: a file is written once per version of this module a
 import hashlib
 import io
 import os
-import shutil
-import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from filelock import FileLock
 from PIL import Image
+
+from rlinf_vl.data.cache import build_once, cache_root, source_version
 
 GRID = 6
 """Cells along a side of the picture."""
@@ -192,51 +191,3 @@ def toy_dataset_path(split: Split, *, cache_dir: str | os.PathLike[str] | None =
         raise ValueError(f"split: {split!r} is neither 'train' nor 'val'")
     target = cache_root(cache_dir) / f"toy-{source_version(__file__)}" / f"{split}.parquet"
     return build_once(target, lambda path: write_toy_dataset(split, path))
-
-
-def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """`cache_dir`, else the environment's RLINF_VL_CACHE, else ~/.cache/rlinf_vl."""
-    return Path(cache_dir or os.environ.get("RLINF_VL_CACHE") or "~/.cache/rlinf_vl").expanduser()
-
-
-def source_version(*sources: str) -> str:
-    """Twelve hex digits that change whenever one of the source files does: what they made is then made anew."""
-    digest = hashlib.sha256()
-    for source in sources:
-        digest.update(Path(source).read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def build_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Return `target` (file or folder), after `build(path)` made it if it was missing.
-
-    Built aside, synced and renamed: `target` is complete or absent. Of processes that ask at once, one builds and the
-    others wait for it; what a killed builder left aside is removed by the next.
-    """
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        if target.exists():
-            return target
-        for stale in target.parent.glob(f".{target.name}.*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            made = aside / target.name
-            build(made)
-            for path in [made, *made.rglob("*"), aside]:
-                _sync(path)
-            made.rename(target)
-            _sync(target.parent)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    return target
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

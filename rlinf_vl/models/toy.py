@@ -19,6 +19,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.data import toy as task
+from rlinf_vl.data.cache import build_once, cache_root, source_version
 from rlinf_vl.models import toy_files as files
 
 logger = logging.getLogger(__name__)
@@ -257,6 +258,6 @@ def toy_checkpoint_path(
     *, seed: int = DEFAULT_SEED, cache_dir: str | os.PathLike[str] | None = None, progress: bool = True
 ) -> Path:
     """Folder of the toy checkpoint of a seed, built on first use and kept under `cache_dir`, default `cache_root()`."""
-    version = task.source_version(task.__file__, files.__file__, __file__)
-    target = task.cache_root(cache_dir) / f"toy-{version}" / f"checkpoint-seed{seed}"
-    return task.build_once(target, lambda folder: build_toy_checkpoint(folder, seed, progress))
+    version = source_version(task.__file__, files.__file__, __file__)
+    target = cache_root(cache_dir) / f"toy-{version}" / f"checkpoint-seed{seed}"
+    return build_once(target, lambda folder: build_toy_checkpoint(folder, seed, progress))

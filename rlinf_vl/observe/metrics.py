@@ -87,8 +87,9 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
 
     Trajectories with an error count in `rollout/errors` (of which `rollout/engine_errors` and `rollout/env_errors` are not
     the row's fault), `rollout/tokens_per_second`, the weight versions and bytes; rewards, lengths and the rest are over the
-    others. `reward/std` is the population standard deviation (n) over trajectories. `reward/zero_std_groups` counts the groups whose rewards tie and so teach nothing; a group of nothing
-    but errors isn't among them. `reward/accuracy` is the share graded correct, `rollout/truncated` the share cut at the
+    others. `reward/std` is the population standard deviation (n) over trajectories. `reward/zero_std_groups` counts the groups
+    whose rewards tie and so teach nothing; a group of nothing but errors isn't
+    among them. `reward/accuracy` is the share graded correct, `rollout/truncated` the share cut at the
     longest response, `rollout/empty` the number without any response token. `data/object_store_bytes` is what the groups and
     their images take there, `data/unique_bytes` their arrays and each distinct image's encoded bytes once. What has
     nothing to be computed from (no groups, no versions, no time) is left out.

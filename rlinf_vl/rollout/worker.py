@@ -91,6 +91,8 @@ class RolloutRank:
 
     def __init__(self, config: Config, model_path: str, device: str, number: int = 0) -> None:
         """`number`: which of the workers it is, for traces."""
+        # Why a worker can't be made, the controller says; Ray would print its traceback as well.
+        logging.getLogger("ray._raylet").setLevel(logging.CRITICAL)
         record_spans(run_folder(config), f"rollout {number}")
         torch.set_num_threads(config.cluster.cpu_threads)
         self.config, self.device = config, device

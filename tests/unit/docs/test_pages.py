@@ -169,13 +169,17 @@ class _Parsed(Exception):
 
 def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """What the command line makes of them, without running it."""
-    parse = argparse.ArgumentParser.parse_args
+    parse = argparse.ArgumentParser.parse_known_args
 
     def stop(parser, argv=None, namespace=None):
-        raise _Parsed(parse(parser, argv, namespace))
+        known, rest = parse(parser, argv, namespace)
+        if "verb" not in known:  # a verb's own parser, called by the one of all
+            return known, rest
+        assert not rest, f"not taken: {rest}"
+        raise _Parsed(known)
 
     with monkeypatch.context() as patch, pytest.raises(_Parsed) as found:
-        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
         main(arguments)
     return found.value.args[0]
 

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from rlinf_vl.data import toy
+from rlinf_vl.data.cache import build_once
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +117,10 @@ def test_failed_build_leaves_nothing_and_stale_remains_are_removed(tmp_path: Pat
         raise RuntimeError("disk on fire")
 
     with pytest.raises(RuntimeError, match="disk on fire"):
-        toy.build_once(target, fail)
+        build_once(target, fail)
     assert [p.name for p in tmp_path.iterdir()] == ["thing.lock"]
     (tmp_path / ".thing.killed").mkdir()
-    toy.build_once(target, lambda path: path.write_text("whole") and None)
+    build_once(target, lambda path: path.write_text("whole") and None)
     assert target.read_text() == "whole"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["thing", "thing.lock"]
 
@@ -131,7 +132,7 @@ def _build_and_count(target: Path, start, builds) -> None:
         path.write_text("whole")
 
     start.wait()
-    toy.build_once(target, build)
+    build_once(target, build)
 
 
 def test_processes_that_ask_at_once_build_once(tmp_path: Path) -> None:

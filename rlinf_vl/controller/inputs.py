@@ -1,0 +1,275 @@
+"""What a config names on this machine, looked at before anything is started: data, model, folders, memory, GPUs.
+
+Neither torch nor Ray is imported: a mistake is told within a second. What is read here is read again by those who use it.
+"""
+
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlinf_vl.config import Config, ConfigError, placement_slots
+from rlinf_vl.config.keys import nearest
+from rlinf_vl.config.validate import CHOICES
+from rlinf_vl.controller.cluster import cluster_to_join
+from rlinf_vl.data.cache import cache_root
+from rlinf_vl.data.peek import TOY, peek
+
+HUB_TIMEOUT_S = 5.0
+STATE_FILE = "controller.json"  # of rlinf_vl.controller.run_folder, which imports Ray
+
+
+def problems_here(config: Config) -> Iterator[str]:
+    """What of the things that a config names would stop its run on this machine, each with the key, its value and the way out."""
+    for rule in (_data, _model, _folders, _object_store, _gpus):
+        yield from rule(config)
+
+
+def packages_missing(config: Config) -> Iterator[str]:
+    """What this Python lacks for the run."""
+    if config.rollout.rollout_backend == "sglang" and importlib.util.find_spec("sglang") is None:
+        yield (
+            "rollout.rollout_backend: sglang is not installed here; run 'bash requirements/install.sh --sglang' and use its "
+            "environment (.venv-sglang), or set rollout.rollout_backend=torch"
+        )
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    for key, paths in (("data.train_data_paths", data.train_data_paths), ("data.val_data_paths", data.val_data_paths)):
+        total: int | None = 0
+        for path in paths:
+            columns, rows = None, None
+            if path == "toy":
+                columns, rows = TOY["train" if key == "data.train_data_paths" else "val"]
+            elif path.startswith("hf://"):
+                yield from _hub_data(key, path)
+            elif Path(path).exists():
+                try:
+                    columns, rows = peek(Path(path))
+                except ValueError as error:
+                    yield f"{key}: {path} {error}"
+            total = None if total is None or rows is None else total + rows
+            if columns is not None:
+                yield from _columns(config, path, columns)
+        if key == "data.train_data_paths" and total is not None and 0 < total < data.rollout_batch_size:
+            yield (
+                f"data.rollout_batch_size: {data.rollout_batch_size} problems a step, but {key} has {total} rows; "
+                f"set it to {total} or less (a multiple of algorithm.n_minibatches={config.algorithm.n_minibatches}), or add data"
+            )
+
+
+def _columns(config: Config, path: str, columns: Sequence[str]) -> Iterator[str]:
+    data = config.data
+    wanted = [("data.prompt_key", data.prompt_key, ""), ("data.answer_key", data.answer_key, "")]
+    wanted += [("data.image_keys", column, " or data.image_keys=[] without images;") for column in data.image_keys]
+    for key, column, otherwise in wanted:
+        if column not in columns:
+            hint = f"; name one of those,{otherwise}{nearest(column, columns)}".rstrip(",;")
+            yield f"{key}: column {column!r} not in {path}; columns are {', '.join(sorted(columns))}{hint}"
+
+
+def _hub_data(key: str, path: str) -> Iterator[str]:
+    name = path.removeprefix("hf://").partition(":")[0]
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        yield f"{key}: {path!r} is no data set's name on the hub; write hf://owner/name or hf://owner/name:split"
+        return
+    from huggingface_hub.constants import HF_HOME
+
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets")
+    if not (cache / name.replace("/", "___")).exists():
+        _, problem = _ask_hub("data set", name)
+        if problem:
+            yield f"{key}: {path}: {problem}, and name a local file or folder"
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.rollout.model
+    path, key = model.model_path, "rollout.model.model_path"
+    if path == "toy":
+        yield from _family(config, "qwen3_vl")
+        yield from _pixels(config, {"patch_size": 8, "merge_size": 2})
+        return
+    folder = Path(path)
+    if not path:
+        yield f"{key}: empty; give a checkpoint's folder, a name on the Hugging Face hub (owner/name), or toy"
+        return
+    if not folder.is_dir():
+        if path.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or _parent_is_here(folder):
+            yield f"{key}: no folder {path!r}; give a checkpoint's folder, a name on the Hugging Face hub (owner/name), or toy"
+            return
+        known, problem = _ask_hub("model", path)
+        if problem:
+            yield f"{key}: {path}: {problem}, or name a local folder;{nearest(path, ['toy'])}".rstrip(";")
+        elif known:
+            yield from _family(config, known)
+        return
+    try:
+        written = json.loads((folder / "config.json").read_bytes())
+        known = written["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield (
+            f"{key}: {path} has no config.json that names a model_type ({type(error).__name__}: {error}); name a checkpoint in "
+            "Hugging Face's format, such as 'python -m rlinf_vl export' writes"
+        )
+        return
+    yield from _family(config, known)
+    missing = [
+        what
+        for what, names in (
+            ("weights (*.safetensors)", ("*.safetensors", "pytorch_model*.bin")),
+            ("a tokenizer (tokenizer.json)", ("tokenizer.json", "vocab.json")),
+            ("an image processor (preprocessor_config.json)", ("preprocessor_config.json", "processor_config.json")),
+        )
+        if not any(True for name in names for _ in folder.glob(name))
+    ]
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        missing += [file for file in sorted(set(index["weight_map"].values())) if not (folder / file).is_file()]
+    except (OSError, ValueError, KeyError):
+        pass
+    if missing:
+        yield f"{key}: {path} lacks {', '.join(missing)}; fetch or copy the checkpoint whole"
+    try:
+        yield from _pixels(config, json.loads((folder / "preprocessor_config.json").read_bytes()))
+    except (OSError, ValueError):
+        pass
+
+
+def _parent_is_here(path: Path) -> bool:
+    return path.parent != Path(".") and path.parent.is_dir()
+
+
+def _family(config: Config, of_checkpoint: str) -> Iterator[str]:
+    """The checkpoint's model_type must be a family of ours, and the one that the config says."""
+    key, said = "rollout.model.model_type", config.rollout.model.model_type
+    families = CHOICES[key]
+    where = f"the checkpoint at {config.rollout.model.model_path} is of type {of_checkpoint!r}"
+    if of_checkpoint not in families:
+        yield f"rollout.model.model_path: {where}, which is not supported; supported: {', '.join(families)}"
+    elif said in families and said != of_checkpoint:
+        yield f"{key}: {said!r}, but {where}; set {key}={of_checkpoint}"
+
+
+def _pixels(config: Config, processor: dict[str, Any]) -> Iterator[str]:
+    """Pixel bounds against one image token's square, and against the longest prompt."""
+    data = config.data
+    token = (int(processor.get("patch_size") or 16) * int(processor.get("merge_size") or 2)) ** 2
+    if data.image_max_pixels is not None and 0 < data.image_max_pixels < token:
+        yield (
+            f"data.image_max_pixels: {data.image_max_pixels} is less than one image token of this model ({token} pixels); "
+            f"set it to {token} or more, or null for the checkpoint's own"
+        )
+    if data.image_min_pixels is not None and data.image_min_pixels >= token * data.max_prompt_length:
+        yield (
+            f"data.image_min_pixels: {data.image_min_pixels} makes every image {data.image_min_pixels // token} tokens, which no "
+            f"prompt of data.max_prompt_length={data.max_prompt_length} holds; lower the one or raise the other"
+        )
+
+
+@cache
+def _ask_hub(kind: str, name: str) -> tuple[str | None, str | None]:
+    """(model_type of a model where the hub tells it, why there is no such thing); of what is in the cache nothing is asked."""
+    import huggingface_hub as hub
+
+    if kind == "model" and isinstance(cached := hub.try_to_load_from_cache(name, "config.json"), str):
+        return json.loads(Path(cached).read_bytes()).get("model_type"), None
+    try:
+        if kind == "model":
+            found = hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+            return (found.config or {}).get("model_type"), None
+        hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
+        return None, None
+    except hub.errors.GatedRepoError:
+        return None, "the hub asks for an agreement first; accept it on its page, then 'hf auth login'"
+    except hub.errors.RepositoryNotFoundError:
+        return None, f"the hub has no {kind} of that name, or a private one; check it, or 'hf auth login'"
+    except Exception as error:  # the client's own, and those of the HTTP library that it was built with
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        fetch = f"hf download {name}" + (" --repo-type dataset --local-dir DIR" if kind == "data set" else "")
+        return None, f"not in the cache here, and the hub can't be reached ({reason}); run '{fetch}' where it can"
+
+
+def _folders(config: Config) -> Iterator[str]:
+    runner, data = config.runner, config.data
+    folder = Path(runner.output_dir) / runner.experiment_name
+    if reason := _unwritable(folder):
+        yield f"runner.output_dir: {runner.output_dir!r}: {folder} can't be written ({reason}); name another folder"
+    resume = runner.resume_dir
+    if resume not in (None, "auto") and Path(resume).is_dir() and not (Path(resume) / STATE_FILE).is_file():
+        yield (
+            f"runner.resume_dir: {resume!r} is no complete checkpoint (no {STATE_FILE} in it); name a checkpoints/global_step_N "
+            "folder of a run, or auto"
+        )
+    toy = "toy" in [config.rollout.model.model_path, *data.train_data_paths, *data.val_data_paths]
+    if (toy or data.image_hosts) and (reason := _unwritable(cache_root())):
+        yield f"the cache folder {cache_root()} can't be written ({reason}); set RLINF_VL_CACHE to another one"
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be written to a folder that may not be there yet; None if it can. Nothing is left behind."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+
+
+def _object_store(config: Config) -> Iterator[str]:
+    wanted = config.cluster.object_store_memory
+    if wanted is None or not _private(config):
+        return
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for room, what in ((memory, "memory"), (shared.f_bavail * shared.f_frsize if shared else None, "room in /dev/shm")):
+        if room is not None and wanted > room:
+            yield (
+                f"cluster.object_store_memory: {wanted} bytes exceed this machine's {what}, {room}; lower it, or null for Ray's "
+                "own choice"
+            )
+            return
+
+
+def _gpus(config: Config) -> Iterator[str]:
+    """For a private cluster; one that is joined is asked when it has been."""
+    if config.cluster.device != "cuda" or not _private(config) or (count := gpu_count()) is None:
+        return
+    if count == 0:
+        yield (
+            "cluster.device: cuda, but there is no CUDA device here (the driver shows none, or CUDA_VISIBLE_DEVICES hides them); "
+            "run it where nvidia-smi shows one, or set cluster.device=cpu"
+        )
+        return
+    try:
+        placement_slots(config.cluster.component_placement, count)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def _private(config: Config) -> bool:
+    return config.cluster.num_nodes == 1 and cluster_to_join(config.cluster.ray_address, dict(os.environ))[0] is None
+
+
+def gpu_count() -> int | None:
+    """GPUs that Ray would find on this machine: NVML's, within CUDA_VISIBLE_DEVICES. None where there may be others' (ROCm)."""
+    if os.path.exists("/dev/kfd"):
+        return None
+    count = ctypes.c_uint(0)
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return 0
+    except OSError:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count.value
+    return min(count.value, len([one for one in visible.split(",") if one.strip() not in ("", "-1", "NoDevFiles")]))

@@ -1,0 +1,333 @@
+"""What a new user gets wrong, as the command line tells it: in one message, with the way out, before Ray or torch are imported."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlinf_vl import __main__ as command_line
+from rlinf_vl.controller import inputs
+from rlinf_vl.controller.run_folder import STATE_FILE
+from rlinf_vl.data.peek import TOY, peek
+from rlinf_vl.data.toy import write_toy_dataset
+from rlinf_vl.models.families import FAMILIES
+
+NO_IMAGES = "data.image_keys=[]"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A folder of data and models, most of them wrong in one way."""
+    folder = tmp_path_factory.mktemp("files")
+    row = {"problem": "1 + 1?", "answer": "2"}
+    text = {
+        "good.jsonl": "\n".join([json.dumps(row)] * 20),
+        "few.jsonl": "\n".join([json.dumps(row)] * 5),
+        "broken.jsonl": json.dumps(row) + '\n\n{"problem": "1 + 1?", "answ\n',
+        "empty.jsonl": "",
+        "blank.jsonl": "\n\n",
+        "array.json": json.dumps([row, row])[:-5],
+        "numbers.json": "[1, 2]",
+        "table.csv": "problem,answer\n1 + 1?,2\n",
+        "none": "x",
+        "bad.parquet": "PAR1, or so",
+        "empty.parquet": "",
+        "llama/config.json": '{"model_type": "llama"}',
+        "bare/config.json": '{"model_type": "qwen3_vl"}',
+        "broken/config.json": '{"model_type": ',
+        "no-config/README.md": "",
+        "shards/config.json": '{"model_type": "qwen3_vl"}',
+        "shards/model.safetensors.index.json": '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}',
+        "shards/model-1.safetensors": "",
+        "shards/tokenizer.json": "",
+        "shards/preprocessor_config.json": "{}",
+        "checkpoint/README.md": "",
+        "a-file": "",
+    }
+    for name, content in text.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    (folder / "nothing-in-it").mkdir()
+    pq.write_table(pa.table({"question": ["1 + 1?"] * 20, "answer": ["2"] * 20}), folder / "other-names.parquet")
+    pq.write_table(pa.table({name: pa.array([], pa.string()) for name in row}), folder / "no-rows.parquet")
+    return folder
+
+
+def train_on(name: str) -> str:
+    return f"data.train_data_paths=[FILES/{name}]"
+
+
+MISTAKES: list[tuple[list[str], list[str]]] = [
+    # data
+    ([train_on("good.jsonl")], ["data.image_keys: column 'images' not in FILES/good.jsonl", "data.image_keys=[]"]),
+    ([train_on("good.jsonl"), NO_IMAGES, "data.prompt_key=problm"], ["data.prompt_key: column 'problm'", "'problem'?"]),
+    ([train_on("other-names.parquet"), NO_IMAGES], ["data.prompt_key: column 'problem'", "columns are answer, question"]),
+    ([train_on("few.jsonl"), NO_IMAGES], ["data.rollout_batch_size: 16", "has 5 rows", "set it to 5 or less"]),
+    (["data.rollout_batch_size=10000"], ["data.rollout_batch_size: 10000", "has 5840 rows"]),
+    ([train_on("broken.jsonl"), NO_IMAGES], ["data.train_data_paths: FILES/broken.jsonl line 3", "repair or delete"]),
+    ([train_on("empty.jsonl")], ["data.train_data_paths: FILES/empty.jsonl is empty", "leave it out"]),
+    ([train_on("blank.jsonl")], ["data.train_data_paths: FILES/blank.jsonl is empty", "leave it out"]),
+    ([train_on("array.json")], ["data.train_data_paths: FILES/array.json is no JSON array", "in line 1", "repair"]),
+    ([train_on("numbers.json")], ["FILES/numbers.json item 1 is 1, not an object", "repair"]),
+    ([train_on("table.csv")], ["FILES/table.csv has suffix '.csv'", ".parquet, .json, .jsonl", "convert"]),
+    ([train_on("none")], ["FILES/none has suffix ''", "convert"]),
+    ([train_on("bad.parquet")], ["FILES/bad.parquet is no parquet file", "write it anew"]),
+    ([train_on("empty.parquet")], ["FILES/empty.parquet is empty", "leave it out"]),
+    ([train_on("no-rows.parquet")], ["FILES/no-rows.parquet is empty", "leave it out"]),
+    ([train_on("nothing-in-it")], ["FILES/nothing-in-it holds no files", "name a folder"]),
+    (["data.val_data_paths=[FILES/gone.jsonl]"], ["data.val_data_paths: no file 'FILES/gone.jsonl'", "hf://"]),
+    (["data.train_data_paths=[owner/name]"], ["data.train_data_paths: no file", "hf://owner/name"]),
+    (["data.train_data_paths=[hf://]"], ["data.train_data_paths: 'hf://'", "hf://owner/name:split"]),
+    (["data.train_data_paths=toy"], ["data.train_data_paths: 'toy' is not a list of strings, such as [a, b]"]),
+    (["data.image_keys=images"], ["data.image_keys: 'images' is not a list", "[a, b]"]),
+    (["data.image_keys=[image]"], ["data.image_keys: column 'image' not in toy", "did you mean 'images'?"]),
+    (["data.prompt_key="], ["data.prompt_key: column ''", "columns are answer"]),
+    # model
+    (["rollout.model.model_path=FILES/gone"], ["rollout.model.model_path: no folder 'FILES/gone'", "or toy"]),
+    (["rollout.model.model_path=./gone"], ["rollout.model.model_path: no folder './gone'", "hub (owner/name)"]),
+    (["rollout.model.model_path="], ["rollout.model.model_path: empty", "give a checkpoint's folder"]),
+    (["rollout.model.model_path=FILES/no-config"], ["rollout.model.model_path: FILES/no-config has no config.json", "name a"]),
+    (["rollout.model.model_path=FILES/broken"], ["rollout.model.model_path: FILES/broken has no config.json that", "name a"]),
+    (["rollout.model.model_path=FILES/llama"], ["the checkpoint at FILES/llama is of type 'llama'", "supported: qwen3_vl"]),
+    (["rollout.model.model_path=FILES/bare"], ["FILES/bare lacks weights (*.safetensors), a tokenizer", "copy"]),
+    (["rollout.model.model_path=FILES/shards"], ["FILES/shards lacks model-2.safetensors", "fetch or copy"]),
+    (["rollout.model.model_type=qwen2_vl"], ["rollout.model.model_type: 'qwen2_vl' is unknown", "'qwen3_vl'?"]),
+    (["data.image_max_pixels=100"], ["data.image_max_pixels: 100", "256 pixels", "set it to 256 or more"]),
+    (["data.image_max_pixels=0"], ["data.image_max_pixels: 0 must be at least 1"]),
+    (["data.image_min_pixels=9", "data.image_max_pixels=4"], ["data.image_min_pixels=9", "=4; lower it"]),
+    (["data.image_min_pixels=1000000"], ["data.image_min_pixels: 1000000", "3906 tokens", "data.max_prompt_length=512", "lower"]),
+    # folders
+    (["runner.output_dir=FILES/a-file"], ["runner.output_dir: 'FILES/a-file'", "Not a directory", "another folder"]),
+    (["runner.output_dir=/proc/runs"], ["runner.output_dir: '/proc/runs'", "can't be written", "another folder"]),
+    ([f"runner.experiment_name={'x' * 256}"], ["runner.experiment_name: 'xxx", "256 bytes", "shorten it"]),
+    (["runner.resume_dir=FILES/checkpoint"], ["runner.resume_dir: 'FILES/checkpoint'", STATE_FILE, "global_step_N"]),
+    (["runner.resume_dir=FILES/gone"], ["runner.resume_dir: no folder 'FILES/gone'", "auto or null"]),
+    # the machine
+    (["cluster.object_store_memory=1000000000000000"], ["cluster.object_store_memory: 1000000000000000", "lower it"]),
+    (["cluster.object_store_memory=1000"], ["cluster.object_store_memory: 1000 must be at least 78643200", "75 MiB"]),
+    (["cluster.object_store_memory=2GB"], ["cluster.object_store_memory: '2GB' is not an integer or null"]),
+    (["cluster.device=cuda"], ["cluster.device: cuda", "no CUDA device here", "set cluster.device=cpu"]),
+    (["cluster.device=gpu"], ["cluster.device: 'gpu'", "auto, cpu, cuda"]),
+    (["cluster.component_placement={actor: 0-x}"], ["cluster.component_placement", "'actor: 0-x'", "0-3 or 0-1,4"]),
+    (["rollout.rollout_backend=sglang"], ["rollout.rollout_backend: sglang is not installed", "install.sh --sglang"]),
+    (["runner.logger.logger_backends=[wandb]"], ["runner.logger.logger_backends: wandb is not installed", "pip install"]),
+    # single values
+    (["algorithm.group_size=1"], ["algorithm.group_size: 1", "at least 2"]),
+    (["algorithm.group_size=-4"], ["algorithm.group_size: -4 must be at least 1"]),
+    (["algorithm.group_size=8.5"], ["algorithm.group_size: 8.5 is not an integer"]),
+    (["algorithm.kl_beta=0.1", "algorithm.kl_penalty_type=k1"], ["kl_penalty_type: k1", "kl_beta=0.1", "use k2 or k3"]),
+    (["algorithm.entropy_bonus=nan"], ["algorithm.entropy_bonus: nan must be a finite number"]),
+    (["reward.reward_min_val=-inf"], ["reward.reward_min_val: -inf must be a finite number"]),
+    (["actor.optim.lr=inf"], ["actor.optim.lr: inf must be a finite number"]),
+    (["actor.optim.lr=1e-6x"], ["actor.optim.lr: '1e-6x' is not a number"]),
+    (["runner.seed=99999999999999999999"], ["runner.seed: 99999999999999999999 must lie in [0, 2^63)"]),
+    (["runner.seq_length=100"], ["data.max_prompt_length=512", "runner.seq_length=100", "lower it or raise"]),
+    (["runner.max_steps=0"], ["runner.max_steps: 0 must be -1 or at least 1"]),
+    (["runner.profile.steps=3"], ["runner.profile.steps: 3 is not a list of integers, such as [1, 2]"]),
+    (["data.answer_key=null"], ["data.answer_key: null is not a string"]),
+    (["runner.max_step=3"], ["'runner.max_step'", "did you mean 'runner.max_steps'"]),
+    (["runner.seed"], ["override 'runner.seed'", "write key=value"]),
+]  # fmt: skip
+
+
+def refused(capsys, files: Path, run: Callable[[list[str]], int], *overrides: str) -> str:
+    """What the command line says of these overrides of the toy, where FILES is the folder of files."""
+    code = run(["train", "toy-grpo-cpu", *(text.replace("FILES", str(files)) for text in overrides)])
+    text = capsys.readouterr().err
+    assert code == 2, text
+    assert "Traceback" not in text and text.startswith("error: ")
+    return text.replace(str(files), "FILES")
+
+
+@pytest.fixture
+def main(monkeypatch, tmp_path) -> Callable[[list[str]], int]:
+    """The command line on a machine without GPUs, trackers and SGLang, which fails where it goes on to a run."""
+
+    def goes_on(config):
+        raise AssertionError("not refused")
+
+    find_spec = inputs.importlib.util.find_spec
+    monkeypatch.setattr(command_line, "_prepare_toy", goes_on)
+    monkeypatch.setattr(inputs, "gpu_count", lambda: 0)
+    monkeypatch.setattr(
+        inputs.importlib.util, "find_spec", lambda name: None if name in ("sglang", "wandb") else find_spec(name)
+    )
+    monkeypatch.chdir(tmp_path)
+    return command_line.main
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"), MISTAKES, ids=[", ".join(overrides)[:90] for overrides, _ in MISTAKES]
+)
+def test_mistake(overrides, expected, files, main, capsys):
+    text = refused(capsys, files, main, *overrides)
+    for part in expected:
+        assert part in text, text
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+
+
+def test_all_mistakes_are_in_one_message(files, main, capsys, monkeypatch):
+    monkeypatch.setenv("RLINF_VL_CACHE", "/proc/cache")
+    text = refused(
+        capsys,
+        files,
+        main,
+        "actor.optim.lr=-1",
+        train_on("broken.jsonl"),
+        "rollout.model.model_path=FILES/llama",
+        "cluster.device=cuda",
+        "runner.output_dir=/proc/runs",
+    )
+    assert text.startswith("error: 7 problems:\n")
+    for part in (
+        "actor.optim.lr: -1",
+        "line 3",
+        "'llama'",
+        "FILES/llama lacks",
+        "no CUDA device",
+        "/proc/runs",
+        "RLINF_VL_CACHE",
+    ):
+        assert part in text
+
+
+def test_what_is_right_goes_on(files, main, capsys, tmp_path):
+    overrides = [f"data.train_data_paths=[{files}/good.jsonl]", "data.val_data_paths=[]", NO_IMAGES]
+    assert main(["train", "toy-grpo-cpu", "--check", *overrides]) == 0
+    assert not any(tmp_path.iterdir()), "a check leaves nothing behind"
+    assert main(["train", "toy-grpo-cpu", *overrides]) == 1
+    error, where = capsys.readouterr().err.strip().splitlines()
+    assert error == "error: AssertionError: not refused", "what follows the checks was reached"
+    assert where == f"The whole of it is in {tmp_path}/results/toy-grpo-cpu/error.txt"
+    assert "in goes_on" in (tmp_path / "results/toy-grpo-cpu/error.txt").read_text()
+
+
+def test_a_check_does_not_ask_for_the_engine(main):
+    assert main(["train", "--check", "toy-grpo-cpu", "rollout.rollout_backend=sglang"]) == 0
+
+
+def test_placement_beyond_the_gpus_there_are(files, main, capsys, monkeypatch):
+    monkeypatch.setattr(inputs, "gpu_count", lambda: 2)
+    text = refused(capsys, files, main, "cluster.device=cuda", "cluster.component_placement={actor: 0-3, rollout: all}")
+    assert "'actor' wants slot 3, but the cluster has 2, numbered 0 to 1" in text
+
+
+@pytest.mark.parametrize("dashed", ["--runner.seed=3", "-x"])
+def test_overrides_have_no_dashes(main, capsys, dashed):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "toy-grpo-cpu", "--check", "runner.seed=1", dashed])
+    assert (
+        end.value.code == 2 and f"{dashed}; overrides are written key=value, without dashes" in capsys.readouterr().err
+    )
+
+
+def in_a_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, which says at its end what it has imported of the slow things."""
+    slow = "{'ray', 'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    program = f"import sys; from rlinf_vl.__main__ import main; code = main(sys.argv[1:]); print({slow} or ''); sys.exit(code)"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_neither_ray_nor_torch_is_imported_and_a_hub_out_of_reach_is_not_asked_again(tmp_path):
+    # port 9 of this machine refuses
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = in_a_process("train", "qwen3-vl-2b-grpo-fsdp-geo3k", f"runner.output_dir={tmp_path}", **hub)
+    assert done.returncode == 2 and not done.stdout.strip(), done.stdout
+    for key in (
+        "rollout.model.model_path: Qwen/Qwen3-VL-2B-Instruct",
+        "data.train_data_paths: hf://hiyouga/geometry3k:train",
+    ):
+        assert f"{key}: not in the cache here, and the hub can't be reached" in done.stderr
+    assert "hf download Qwen/Qwen3-VL-2B-Instruct'" in done.stderr and "--repo-type dataset" in done.stderr
+    assert "Traceback" not in done.stderr and "Retry" not in done.stderr
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Has one model, of a family that is not supported."""
+
+    def do_GET(self):
+        there = self.path.startswith("/api/models/owner/llama")
+        body = json.dumps(
+            {"id": "owner/llama", "config": {"model_type": "llama"}} if there else {"error": "no"}
+        ).encode()
+        self.send_response(200 if there else 404)
+        if not there:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_what_the_hub_says_of_a_name(tmp_path):
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    try:
+        known = in_a_process("train", "toy-grpo-cpu", "rollout.model.model_path=owner/llama", **hub)
+        gone = in_a_process(
+            "train",
+            "toy-grpo-cpu",
+            "rollout.model.model_path=owner/gone",
+            "data.train_data_paths=[hf://owner/gone]",
+            **hub,
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert known.returncode == 2 and "the checkpoint at owner/llama is of type 'llama'" in known.stderr
+    assert gone.returncode == 2 and "owner/gone: the hub has no model of that name" in gone.stderr
+    assert "hf://owner/gone: the hub has no data set of that name" in gone.stderr
+
+
+def test_what_is_written_down_here_agrees_with_where_it_comes_from(tmp_path):
+    assert inputs.CHOICES["rollout.model.model_type"] == tuple(FAMILIES)
+    assert inputs.STATE_FILE == STATE_FILE
+    for split, expected in TOY.items():
+        write_toy_dataset(split, path := tmp_path / f"{split}.parquet")
+        assert peek(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "rows"),
+    [
+        ('{"a": 1}\n{"b": 2}\n\n', ["a", "b"], 2),
+        ('\ufeff{"a": 1}\n', ["a"], 1),
+        ('[{"a": 1},\n {"a": 2}]', ["a"], 2),
+        ('{\n "a": [1],\n "b": [2]\n}', ["a", "b"], 1),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_peek_at_json_finds_what_datasets_finds(tmp_path, text, columns, rows, suffix):
+    import datasets
+
+    path = tmp_path / f"rows{suffix}"
+    path.write_text(text, encoding="utf-8")
+    assert peek(path) == (columns, rows)
+    loaded = datasets.load_dataset("json", data_files=[str(path)], split="train", cache_dir=str(tmp_path / "cache"))
+    assert (loaded.column_names, len(loaded)) == (columns, rows)
+
+
+def test_peek_at_a_saved_folder(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"problem": ["q"], "answer": ["1"]})
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(str(tmp_path / "parts"))
+    assert peek(tmp_path / "one").columns == peek(tmp_path / "parts").columns == ["problem", "answer"]
