@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment with the test tools and runs the tests. Arguments go to pytest: bash tests/run.sh tests/unit -k algo
-# With --sglang first: the environment that has SGLang (11 GB), and the tests that need it; without, those are skipped.
+# With --sglang first: the environment that has SGLang (11 GB), and the tests that need it or its torch; without, those that need
+# it are skipped.
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -8,6 +9,7 @@ venv="$root/.venv" with=() tests=()
 if [[ "${1:-}" == --sglang ]]; then
     shift
     venv="$root/.venv-sglang" with=(--sglang) tests=(tests/integration/sglang tests/e2e/test_sglang_run.py)
+    tests+=(tests/unit/models/test_attention.py tests/unit/models/test_layers.py)  # SGLang's torch is a newer one
 fi
 bash "$root/requirements/install.sh" ${with[@]+"${with[@]}"} --dev
 
