@@ -6,6 +6,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
@@ -29,13 +30,18 @@ def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Opti
     """Read what `save` wrote, on any number of ranks; a rank that was not there then keeps its random states. Collective.
 
     Of the optimizer, what it has gathered of each weight is read; its settings (learning rate, weight decay, …) are left as
-    they are: a config that has changed since counts.
+    they are: a config that has changed since counts. A weight that was frozen then and is trained now starts without.
     """
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
-    dcp.load(state, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
-    optimizer_state["state"] = state["optimizer"]["state"]
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
+    known = FileSystemReader(folder).read_metadata().state_dict_metadata
+    gathered = optimizer_state["state"]
+    assert isinstance(gathered, dict)
+    state = {name: value for name, value in gathered.items() if f"optimizer.state.{name}.step" in known}
+    dcp.load({"model": model_state, "optimizer": {"state": state}}, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+    set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for name, param in policy.named_parameters():
+        if name in gathered and name not in state:
+            del optimizer.state[param]
     if (random := folder / f"random-{rank}.pt").exists():
         states = torch.load(random)
         torch.set_rng_state(states["cpu"])

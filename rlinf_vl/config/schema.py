@@ -86,7 +86,8 @@ class RunnerConfig:
     keep_last: int = 2
     """Complete checkpoints kept; older ones are deleted. -1 keeps all."""
     resume_dir: str | None = None
-    """null starts afresh, `auto` takes the newest complete checkpoint of this run's folder, a path that checkpoint."""
+    """null starts afresh (a used folder of this name is set aside first), `auto` takes the newest complete checkpoint of this
+    run's folder, a path that checkpoint. What the config says now counts, the optimizer's settings included."""
     heartbeat_timeout: float = 120.0
     """Seconds without an answer after which a rollout worker or an actor rank is taken for hung, and replaced."""
     max_restarts: int = 3

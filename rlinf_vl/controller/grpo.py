@@ -73,7 +73,9 @@ class GrpoController:
         self.config, self.model_path, self.placement = config, model_path, placement
         self.run_dir, self.progress = run_dir, progress
         self.stop_request = stop_request or StopRequest()
-        self.step, self.metrics, self.timings, self.checked = 0, {}, {}, False
+        self.step = 0  # the last one done
+        self.current_step = 0  # the one that what happens now belongs to: while it is trained, the next one
+        self.metrics, self.timings, self.checked = {}, {}, False
         self.events = EventLog(run_dir)
         self.last_good = checkpoint
         progress.phase("starting rollout workers and actor ranks")
@@ -82,7 +84,7 @@ class GrpoController:
             model_path,
             placement.device,
             placement.rollout,
-            report=lambda message: self.events.add(self.step, "worker_replaced", message),
+            report=lambda message: self.events.add(self.current_step, "worker_replaced", message),
             check=self.stop_request.check,
         )
         self.actors = ActorGroup(config, model_path, placement.device, placement.actor)
@@ -92,7 +94,7 @@ class GrpoController:
             model_path,
             family_of(config.rollout.model.model_type).image_token,
             release=self.pool.release,
-            report=lambda message: self.events.add(self.step, "recording_ended", message),
+            report=lambda message: self.events.add(self.current_step, "recording_ended", message),
         )
         self._prepare_data(rows=ray.get(self.pool.start())[0])
         self.shares_gpu = placement.collocated and placement.device == "cuda"
@@ -133,7 +135,7 @@ class GrpoController:
             log.info("nothing left: step %d of %d; raise runner.%s", self.step, self.total_steps, key)
         while self.step < self.total_steps:
             self.stop_request.check()
-            self.metrics, self.timings = {}, {}
+            self.current_step, self.metrics, self.timings = self.step + 1, {}, {}
             with self.timed("step"):
                 self.train_step()
                 if self.due(self.config.runner.val_check_interval):
@@ -146,18 +148,18 @@ class GrpoController:
     def train_step(self) -> None:
         """One rollout, its optimizer steps, and the new weights on their way. The step counts once the weights are new."""
         epoch, rows = self.sampler.next_batch()
-        tasks = self.tasks("train", rows, self.config.algorithm.group_size, step=self.step + 1)
+        tasks = self.tasks("train", rows, self.config.algorithm.group_size, self.current_step)
         summaries, groups, plan, guard = self.rollout(tasks)
-        recorded = self.trajectories.choose("train", self.step + 1, len(groups))
-        self._count_bad("train", summaries, self.step + 1)
+        recorded = self.trajectories.choose("train", self.current_step, len(groups))
+        self._count_bad("train", summaries)
         self.metrics |= {"data/epoch": epoch, "rollout/worker_restarts": self.pool.restarts}
         self.metrics |= {"actor/restarts": self.events.count("actors_restarted")} | plan.metrics
         self.metrics |= summarize_rollout(summaries, self.timings["time/generate"])
         with self.engines_asleep():
             self.check_engine(summaries, guard)
             with self.timed("train"):
-                self.metrics |= self.actors.update(self.step + 1, plan.minibatches, plan.advantages, recorded)
-        self.step += 1
+                self.metrics |= self.actors.update(self.current_step, plan.minibatches, plan.advantages, recorded)
+        self.step = self.current_step
         self.record("train", summaries, groups, recorded, plan)
         self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
         self.ledger.append(self.step, {"groups": [task.group_id for task in tasks], "rows": rows})
@@ -176,12 +178,14 @@ class GrpoController:
             results = self.pool.generate(tasks)
             while True:
                 summaries, groups = map(list, zip(*results, strict=True))
-                self.check_errors(summaries, self.step + 1)
+                self.check_errors(summaries)
                 plan, guard = self.plan(summaries), self.guard(summaries)
                 lost = self.actors.hold([*plan.minibatches, *([guard] if guard else [])], groups)
                 if not lost:
                     return summaries, groups, plan, guard
-                self.events.add(self.step, "groups_lost", f"{len(lost)} groups died with their worker; sampled again")
+                self.events.add(
+                    self.current_step, "groups_lost", f"{len(lost)} groups died with their worker; sampled again"
+                )
                 for k, result in zip(lost, self.pool.generate([tasks[k] for k in lost]), strict=True):
                     results[k] = result
 
@@ -212,8 +216,8 @@ class GrpoController:
             results = self.pool.generate(self.tasks("val", self.val_rows, 1, self.step))
         summaries, groups = map(list, zip(*results, strict=True))
         self.record("val", summaries, groups, self.trajectories.choose("val", self.step, len(groups)))
-        self.check_errors(summaries, self.step)
-        self._count_bad("val", summaries, self.step)
+        self.check_errors(summaries)
+        self._count_bad("val", summaries)
         correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
         lengths = [n for s in summaries for n in s.response_tokens]
         accuracy = sum(correct) / max(1, len(correct))
@@ -300,7 +304,7 @@ class GrpoController:
         """Show a phase of the step while it lasts, and add its seconds to `time/<phase>`."""
         start = time.perf_counter()
         self.progress.phase(phase)
-        with span(phase, step=self.step):
+        with span(phase, step=self.current_step):
             yield
         self.timings[f"time/{phase}"] = time.perf_counter() - start
 
@@ -320,11 +324,11 @@ class GrpoController:
 
     def guard(self, summaries: list[GroupSummary]) -> tuple[RankMiniBatch, ...]:
         """Who scores what for the mismatch guard: on a run's first step, on this process's first, and on every so many."""
-        interval, step = self.config.runner.mismatch_check_interval, self.step + 1
+        interval = self.config.runner.mismatch_check_interval
         items = pick(summaries)
         if interval < 1 or not items or not self.config.rollout.return_logprobs:
             return ()
-        if self.checked and step % interval:
+        if self.checked and self.current_step % interval:
             return ()
         plan = plan_micro_batches(
             items, ranks=self.actors.world_size, budget=self.config.runner.max_tokens_per_mbs, prices=self.prices
@@ -340,7 +344,7 @@ class GrpoController:
         scores = [Score(summaries[g].images, tokens, seen, blank) for g, tokens, seen, blank in rows]
         trained = self.config.actor.fsdp_config.mixed_precision.param_dtype
         found = judge(scores, max(trained, self.config.rollout.model.precision, key=NOISE.__getitem__))
-        if self.step == 0 or (self.step + 1) % self.config.runner.mismatch_check_interval == 0:
+        if self.current_step == 1 or self.current_step % self.config.runner.mismatch_check_interval == 0:
             self.metrics |= found  # a resumed run checks once more, but its metrics are those of one never stopped
         self.checked = True
 
@@ -357,20 +361,22 @@ class GrpoController:
                 f"checkpoint is {self.last_good or 'none'}. Resume from it with a lower actor.optim.lr or actor.optim.clip_grad"
             )
 
-    def _count_bad(self, split: str, summaries: list[GroupSummary], step: int) -> None:
+    def _count_bad(self, split: str, summaries: list[GroupSummary]) -> None:
         """Rows that couldn't be used; raises `TooManyBadRows`."""
-        self.bad_rows.add_failed(split, summaries, step)
+        self.bad_rows.add_failed(split, summaries, self.current_step)
         self.bad_rows.check()
         if split == "train":
             self.metrics["data/bad_rows"] = self.bad_rows.counts()[split]
 
-    def check_errors(self, summaries: list[GroupSummary], step: int) -> None:
+    def check_errors(self, summaries: list[GroupSummary]) -> None:
         """Record what failed in the engine or the environment; RunError where that is most of a rollout, or where no
         trajectory came out well."""
         if told := check_faults(summaries):
-            self.events.add(step, "trajectories_failed", told)
+            self.events.add(self.current_step, "trajectories_failed", told)
         if all(error for s in summaries for error in s.errors):
-            raise RunError(f"step {step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
+            raise RunError(
+                f"step {self.current_step}: every trajectory failed; the first reason: {summaries[0].errors[0]}"
+            )
 
     def _prepare_data(self, rows: dict[str, int]) -> None:
         """Choose the rows of each split that are used, the order of the training rows, and how many steps that makes."""
@@ -427,7 +433,7 @@ class GrpoController:
                 f"complete checkpoint is {self.last_good or 'none'}"
             ) from error
         back = f"the run goes back to {self.last_good or 'its start: it has no checkpoint yet'}"
-        self.events.add(self.step, "actors_restarted", f"{error}; the actor ranks start again, {back}")
+        self.events.add(self.current_step, "actors_restarted", f"{error}; the actor ranks start again, {back}")
         self.actors.kill()
         if self.weight_sync.busy:
             self.pool.replace_all("they may wait for weights that will not come")
@@ -451,6 +457,7 @@ class GrpoController:
             self.sampler.load_state_dict(state["sampler"])
             logged = state["metrics"]
             self.events.add(self.step, "resumed", f"resumed from {self.last_good}", logging.INFO)
+        self.current_step = self.step
         if self.step or again:
             self.sync_weights()
         self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
@@ -470,6 +477,7 @@ class GrpoController:
 
     def _stop_early(self, stop: Interrupted) -> None:
         """The run was asked to stop: keep what it has computed."""
+        self.current_step = self.step
         if self.trackers.last_step != self.step and self.step:
             self.log_step()
         if self.step and (self.last_good is None or load_state(self.last_good)["step"] != self.step):

@@ -195,3 +195,40 @@ def test_two_ranks_one_rank_two_ranks(undisturbed, tmp_path):
             {name: expected[name] for name in names}, rel=1e-5, abs=1e-5
         )
     check_ledger(run.folder)
+
+
+def test_a_run_that_goes_back_takes_another_branch_with_other_settings(tmp_path):
+    """From an older checkpoint, at another learning rate, the vision tower trained before and frozen now."""
+    common = ("data.val_samples=20", "runner.val_check_interval=2", "runner.save_interval=1")
+    first = Run(
+        tmp_path, *common, "runner.max_steps=3", "runner.keep_last=-1", "actor.model.freeze_vision_tower=false",
+        "actor.optim.lr=0.02", "actor.optim.lr_warmup_steps=0",
+    )  # fmt: skip
+    first.finish()
+    before = comparable(first.folder)
+    back = Run(
+        tmp_path, *common, "runner.max_steps=4", "runner.keep_last=1", "actor.model.freeze_vision_tower=true",
+        "actor.optim.lr=0.001", "actor.optim.lr_warmup_steps=9", "algorithm.kl_beta=0.01", "runner.mismatch_check_interval=1",
+        f"runner.resume_dir={first.folder}/checkpoints/global_step_1",
+    )  # fmt: skip
+    output = back.finish()
+    assert "what came after step 1 is now in" in output and "actor.optim.lr: 0.02 → 0.001" in output
+    assert [path.name for path in (back.folder / "checkpoints").iterdir()] == ["global_step_4"]
+    left = back.folder / "abandoned-1"
+    assert {path.name for path in (left / "checkpoints").iterdir()} == {"global_step_2", "global_step_3"}
+    assert comparable(left) == before
+    found = comparable(back.folder)
+    assert sorted(found) == [0, 1, 2, 3, 4] and [found[step] for step in (0, 1)] == [before[step] for step in (0, 1)]
+    # what the step after this one trains with, as before: `factor` of a warm-up over nine optimizer steps
+    assert [found[step]["actor/lr"] for step in (2, 3, 4)] == pytest.approx([0.0003, 0.0004, 0.0005])
+    for step in (2, 3, 4):  # float32: engine and trainer agree, images included
+        assert found[step]["actor/rollout_train_abs_diff_max"] < 1e-4 and found[step]["mismatch/one_image"] < 1e-4
+        assert found[step]["actor/ref_kl"] > 1e-3, "the policy has left the base model behind, and its tower"
+    assert {path.name for path in (back.folder / "trajectories").iterdir()} == {f"step_{n}.parquet" for n in range(5)}
+
+    again = Run(tmp_path, *common, "runner.max_steps=1")
+    assert "is now in" in again.finish()
+    aside = tmp_path / f"{again.folder.name}.previous-1"
+    assert comparable(aside) == found and (aside / "abandoned-1/checkpoints/global_step_3").is_dir()
+    assert sorted(comparable(again.folder)) == [0, 1]
+    assert not (again.folder / "checkpoints/global_step_4").exists()

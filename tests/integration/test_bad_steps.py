@@ -77,6 +77,59 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_a_few_in_a_row_end_t
     assert controller.events.count("step_skipped") == 3
 
 
+def test_whatever_happens_names_the_step_that_is_being_trained(controller, monkeypatch, tmp_path):
+    """The step of the ledger, of the trajectories and of metrics.jsonl, in events, bad rows and spans alike."""
+    from rlinf_vl.observe import spans
+    from rlinf_vl.observe.lines import read_steps
+
+    generate, plan, done = controller.pool.generate, controller.plan, set()
+    (tmp_path / "spans").mkdir()
+    monkeypatch.setattr(spans, "_file", None)
+    spans.record_spans(tmp_path, "controller")
+
+    def first_time_in(step: int) -> bool:
+        now = controller.current_step == step and step not in done
+        return now and not done.add(step)
+
+    def kill(actor) -> None:
+        _, pid = ray.get(actor.process.remote())
+        os.kill(pid, signal.SIGKILL)
+
+    def generated(tasks):
+        assert all(task.group_id.startswith(f"train-{controller.current_step}-") for task in tasks)
+        if first_time_in(2):
+            kill(controller.pool.workers[0])
+        results = generate(tasks)
+        if first_time_in(5):
+            summary, group = results[0]
+            results[0] = replace(summary, errors=("odd: one of its rows", *summary.errors[1:])), group
+        return results
+
+    def planned(summaries):
+        made = plan(summaries)
+        if first_time_in(3):
+            kill(controller.actors.ranks[0])
+        if controller.current_step == 4:
+            made = replace(made, advantages=tuple(tuple(math.inf for _ in group) for group in made.advantages))
+        return made
+
+    monkeypatch.setattr(controller.pool, "generate", generated)
+    monkeypatch.setattr(controller, "plan", planned)
+    controller.fit()
+    spans.flush_spans()
+    events = [(row["kind"], row["step"]) for row in read_steps(tmp_path / "events.jsonl")]
+    named = ("worker_replaced", "actors_restarted", "resumed", "step_skipped")
+    assert [event for event in events if event[0] in named] == list(zip(named, (2, 3, 2, 4), strict=True))
+    assert [row["step"] for row in read_steps(tmp_path / "bad_rows.jsonl")] == [5]
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        assert [row["step"] for row in read_steps(tmp_path / name)] == [1, 2, 3, 4, 5, 6]
+    (skipped,) = [row for row in read_steps(tmp_path / "metrics.jsonl") if row["actor/skipped_steps"]]
+    assert skipped["step"] == 4
+    for phase in ("step", "generate", "train", "sync", "checkpoint"):
+        seen = {span["about"]["step"] for span in spans.read_spans(tmp_path) if span["name"] == phase}
+        assert seen == {1, 2, 3, 4, 5, 6}, phase
+
+
 def test_groups_that_are_held_outlive_their_worker_and_others_are_reported_lost(controller):
     def kill_the_worker():
         (worker,) = controller.pool.workers

@@ -177,3 +177,13 @@ def test_a_frozen_tower_that_is_the_base_models_is_neither_sent_nor_encoded_twic
     with started(toy_folder, *overrides, step=1, folder=folder) as rank:
         assert not any(".visual." in name for name in offered(rank, monkeypatch))
         assert rank.make.cache is not None
+
+
+def test_a_tower_that_was_frozen_and_is_now_trained_starts_without_optimizer_state(toy_folder, towers):
+    _, folder, _ = towers
+    with started(toy_folder, "actor.model.freeze_vision_tower=false", step=1, folder=folder) as rank:
+        state, parameters = rank.optimizer.state, dict(rank.policy.named_parameters())
+        assert {".visual." in name for name, param in parameters.items() if param in state} == {False}
+        train(rank, 1)
+        steps = {(".visual." in name, float(state[param]["step"])) for name, param in parameters.items()}
+        assert steps == {(True, 2.0), (False, 4.0)}  # two mini-batches a step, of which the others have had one more
