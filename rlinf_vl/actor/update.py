@@ -13,6 +13,7 @@ from torch import nn
 from rlinf_vl.actor.fsdp import clip_gradients, gather_no_more, micro_step
 from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
 from rlinf_vl.models.families import VisionFeatures
+from rlinf_vl.models.transfer import on_device
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.spans import span
 from rlinf_vl.types import MicroBatch
@@ -63,9 +64,9 @@ def micro_batch_loss(
     """
     device = logprobs.device
     mask = torch.ones(len(logprobs), dtype=torch.bool, device=device)
-    segments = torch.from_numpy(batch.trajectories).to(device)
-    advantages = torch.from_numpy(batch.advantages).to(device)
-    rollout = None if batch.rollout_logprobs is None else torch.from_numpy(batch.rollout_logprobs).to(device)
+    segments, advantages = (on_device(x, device) for x in (batch.trajectories, batch.advantages))
+    rollout = None if batch.rollout_logprobs is None else on_device(batch.rollout_logprobs, device)
+    n_segments = int(batch.trajectories[-1]) + 1 if len(logprobs) else 0
     train = logprobs.detach() if old_logprobs is None else old_logprobs
     old = rollout if settings.old_logprobs == "false" else train
     assert old is not None, "the config asks for rollout.return_logprobs"
@@ -73,7 +74,13 @@ def micro_batch_loss(
     if settings.tis_clip is not None:
         assert rollout is not None, "the config asks for rollout.return_logprobs"
         weights = importance_weights(
-            train, rollout, mask, clip=settings.tis_clip, level=settings.tis_level, segment_ids=segments
+            train,
+            rollout,
+            mask,
+            clip=settings.tis_clip,
+            level=settings.tis_level,
+            segment_ids=segments,
+            n_segments=n_segments,
         )
     per_token, stats = policy_loss(
         logprobs,
@@ -93,7 +100,7 @@ def micro_batch_loss(
         sums.add("actor/ref_kl", kl.detach().sum(), n)
     if settings.entropy_bonus:
         per_token = per_token - settings.entropy_bonus * entropy
-    loss = aggregate(per_token, mask, segments, settings.aggregation, denominator=denominator)
+    loss = aggregate(per_token, mask, segments, settings.aggregation, denominator=denominator, n_segments=n_segments)
 
     sums.add("actor/entropy", entropy.detach().sum(), n)
     for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):

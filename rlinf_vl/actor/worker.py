@@ -234,13 +234,13 @@ class ActorRank:
         Returns:
             The state of a `MetricSums`, this rank's part.
         """
-        self.kept: dict[int, dict[int, np.ndarray]] = {}
+        kept: dict[int, dict[int, torch.Tensor]] = {}
 
         def keep(m: int, i: int, batch: MicroBatch, logprobs: torch.Tensor) -> None:
             for place, item in enumerate(minibatches[m].micro_batches[i]):
                 if item.group in recorded:
-                    own = torch.from_numpy(batch.trajectories == place).to(logprobs.device)
-                    self.kept.setdefault(item.group, {})[item.index] = logprobs[own].cpu().numpy()
+                    own = slice(*np.searchsorted(batch.trajectories, (place, place + 1)))
+                    kept.setdefault(item.group, {})[item.index] = logprobs[own]
 
         profile = self.config.runner.profile
         profiled = step in profile.steps and self.rank in profile.ranks
@@ -259,6 +259,7 @@ class ActorRank:
                 keep=keep if recorded else None,
             )
         self.held = {}
+        self.kept = {group: {i: x.cpu().numpy() for i, x in parts.items()} for group, parts in kept.items()}
         return sums.state()
 
     def kept_logprobs(self) -> dict[int, dict[int, np.ndarray]]:

@@ -16,6 +16,7 @@ def aggregate(
     mode: str,
     *,
     denominator: float | torch.Tensor | None = None,
+    n_segments: int | None = None,
 ) -> torch.Tensor:
     """Reduces a per-token loss over the mask.
 
@@ -33,6 +34,7 @@ def aggregate(
         denominator: what divides instead of the count found in this call: the number of tokens (`token-mean`) or
             sequences (the others) of the whole mini-batch over all ranks. Summed over the micro-batches and ranks, the
             results then are the whole's. A number or a scalar tensor, >= 0.
+        n_segments: says that `segment_ids` are 0…n_segments-1; without it they are looked through, which waits for a GPU.
 
     Returns:
         Scalar on the graph of `per_token`, float32 or wider. Nothing in the mask gives 0 with zero gradients.
@@ -52,17 +54,22 @@ def aggregate(
         total = values.double().sum()
         count = mask.sum()
     else:
-        index, n_segments = segment_index(mask, segment_ids)
+        index, n_segments = segment_index(mask, segment_ids, n_segments)
         sums = segment_sum(values, index, n_segments)
         tokens = segment_sum(mask, index, n_segments)
         total = (sums / tokens.clamp(min=1) if mode == "seq-mean-token-mean" else sums).sum()
         count = (tokens > 0).sum()
-    divisor = torch.as_tensor(count if denominator is None else denominator, dtype=torch.float64, device=mask.device)
-    # A count of 0 goes with a total of 0.
-    return (total / torch.where(divisor > 0, divisor, 1.0)).to(values.dtype)
+    divisor = count if denominator is None else denominator
+    if isinstance(divisor, torch.Tensor):
+        divisor = torch.where(divisor > 0, divisor.to(mask.device).double(), 1.0)
+    elif divisor == 0:
+        divisor = 1.0  # a count of 0 goes with a total of 0
+    return (total / divisor).to(values.dtype)
 
 
-def segment_index(mask: torch.Tensor, segment_ids: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+def segment_index(
+    mask: torch.Tensor, segment_ids: torch.Tensor | None, n_segments: int | None
+) -> tuple[torch.Tensor, int]:
     """Which sequence each token belongs to, as int64 0…n-1 of the mask's shape, and n.
 
     Raises:
@@ -77,6 +84,8 @@ def segment_index(mask: torch.Tensor, segment_ids: torch.Tensor | None) -> tuple
         raise ValueError(f"segment_ids have shape {tuple(segment_ids.shape)}, mask {tuple(mask.shape)}")
     if segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
         raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
+    if n_segments is not None:
+        return segment_ids, n_segments
     unique, index = torch.unique(segment_ids, return_inverse=True)
     return index, unique.numel()
 

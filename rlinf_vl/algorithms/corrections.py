@@ -18,6 +18,7 @@ def importance_weights(
     clip: float | None,
     level: str = "token",
     segment_ids: torch.Tensor | None = None,
+    n_segments: int | None = None,
 ) -> torch.Tensor:
     """Truncated importance weights of the trainer's distribution over the engine's.
 
@@ -35,7 +36,7 @@ def importance_weights(
         rollout_logprobs: same shape, the engine's logprobs.
         mask: bool, same shape: the sampled tokens.
         clip: upper bound of a weight, > 0; None doesn't truncate.
-        segment_ids: integers, same shape, or None (see `rlinf_vl.algorithms`).
+        segment_ids, n_segments: see `aggregate`.
 
     Returns:
         Weights of the same shape, float32 or wider, detached; 0 outside the mask. An exponent that the dtype can't hold
@@ -54,7 +55,7 @@ def importance_weights(
         raise ValueError(f"clip must be > 0 or None, got {clip}")
     delta = keep(train_logprobs, mask) - keep(rollout_logprobs, mask)
     if level != "token":
-        index, n_segments = segment_index(mask, segment_ids)
+        index, n_segments = segment_index(mask, segment_ids, n_segments)
         exponent = segment_sum(delta, index, n_segments)
         if level == "geometric":
             exponent = exponent / segment_sum(mask, index, n_segments).clamp(min=1)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rlinf_vl.models.attention_kernels import Kernel, kernel_for
+from rlinf_vl.models.transfer import on_device
 
 
 class AttentionContext(Protocol):
@@ -117,4 +118,4 @@ def _where(starts: np.ndarray, lengths: np.ndarray, device) -> torch.Tensor | sl
     if (starts[1:] == starts[:-1] + lengths[:-1]).all():
         return slice(int(starts[0]), int(starts[-1] + lengths[-1]))
     offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return torch.from_numpy(np.repeat(starts, lengths) + offsets).to(device)
+    return on_device(np.repeat(starts, lengths) + offsets, device)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rlinf_vl.models.precision import bfloat16_products, has_bfloat16_units
+from rlinf_vl.models.transfer import on_device
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -185,7 +186,7 @@ class Varlen:
         # sequences for that of tokens.
         ends = 1 + np.flatnonzero(np.diff(cu_q) + np.diff(cu_k))
         bounds = [cu[[0, *ends]] for cu in (cu_q, cu_k)]
-        self.cu = [torch.from_numpy(cu.astype(np.int32)).to(device) for cu in bounds]
+        self.cu = [on_device(cu.astype(np.int32), device) for cu in bounds]
         self.longest = [int(np.diff(cu).max()) for cu in bounds]
 
     def forward(self, q, k, v, scale):

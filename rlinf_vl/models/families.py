@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rlinf_vl.models.layers import (
+    add_deepstack,
     attention_forward,
     mlp_forward,
     norm_forward,
@@ -37,9 +38,9 @@ class Family:
         special_tokens: vision placeholders that may never be sampled.
         image_token: the placeholder that stands for one image token.
         encode_images: (vision tower, pixel_values [P, d], grids [n, 3], kwargs) → `VisionFeatures`.
-        text_forward: (text model, inputs_embeds [1, T, H], position_ids [4, 1, T], image mask [1, T] or None, deepstack
-            features, kwargs) → last hidden state [1, T, H].
-        layers: class name of a module → the `forward` that takes the place of its own.
+        text_forward: (text model, inputs_embeds [1, T, H], position_ids [4, 1, T], positions of image tokens int64 [N] or
+            None, deepstack features, kwargs) → last hidden state [1, T, H].
+        layers: class name of a module, or class name and method → the `forward`, or method, that takes the place of its own.
         positions: (ids [T], image token id, grids, merge size) → [4, T].
     """
 
@@ -61,14 +62,16 @@ def _qwen3_vl_encode(tower: nn.Module, pixel_values: torch.Tensor, grids: torch.
     return VisionFeatures(out.pooler_output, tuple(out.deepstack_features))
 
 
-def _qwen3_vl_text(text_model: nn.Module, inputs_embeds, position_ids, image_mask, deepstack, **kwargs) -> torch.Tensor:
+def _qwen3_vl_text(
+    text_model: nn.Module, inputs_embeds, position_ids, image_positions, deepstack, **kwargs
+) -> torch.Tensor:
     return text_model(
         inputs_embeds=inputs_embeds,
         position_ids=position_ids,
         attention_mask=None,
         use_cache=False,
-        visual_pos_masks=image_mask,
-        deepstack_visual_embeds=list(deepstack) if image_mask is not None else None,
+        visual_pos_masks=image_positions,  # a mask would be searched for its positions in every layer
+        deepstack_visual_embeds=list(deepstack) if image_positions is not None else None,
         **kwargs,
     ).last_hidden_state
 
@@ -85,6 +88,7 @@ FAMILIES: dict[str, Family] = {
         encode_images=_qwen3_vl_encode,
         text_forward=_qwen3_vl_text,
         layers={
+            "Qwen3VLTextModel._deepstack_process": add_deepstack,
             "Qwen3VLTextAttention": attention_forward,
             "Qwen3VLTextMLP": mlp_forward,
             "Qwen3VLTextRMSNorm": norm_forward,

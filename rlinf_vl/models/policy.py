@@ -15,6 +15,7 @@ from rlinf_vl.models.attention import AttentionContext, SegmentAttention
 from rlinf_vl.models.families import Family, VisionFeatures
 from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.logprobs import token_logprobs
+from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import MicroBatch
 
 
@@ -37,7 +38,7 @@ def encode_images(
     tower = model.get_submodule(family.vision_tower)
     frames = np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])
     context = SegmentAttention(np.cumsum([0, *frames]), causal=False, device=device, dtype=output_weight(model).dtype)
-    patches, shapes = (torch.from_numpy(x).to(device) for x in (pixel_values, grids))
+    patches, shapes = (on_device(x, device) for x in (pixel_values, grids))
     with torch.set_grad_enabled(is_trained(tower) and torch.is_grad_enabled()):
         return family.encode_images(tower, patches, shapes, context=context)
 
@@ -77,21 +78,20 @@ def hidden_states(
     """
     text_model: Any = model.get_submodule(family.text_model)
     embeds = text_model.get_input_embeddings()(ids)
-    image_mask, deepstack = None, ()
+    image_positions, deepstack = None, ()
     if images is not None:
         features = images.features
         if len(images.image_positions):
             embeds = embeds.index_put(
                 (images.image_positions,), features.tokens[images.image_features].to(embeds.dtype)
             )
-            image_mask = torch.zeros(1, len(ids), dtype=torch.bool, device=ids.device)
-            image_mask[0, images.image_positions] = True
+            image_positions = images.image_positions
             deepstack = tuple(layer[images.image_features] for layer in features.deepstack)
         elif features.tokens.requires_grad:
             # A zero that hangs on the tower: its backward runs, and its collectives with it.
             embeds = embeds + 0.0 * (features.tokens.sum() + sum(layer.sum() for layer in features.deepstack))
     return family.text_forward(
-        text_model, embeds.unsqueeze(0), positions.unsqueeze(1), image_mask, deepstack, context=context
+        text_model, embeds.unsqueeze(0), positions.unsqueeze(1), image_positions, deepstack, context=context
     )[0]
 
 
@@ -128,7 +128,7 @@ class PolicyModel(nn.Module):
         """
         device = self.banned.device
         ids, positions, predict, targets, where, which = (
-            torch.from_numpy(a).to(device, non_blocking=True)
+            on_device(a, device)
             for a in (batch.ids, batch.positions, batch.predict, batch.targets, batch.image_positions,
                       batch.image_features)
         )  # fmt: skip

@@ -17,8 +17,8 @@ class MetricSums:
     A mean of means would weigh a token by how it was packed; here every micro-batch and rank adds its sum and its
     count, and `compute` divides what all of them have added. A name is a mean, a maximum or a minimum, not two of them.
 
-    Tensors are scalars of any dtype; they are kept on their device in float64 until `state`, `merge` or `compute` asks
-    for numbers, so adding one doesn't wait for the device. NaN is kept: a broken step must look broken.
+    Tensors are scalars of any dtype; they are kept on their device in float64 until `state` or `compute` asks for
+    numbers, so neither adding one nor merging waits for the device. NaN is kept: a broken step must look broken.
     """
 
     def __init__(self) -> None:
@@ -42,15 +42,12 @@ class MetricSums:
 
     def merge(self, other: "MetricSums") -> None:
         """Takes in what another micro-batch or rank has accumulated."""
-        for kind, values in other.state().items():
-            for name, value in values.items():
-                if kind == "maximum":
-                    self.maximum(name, value)
-                elif kind == "minimum":
-                    self.minimum(name, value)
-                else:
-                    sums = self._totals if kind == "total" else self._counts
-                    sums[name] = sums.get(name, 0.0) + value
+        for name, total in other._totals.items():
+            self.add(name, total, other._counts[name])
+        for name, value in other._maxima.items():
+            self.maximum(name, value)
+        for name, value in other._minima.items():
+            self.minimum(name, value)
 
     def state(self) -> dict[str, dict[str, float]]:
         """Plain floats to ship between processes: kind ("total", "count", "maximum", "minimum") → name → value."""
@@ -135,7 +132,6 @@ def _widen(value: Scalar) -> Scalar:
 
 def _larger(a: Scalar, b: Scalar) -> Scalar:
     """The larger of two scalars; NaN if either is."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        device = next(x.device for x in (a, b) if isinstance(x, torch.Tensor))
-        return torch.maximum(*(torch.as_tensor(x, dtype=torch.float64, device=device) for x in (a, b)))
-    return float(np.maximum(a, b))
+    if isinstance(a, torch.Tensor):
+        return torch.maximum(a, b) if isinstance(b, torch.Tensor) else a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, torch.Tensor) else float(np.maximum(a, b))
