@@ -3,6 +3,7 @@ the tests in tests/unit/models run for every row."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class Family:
         encode_images: (vision tower, pixel_values [P, d], grids [n, 3], kwargs) → `VisionFeatures`.
         text_forward: (text model, inputs_embeds [1, T, H], position_ids [4, 1, T], positions of image tokens int64 [N] or
             None, deepstack features, kwargs) → last hidden state [1, T, H].
-        layers: class name of a module, or class name and method → the `forward`, or method, that takes the place of its own.
+        layers: class name of a module → the `forward` that takes the place of its own.
         positions: (ids [T], image token id, grids, merge size) → [4, T].
     """
 
@@ -62,15 +63,15 @@ def _qwen3_vl_encode(tower: nn.Module, pixel_values: torch.Tensor, grids: torch.
     return VisionFeatures(out.pooler_output, tuple(out.deepstack_features))
 
 
-def _qwen3_vl_text(
-    text_model: nn.Module, inputs_embeds, position_ids, image_positions, deepstack, **kwargs
-) -> torch.Tensor:
+def _qwen3_vl_text(text_model: Any, inputs_embeds, position_ids, image_positions, deepstack, **kwargs) -> torch.Tensor:
+    # Its own takes a mask, and searches it for positions in every layer.
+    text_model._deepstack_process = add_deepstack
     return text_model(
         inputs_embeds=inputs_embeds,
         position_ids=position_ids,
         attention_mask=None,
         use_cache=False,
-        visual_pos_masks=image_positions,  # a mask would be searched for its positions in every layer
+        visual_pos_masks=image_positions,
         deepstack_visual_embeds=list(deepstack) if image_positions is not None else None,
         **kwargs,
     ).last_hidden_state
@@ -88,7 +89,6 @@ FAMILIES: dict[str, Family] = {
         encode_images=_qwen3_vl_encode,
         text_forward=_qwen3_vl_text,
         layers={
-            "Qwen3VLTextModel._deepstack_process": add_deepstack,
             "Qwen3VLTextAttention": attention_forward,
             "Qwen3VLTextMLP": mlp_forward,
             "Qwen3VLTextRMSNorm": norm_forward,

@@ -57,7 +57,7 @@ def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, c
     return self.proj(context.attend(-1, q, k, v, self.scaling)[0].flatten(1))
 
 
-def add_deepstack(self: Any, hidden_states, image_positions, features) -> torch.Tensor:
+def add_deepstack(hidden_states: torch.Tensor, image_positions: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """`_deepstack_process` of a transformers text model: hidden_states [1, T, H] plus features [N, H] at these positions,
     int64 [N], none twice."""
     return hidden_states.index_add(1, image_positions, features.to(hidden_states.dtype).unsqueeze(0))

@@ -57,10 +57,8 @@ def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedMo
     text_config: Any = model.get_submodule(family.text_model).config
     text_config._attn_implementation = "context"
     for module in model.modules():
-        for name, function in family.layers.items():
-            kind, _, method = name.partition(".")
-            if type(module).__name__ == kind:
-                setattr(module, method or "forward", types.MethodType(function, module))
+        if (forward := family.layers.get(type(module).__name__)) is not None:
+            module.forward = types.MethodType(forward, module)
     return model
 
 
