@@ -112,18 +112,6 @@ def make_scheduler(optimizer, kind: str, *, warmup: int, total: int, min_ratio: 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=done - 1)
 
 
-def move(policy: nn.Module, optimizer: torch.optim.Optimizer | None, device: str) -> None:
-    """Move a sharded model's parameters and its optimizer's state to `device`: host memory while the engines use the GPU,
-    and back. Between steps only: no gradient may be alive."""
-    policy.to(device)
-    for state in optimizer.state.values() if optimizer else ():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                state[name] = value.to(device)
-    if device == "cpu" and torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
     """Clip to `max_norm` by the norm over all shards of all ranks; returns that norm, before clipping (float32)."""
     norm = nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.requires_grad], max_norm)
@@ -136,13 +124,16 @@ def whole_weights(
     """Name and whole value of every trainable weight, and of `frozen` ones if asked for, in the transformers model's own
     names, cast once to `dtype`, on `device`.
 
-    Collective: every rank must exhaust it. A tied weight appears once.
+    Collective: every rank must exhaust it. A tied weight appears once. Shards in host memory (`fsdp_config.cpu_offload`) are
+    gathered on the device all the same.
     """
     for name, param in policy.model.named_parameters():
         if param.requires_grad or frozen:
             value = param.detach()
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            yield name, value.to(dtype=dtype).to(device)
+            if isinstance(value, DTensor):
+                value = value.to(value.device_mesh.device_type, dtype)
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+            yield name, value.to(device, dtype)
 
 
 def weight_shapes(

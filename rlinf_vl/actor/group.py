@@ -162,13 +162,13 @@ class ActorGroup:
         """The weights sent last, as buckets in the object store."""
         return self.wait([self.ranks[0].spare_weights.remote()])[0]
 
-    def offload(self) -> None:
-        """Every rank's weights and optimizer state to host memory."""
-        self.wait([rank.offload.remote() for rank in self.ranks])
+    def release_memory(self, parts: Sequence[str]) -> None:
+        """Every rank moves these parts (`rlinf_vl.actor.offload`) to host memory, and gives back what its device has cached."""
+        self.wait([rank.release_memory.remote(parts) for rank in self.ranks])
 
-    def onload(self) -> None:
-        """Every rank's weights and optimizer state back to its device."""
-        self.wait([rank.onload.remote() for rank in self.ranks])
+    def restore_memory(self) -> None:
+        """Every rank takes back what it has moved away."""
+        self.wait([rank.restore_memory.remote() for rank in self.ranks])
 
     def save(self, folder: str) -> None:
         """Have the ranks write a checkpoint into `folder` together; OSError where one could not."""

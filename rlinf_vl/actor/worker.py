@@ -21,11 +21,11 @@ from rlinf_vl.actor.fsdp import (
     gather_no_more,
     make_optimizer,
     make_scheduler,
-    move,
     shard,
     weight_shapes,
     whole_weights,
 )
+from rlinf_vl.actor.offload import Offload
 from rlinf_vl.actor.update import LossSettings, update
 from rlinf_vl.config.schema import AlgorithmConfig, Config
 from rlinf_vl.models.families import family_of
@@ -126,6 +126,7 @@ class ActorRank:
             eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
         )
+        self.memory = Offload(self.policy, self.optimizer, self.reference, self.device)
         self.total_steps, self.frozen_differ = total_steps, False
         self.scheduler = self._schedule(done=0)
         cache = None  # a frozen tower's features; a trained one runs in every micro-batch
@@ -341,17 +342,13 @@ class ActorRank:
         """The weights sent last, as buckets in the object store."""
         return self.sender.spare()
 
-    def offload(self) -> None:
-        """Give the device's memory to a collocated engine: weights and optimizer state go to host memory."""
-        move(self.policy, self.optimizer, "cpu")
-        if self.reference is not None:
-            move(self.reference, None, "cpu")
+    def release_memory(self, parts: Sequence[str]) -> None:
+        """As `Offload.release`."""
+        self.memory.release(parts)
 
-    def onload(self) -> None:
-        """Take what `offload` put aside back to the device."""
-        move(self.policy, self.optimizer, self.device)
-        if self.reference is not None:
-            move(self.reference, None, self.device)
+    def restore_memory(self) -> None:
+        """As `Offload.restore`."""
+        self.memory.restore()
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint. Collective."""

@@ -28,6 +28,7 @@ from rlinf_vl.controller.run_folder import (
     save_checkpoint,
     write_baselines,
 )
+from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.controller.stop_request import Interrupted, StopRequest
 from rlinf_vl.controller.weight_sync import WeightSync
@@ -97,7 +98,7 @@ class GrpoController:
             report=lambda message: self.events.add(self.current_step, "recording_ended", message),
         )
         self._prepare_data(rows=ray.get(self.pool.start())[0])
-        self.shares_gpu = placement.collocated and placement.device == "cuda"
+        self.gpu = SharedGpu(self.pool, shared=placement.collocated, offload=config.actor.enable_offload)
         self._start_actors()
         self._resume()
         progress.begin(self.total_steps, self.step)
@@ -155,19 +156,19 @@ class GrpoController:
         self.metrics |= {"data/epoch": epoch, "rollout/worker_restarts": self.pool.restarts}
         self.metrics |= {"actor/restarts": self.events.count("actors_restarted")} | plan.metrics
         self.metrics |= summarize_rollout(summaries, self.timings["time/generate"])
-        with self.engines_asleep():
-            self.check_engine(summaries, guard)
-            with self.timed("train"):
-                self.metrics |= self.actors.update(self.current_step, plan.minibatches, plan.advantages, recorded)
+        self.gpu.to_ranks(self.actors)
+        self.check_engine(summaries, guard)
+        with self.timed("train"):
+            self.metrics |= self.actors.update(self.current_step, plan.minibatches, plan.advantages, recorded)
         self.step = self.current_step
         self.record("train", summaries, groups, recorded, plan)
         self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
         self.ledger.append(self.step, {"groups": [task.group_id for task in tasks], "rows": rows})
         self.metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in summaries) / self.timings["time/train"]
         self.count_bad_steps()
-        if self.due(self.config.runner.weight_sync_interval):
-            with self.timed("sync"):
-                self.sync_weights()
+        self.gpu.to_engines(
+            self.actors, self.sync_weights if self.due(self.config.runner.weight_sync_interval) else None
+        )
 
     def rollout(
         self, tasks: list[Task]
@@ -206,7 +207,8 @@ class GrpoController:
 
     def sync_weights(self) -> None:
         """Have every engine take the actors' weights. Their version is the step that made them."""
-        self.weight_sync(version=self.step)
+        with self.timed("sync"):
+            self.weight_sync(version=self.step)
 
     def validate(self) -> dict[str, float]:
         """Accuracy on the validation rows, one sample each, drawn from the same streams every time."""
@@ -308,20 +310,6 @@ class GrpoController:
             yield
         self.timings[f"time/{phase}"] = time.perf_counter() - start
 
-    @contextmanager
-    def engines_asleep(self) -> Iterator[None]:
-        """Where engines and trainer share GPUs, each gives its memory to the other in turn."""
-        offload = self.shares_gpu and self.config.actor.enable_offload
-        if self.shares_gpu:
-            self.pool.release_memory()
-        if offload:
-            self.actors.onload()
-        yield
-        if offload:
-            self.actors.offload()
-        if self.shares_gpu:
-            self.pool.restore_memory()
-
     def guard(self, summaries: list[GroupSummary]) -> tuple[RankMiniBatch, ...]:
         """Who scores what for the mismatch guard: on a run's first step, on this process's first, and on every so many."""
         interval = self.config.runner.mismatch_check_interval
@@ -406,8 +394,9 @@ class GrpoController:
         return kept
 
     def _start_actors(self) -> None:
-        """Processes are there; load the model and agree on how its weights travel."""
+        """Processes are there; load the model, while the engines sleep, and agree on how its weights travel."""
         self.progress.phase("sharding the policy")
+        self.gpu.to_ranks()
         self.prices = self.actors.start(self.total_steps)
         placement = self.placement
         self.weight_sync = WeightSync(
@@ -435,6 +424,7 @@ class GrpoController:
         back = f"the run goes back to {self.last_good or 'its start: it has no checkpoint yet'}"
         self.events.add(self.current_step, "actors_restarted", f"{error}; the actor ranks start again, {back}")
         self.actors.kill()
+        self.pool.forget_weights()
         if self.weight_sync.busy:
             self.pool.replace_all("they may wait for weights that will not come")
         self.pool.release()
@@ -458,8 +448,7 @@ class GrpoController:
             logged = state["metrics"]
             self.events.add(self.step, "resumed", f"resumed from {self.last_good}", logging.INFO)
         self.current_step = self.step
-        if self.step or again:
-            self.sync_weights()
+        self.gpu.to_engines(self.actors, self.sync_weights if self.step or again else None)
         self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
         resume_step = self.step or -1  # a run that goes back to its start validates, and so logs step 0, once more
         self.trajectories.go_on_from(resume_step)

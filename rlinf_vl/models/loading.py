@@ -50,6 +50,13 @@ def load_model(
     return use_packed_attention(model, family)
 
 
+def weight_shapes(config: Any, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the model's weights, as transformers and a checkpoint have them; nothing is loaded."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
 def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedModel:
     """Let a transformers model attend through an `AttentionContext`, and compute as `family.layers` says; returns the
     model. Modules and weights stay as they are."""

@@ -13,6 +13,22 @@ from rlinf_vl.weights.collective import Notice, WeightGroup
 MEMORY_TAGS = ("weights", "kv_cache")
 
 
+#: Weights that take no more than this share of a GPU stay there while the trainer runs.
+SMALL_WEIGHTS = 0.1
+
+
+def release_tags(weight_bytes: int, gpu_bytes: int) -> tuple[str, ...]:
+    """What an engine gives back while a trainer needs its GPU: the KV cache always, its weights unless they are small.
+
+    Small weights are not worth two copies a step, nor the host memory that they would be kept in.
+
+    Args:
+        weight_bytes: of the engine's weights on one GPU.
+        gpu_bytes: memory of that GPU.
+    """
+    return ("kv_cache",) if weight_bytes <= SMALL_WEIGHTS * gpu_bytes else MEMORY_TAGS
+
+
 class EngineDied(RuntimeError):
     """The engine is gone, or never came up: it answers nothing any more, and its work must go to another."""
 

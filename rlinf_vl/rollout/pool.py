@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import BadRow
+from rlinf_vl.errors import RunError
 from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, kill
 from rlinf_vl.rollout.engine import MEMORY_TAGS, EngineDied
 from rlinf_vl.rollout.worker import RolloutWorker, Task
@@ -26,10 +27,14 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a replacement is given to load its model and start its engine.
 START_TIMEOUT_S = 1800
-#: Workers replaced in one call of `generate` before the pool gives up: what kills every replacement is not chance.
+#: Workers replaced between two rollouts that end well before the pool gives up: what kills every replacement is not chance.
 MAX_REPLACEMENTS = 8
 #: Rows that a worker checks between two reports of progress.
 FILTER_ROWS = 256
+
+
+class WorkersLost(RunError):
+    """Rollout workers keep dying."""
 
 
 def _cause_of_death(error: RayActorError | RayTaskError) -> str:
@@ -88,6 +93,7 @@ class RolloutPool:
         """
         self.max_running = None if config.rollout.rollout_backend == "torch" else config.rollout.max_running_requests
         self.restarts, self._report, self._check = 0, report, check
+        self._deaths = 0  # since the last rollout that ended well
         self._current: tuple[Callable[[], Sequence[ray.ObjectRef]], int] | None = None  # weights in buckets, version
 
         def make(number: int, option: dict[str, Any]):
@@ -109,7 +115,7 @@ class RolloutPool:
         return [entry(f"rollout {i}", slot.process, slot.restarts) for i, slot in enumerate(self._slots)]
 
     def start(self) -> list[ray.ObjectRef]:
-        """References to wait for: each worker's rows per split."""
+        """References to wait for: each worker's rows per split. What fails here is the config's fault, not chance."""
         return [worker.ready.remote() for worker in self.workers]
 
     def filter_rows(
@@ -120,7 +126,9 @@ class RolloutPool:
         n, results = len(self._slots), []
         for start in range(0, len(rows), FILTER_ROWS * n):
             part = list(rows[start : start + FILTER_ROWS * n])
-            results += ray.get([w.filter_rows.remote(split, part[i::n]) for i, w in enumerate(self.workers)])
+            results += self._call_all(
+                "checking rows", lambda worker, i, part=part: worker.filter_rows.remote(split, part[i::n])
+            )
             self._check()
             progress(start + len(part))
         kept = sorted(row for result, _ in results for row in result.kept)
@@ -140,7 +148,7 @@ class RolloutPool:
         """Answer all tasks; results in the order of `tasks`. `on_group` sees each summary as it arrives.
 
         Raises:
-            RuntimeError: workers keep dying (more than `MAX_REPLACEMENTS` in this call).
+            WorkersLost: workers keep dying (more than `MAX_REPLACEMENTS` since the last call that ended well).
             Exception: what `check` raised.
         """
         samples = max(1, len(tasks[0].seeds)) if tasks else 1
@@ -158,7 +166,6 @@ class RolloutPool:
         )
         streams: dict[Any, _Slot] = {}  # generator of (summary, reference) → who runs it
         results: dict[str, tuple[GroupSummary, ray.ObjectRef]] = {}
-        replaced = 0
 
         def send(slot: _Slot, n: int) -> None:
             batch = [queue.popleft() for _ in range(min(n, len(queue)))]
@@ -167,18 +174,13 @@ class RolloutPool:
                 streams[slot.worker.generate.remote(batch)] = slot
 
         def replace(slot: _Slot, reason: str) -> None:
-            nonlocal replaced
-            replaced += 1
-            if replaced > MAX_REPLACEMENTS:
-                raise RuntimeError(f"{replaced} rollout workers died in one rollout; the last one: {reason}")
             lost = list(slot.tasks.values())
-            self._report(f"a rollout worker is replaced, its {len(lost)} groups are sent again: {reason}")
             for stream in [s for s, owner in streams.items() if owner is slot]:
                 del streams[stream]
             for task in lost:
                 results.pop(task.group_id, None)
             queue.extendleft(reversed(lost))
-            self._replace(slot)
+            self._replace(slot, f"a rollout worker is replaced, its {len(lost)} groups are sent again", reason)
             send(slot, len(lost))
 
         for slot in self._slots:
@@ -208,31 +210,85 @@ class RolloutPool:
             if on_group:
                 on_group(summary)
             send(slot, 1)
+        self._deaths = 0
         return [results[task.group_id] for task in tasks]
 
-    def _replace(self, slot: _Slot) -> None:
-        """A new worker in the place of one that is dead or not to be trusted, with the current weights."""
+    def _replace(self, slot: _Slot, what: str, reason: str) -> None:
+        """A new worker, with the current weights, in the place of one that is dead or not to be trusted; yet another one
+        where that one fails before it has them. `what` and `reason` are reported.
+
+        Raises:
+            WorkersLost: more than `MAX_REPLACEMENTS` failed since the last rollout that ended well.
+        """
+        failure: str | None = reason
+        while failure is not None:
+            self._deaths += 1
+            if self._deaths > MAX_REPLACEMENTS:
+                raise WorkersLost(
+                    f"{self._deaths} rollout workers failed since the last rollout that ended well; the last one: {failure}"
+                )
+            self._report(f"{what}: {failure}")
+            self._start_again(slot)
+            what, failure = "the replacement of a rollout worker is replaced", self._start_failure(slot)
+
+    def _start_again(self, slot: _Slot) -> None:
         slot.kill()
         slot.start()
         self.restarts += 1
-        ray.get(slot.worker.ready.remote(), timeout=START_TIMEOUT_S)
+
+    def _start_failure(self, slot: _Slot) -> str | None:
+        """Wait until a replacement has its model and the current weights. Why it must be replaced itself; None where it has."""
+        try:
+            ray.get(slot.worker.ready.remote(), timeout=START_TIMEOUT_S)
+        except GetTimeoutError:
+            return f"it did not start within {START_TIMEOUT_S} s"
+        except (RayActorError, RayTaskError) as error:
+            return _cause_of_death(error)
         slot.heart.restart()
-        if self._current:
-            buckets, version = self._current
-            ray.get(slot.worker.load_weights.remote(buckets(), version))
+        if self._current is None:
+            return None
+        spare, version = self._current
+        return self._failure(slot, slot.worker.load_weights.remote(spare(), version))
+
+    def _failure(self, slot: _Slot, reference: ray.ObjectRef) -> str | None:
+        """Wait for a call of the slot's worker. Why the worker must be replaced; None where the call ended well."""
+        slot.heart.restart()
+        while not ray.wait([reference], timeout=HEARTBEAT_PERIOD_S / 5)[0]:
+            if reason := slot.heart.failure():
+                return reason
+        try:
+            ray.get(reference)
+        except (RayActorError, RayTaskError) as error:
+            return _cause_of_death(error)
+        return None
+
+    def _call_all(self, what: str, call: Callable[[Any, int], ray.ObjectRef]) -> list[Any]:
+        """What `call(worker, number)` returns for each worker; one that fails is replaced, and its replacement called."""
+        pending = [call(slot.worker, i) for i, slot in enumerate(self._slots)]
+        for i, slot in enumerate(self._slots):
+            while (reason := self._failure(slot, pending[i])) is not None:
+                self._replace(slot, f"a rollout worker is replaced while {what}", reason)
+                pending[i] = call(slot.worker, i)
+        return ray.get(pending)
 
     def replace_all(self, reason: str) -> None:
         """New workers in every place: what the old ones were in the middle of can't be ended otherwise."""
         self._report(f"all rollout workers are replaced: {reason}")
-        self._current = None
         for slot in self._slots:
-            self._replace(slot)
+            self._start_again(slot)
+        for slot in self._slots:
+            if (failure := self._start_failure(slot)) is not None:
+                self._replace(slot, "the replacement of a rollout worker is replaced", failure)
 
     def release(self, summaries: Sequence[GroupSummary] | None = None) -> None:
         """Let the groups of these summaries (None: all) go from the object store, once nobody reads them any more."""
         ids = None if summaries is None else [summary.id for summary in summaries]
         for worker in self.workers:
             worker.release.remote(ids)
+
+    def forget_weights(self) -> None:
+        """Those who have the spare weights are gone: until the next sync, a worker that is replaced has those of the start."""
+        self._current = None
 
     def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Have every worker take weights from the object store; kept for workers that replace one."""
@@ -252,26 +308,21 @@ class RolloutPool:
     def settle(self, taken: Sequence[ray.ObjectRef]) -> None:
         """Wait for what `take_weights` began. A worker that dies or hangs meanwhile is replaced, and given the spare weights."""
         for slot, reference in zip(self._slots, taken, strict=True):
-            slot.heart.restart()
-            reason = None
-            while reason is None and not ray.wait([reference], timeout=HEARTBEAT_PERIOD_S / 5)[0]:
-                reason = slot.heart.failure()
-            try:
-                if reason is None:
-                    ray.get(reference)
-                    continue
-            except (RayActorError, RayTaskError) as error:
-                reason = _cause_of_death(error)
-            self._report(f"a rollout worker is replaced during a weight sync: {reason}")
-            self._replace(slot)
+            if (reason := self._failure(slot, reference)) is not None:
+                self._replace(slot, "a rollout worker is replaced during a weight sync", reason)
+
+    def release_tags(self) -> tuple[str, ...]:
+        """What engines give back while a trainer needs their GPUs (`rlinf_vl.rollout.engine.release_tags`)."""
+        wanted = {tag for tags in ray.get([worker.release_tags.remote() for worker in self.workers]) for tag in tags}
+        return tuple(tag for tag in MEMORY_TAGS if tag in wanted)
 
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Have every engine give its device memory back, as in `Engine`."""
-        ray.get([worker.release_memory.remote(tags) for worker in self.workers])
+        """Have every engine give its device memory back, as in `Engine`. A worker that fails is replaced."""
+        self._call_all("giving memory back", lambda worker, _: worker.release_memory.remote(tags))
 
     def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Have every engine take it again."""
-        ray.get([worker.restore_memory.remote(tags) for worker in self.workers])
+        """Have every engine take it again, as in `Engine`. A worker that fails is replaced."""
+        self._call_all("taking memory back", lambda worker, _: worker.restore_memory.remote(tags))
 
     def stop(self) -> None:
         """End every engine and its processes."""

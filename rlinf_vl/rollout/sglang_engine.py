@@ -27,6 +27,7 @@ import torch
 from transformers import AutoConfig
 
 from rlinf_vl.models.families import Family
+from rlinf_vl.models.loading import weight_shapes
 from rlinf_vl.rollout import sglang_cpu
 from rlinf_vl.rollout import sglang_wire as wire
 from rlinf_vl.rollout.engine import MEMORY_TAGS
@@ -101,7 +102,7 @@ class SglangEngine:
         self.device, self.pixels = device, pixels
         self.context_length, self.max_running = context_length, max_running
         self.tp_size, self.request_timeout_s, self.deterministic = tp_size, request_timeout_s, deterministic
-        self.shapes = wire.weight_shapes(config, trust_remote_code)
+        self.shapes = weight_shapes(config, trust_remote_code)
         self.bans = wire.bans(banned)
         self.version = 0
         arguments: dict[str, Any] = {

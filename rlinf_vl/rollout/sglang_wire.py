@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForImageTextToText
 
 from rlinf_vl.types import Request, Sample, SamplingParams
 
@@ -86,13 +85,6 @@ def serialized(bucket: dict[str, torch.Tensor]) -> bytes:
     return MultiprocessingSerializer.serialize(
         {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
     )
-
-
-def weight_shapes(config: Any, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the model's weights, as transformers and a checkpoint have them; nothing is loaded."""
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def kv_bytes_per_token(text: Any, dtype: torch.dtype) -> int:

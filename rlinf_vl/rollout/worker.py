@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from transformers import AutoConfig
 
 from rlinf_vl.config.schema import Config, SamplingConfig
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
@@ -22,11 +23,12 @@ from rlinf_vl.data.images import ImageError
 from rlinf_vl.data.rows import ANSWER_UNUSABLE, PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError, kind_and_reason
 from rlinf_vl.envs import Env, make_env
 from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
 from rlinf_vl.ray_process import where
 from rlinf_vl.rewards import REFERENCE_CHECKS, GradingError, grader
-from rlinf_vl.rollout.engine import EngineDied
+from rlinf_vl.rollout.engine import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.rollout.exchange import GroupStore
 from rlinf_vl.rollout.make_engine import make_engine
 from rlinf_vl.types import (
@@ -95,7 +97,7 @@ class RolloutRank:
         logging.getLogger("ray._raylet").setLevel(logging.CRITICAL)
         record_spans(run_folder(config), f"rollout {number}")
         torch.set_num_threads(config.cluster.cpu_threads)
-        self.config, self.device = config, device
+        self.config, self.model_path, self.device = config, model_path, device
         data, model_config = config.data, config.rollout.model
         self.processor = Processor(
             model_path,
@@ -359,13 +361,30 @@ class RolloutRank:
                 if found not in (None, label.fingerprint):
                     raise WeightsDiffer(mismatch(label, found, "in the engine"))
 
+    async def release_tags(self) -> tuple[str, ...]:
+        """What this engine gives back while the trainer needs its GPU. On the CPU, where nothing is freed, everything: so
+        that a fault of order shows there."""
+        if self.device != "cuda":
+            return MEMORY_TAGS
+        model = self.config.rollout.model
+        config = AutoConfig.from_pretrained(self.model_path, trust_remote_code=model.trust_remote_code)
+        weights = sum(map(math.prod, weight_shapes(config, model.trust_remote_code).values()))
+        weight_bytes = weights * DTYPES[model.precision].itemsize // self.config.rollout.tensor_parallel_size
+        return release_tags(weight_bytes, torch.cuda.get_device_properties(0).total_memory)
+
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """As `Engine.release_memory`."""
-        await asyncio.to_thread(self.engine.release_memory, tags)
+        """As `Engine.release_memory`; an engine that can't is taken for dead."""
+        try:
+            await asyncio.to_thread(self.engine.release_memory, tags)
+        except RuntimeError as e:
+            raise EngineDied(f"its memory was not released: {e}") from e
 
     async def restore_memory(self, tags: Sequence[str]) -> None:
-        """As `Engine.restore_memory`."""
-        await asyncio.to_thread(self.engine.restore_memory, tags)
+        """As `Engine.restore_memory`; an engine that can't (no memory is free, say) is taken for dead."""
+        try:
+            await asyncio.to_thread(self.engine.restore_memory, tags)
+        except RuntimeError as e:
+            raise EngineDied(f"its memory was not restored: {e}") from e
 
     async def stop(self) -> None:
         """End the engine; spans are written out."""

@@ -119,3 +119,108 @@ def test_a_worker_that_dies_or_hangs_in_a_weight_sync_is_replaced(pool, toy_fold
     assert pool.restarts == before + 1
     results = pool.generate(tasks(6))
     assert {summary.min_version for summary, _ in results} == {20 + number}
+
+
+@pytest.fixture
+def dying_starts():
+    """`strike(n)`: the next n rollout workers that start die in their constructor."""
+    left, ended = 0, threading.Event()
+
+    def watch():
+        nonlocal left
+        while not ended.wait(0.02):
+            for process in psutil.Process().children(recursive=True) if left else ():
+                try:
+                    if left and process.cmdline()[0].startswith("ray::RolloutRank.__init__"):
+                        process.kill()
+                        process.wait(10)
+                        left -= 1
+                except (psutil.Error, IndexError):
+                    continue
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+
+    def strike(n):
+        nonlocal left
+        left = n
+
+    yield strike
+    ended.set()
+    thread.join()
+
+
+def kill_worker(pool, i: int) -> None:
+    _, pid = ray.get(pool.workers[i].process.remote())
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_replacement_that_dies_while_it_starts_is_replaced(pool, dying_starts):
+    undisturbed, before = generate(pool, 4), pool.restarts
+    dying_starts(2)
+    kill_worker(pool, 0)
+    assert generate(pool, 4) == undisturbed
+    assert pool.restarts == before + 3
+
+
+def test_replacements_that_keep_dying_end_the_run_in_words(pool, dying_starts, monkeypatch):
+    from rlinf_vl.rollout import pool as pool_module
+
+    undisturbed = generate(pool, 4)
+    monkeypatch.setattr(pool_module, "MAX_REPLACEMENTS", 2)
+    dying_starts(2)
+    kill_worker(pool, 0)
+    with pytest.raises(pool_module.WorkersLost, match="3 rollout workers failed since"):
+        generate(pool, 4)
+    monkeypatch.undo()
+    assert generate(pool, 4) == undisturbed
+
+
+def test_a_replacement_that_dies_taking_the_current_weights_is_replaced(pool, toy_folder):
+    import torch
+
+    from rlinf_vl.models.families import family_of
+    from rlinf_vl.models.loading import load_model
+    from rlinf_vl.weights import pack
+
+    model = load_model(toy_folder, family_of("qwen3_vl"), torch.float32)
+    buckets = [ray.put(bucket) for bucket in pack((name, p.detach()) for name, p in model.named_parameters())]
+    asked = []
+
+    def spare():
+        asked.append(len(asked))
+        if len(asked) == 1:
+            kill_worker(pool, 1)
+        return buckets
+
+    before = pool.restarts
+    pool.settle(pool.take_weights("object_store", buckets, 40, spare))
+    kill_worker(pool, 1)
+    results = pool.generate(tasks(6))
+    assert (pool.restarts, asked) == (before + 2, [0, 1])
+    assert {summary.min_version for summary, _ in results} == {40}
+
+
+def test_a_worker_that_dies_while_rows_are_checked_is_replaced(pool):
+    expected, before = pool.filter_rows("train", range(40)), pool.restarts
+    kill_worker(pool, 0)
+    assert pool.filter_rows("train", range(40)) == expected
+    assert pool.restarts == before + 1
+
+
+def test_workers_that_die_asleep_are_replaced_and_none_stays_asleep(pool):
+    """On the CPU nothing is freed, but an engine that generates in its sleep is an error there too."""
+    undisturbed, before = generate(pool, 4), pool.restarts
+    assert pool.release_tags() == ("weights", "kv_cache")
+    pool.restore_memory(("weights", "kv_cache"))  # they are awake: nothing happens
+    kill_worker(pool, 0)
+    pool.release_memory(("weights", "kv_cache"))
+    assert pool.restarts == before + 1
+    with pytest.raises(ray.exceptions.RayTaskError, match="asked to generate while its memory is released"):
+        generate(pool, 4)
+    kill_worker(pool, 1)
+    pool.restore_memory(("weights",))
+    kill_worker(pool, 0)
+    pool.restore_memory(("kv_cache",))
+    assert pool.restarts == before + 3
+    assert generate(pool, 4) == undisturbed

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 
+from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.worker import RolloutRank
 from rlinf_vl.weights import WeightsDiffer, pack
 from rlinf_vl.weights.buckets import fingerprint
@@ -55,3 +56,16 @@ def test_an_engine_that_does_not_hold_what_it_got_is_found_on_the_first_sync():
         take(Holder(loses="d"), WEIGHTS)
     take(Holder(loses="d"), WEIGHTS, check=False)  # later ones carry no fingerprints
     take(Holder(loses="d", tells=False), WEIGHTS)  # SGLang can't say
+
+
+def test_an_engine_that_gets_no_memory_counts_as_dead():
+    """So that its worker is replaced, and the run goes on."""
+
+    class Full:
+        def restore_memory(self, tags):
+            raise torch.OutOfMemoryError(f"no memory for {tags}")
+
+    rank = object.__new__(RolloutRank)
+    rank.engine = Full()
+    with pytest.raises(EngineDied, match="not restored: no memory for .'kv_cache'"):
+        asyncio.run(rank.restore_memory(("kv_cache",)))
