@@ -3,14 +3,20 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 #: Seconds between two heartbeats of an actor that is at work.
 HEARTBEAT_PERIOD_S = 5.0
+#: More threads than this do not make an actor process beside a GPU faster.
+MAX_THREADS = 16
+#: Seconds in which the death of an actor must come out after a call of another has failed, perhaps because of it.
+CAUSE_TIMEOUT_S = 15
 
 
 @ray.remote(num_cpus=0)
@@ -20,6 +26,29 @@ def _kill_process(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+
+
+def own_process(cpu_threads: int | None, device: str) -> None:
+    """Set up the process of an actor: first thing, before it or a child of it touches a GPU.
+
+    - Of the host's GPUs it sees those that Ray gave it, as 0, 1, …; also where RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES
+      keeps Ray from seeing to that.
+    - Threads: as `cluster.cpu_threads` has it.
+    """
+    if device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
+    threads = cpu_threads or 1
+    if cpu_threads is None and device == "cuda":
+        node = ray.get_runtime_context().get_node_id()
+        (gpus,) = (n["Resources"].get("GPU", 1) for n in ray.nodes() if n["NodeID"] == node)
+        threads = threads_beside(len(os.sched_getaffinity(0)), int(gpus))
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # of its children, too
+    torch.set_num_threads(threads)
+
+
+def threads_beside(cores: int, gpus: int) -> int:
+    """Threads of one of the two processes (a rank, an engine) that there are for each GPU of a host with so many cores."""
+    return max(1, min(MAX_THREADS, cores // (2 * gpus)))
 
 
 def where() -> tuple[str, int]:
@@ -74,6 +103,22 @@ class Heartbeat:
             return cause_of(error)
         self._pending, self._since = None, now
         return None if well else "its engine is dead"
+
+
+def find_dead(actors: Sequence[Any]) -> RayActorError | None:
+    """The error of one of these actors that is dead, or is found to be within `CAUSE_TIMEOUT_S`; None if all live. Each has a
+    method `process` that answers while it works."""
+    deadline = time.monotonic() + CAUSE_TIMEOUT_S
+    asked = [actor.process.remote() for actor in actors]
+    while time.monotonic() < deadline:
+        done, asked = ray.wait(asked, num_returns=len(asked), timeout=0.5)
+        for reference in done:
+            try:
+                ray.get(reference)
+            except RayActorError as error:
+                return error
+        asked += [actor.process.remote() for actor in actors] if len(asked) < len(actors) else []
+    return None
 
 
 def cause_of(error: RayActorError) -> str:

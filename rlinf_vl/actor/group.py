@@ -4,7 +4,6 @@ A rank that dies or hangs takes the others with it: they wait for it in a collec
 ranks while it waits, and raises `ActorsLost`; the group is then of no use but to be killed.
 """
 
-import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -16,10 +15,7 @@ from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.packing.planner import Prices
-from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, kill
-
-#: Seconds in which the death of a rank must come out after another has failed, perhaps because of it.
-CAUSE_TIMEOUT_S = 15
+from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, find_dead, kill
 
 
 class ActorsLost(RuntimeError):
@@ -40,6 +36,7 @@ class ActorGroup:
 
     def start(self, total_steps: int) -> Prices:
         """Join the ranks and load the model, for a run of so many steps; what things cost in it."""
+        self.wait(self._processes, beating=False)  # a process that still imports answers no heartbeat
         (host, port), *_ = self.wait([self.ranks[0].address.remote()])
         return self.wait([rank.start.remote(host, port, total_steps) for rank in self.ranks])[0]
 
@@ -47,11 +44,11 @@ class ActorGroup:
         """A line on each rank, for `StatusFile`, after so many restarts of all of them."""
         return [entry(f"actor {rank}", process, restarts) for rank, process in enumerate(self._processes)]
 
-    def wait(self, pending: Sequence[ray.ObjectRef]) -> list[Any]:
+    def wait(self, pending: Sequence[ray.ObjectRef], beating: bool = True) -> list[Any]:
         """What these calls of ranks return.
 
         Raises:
-            ActorsLost: a rank died, or did not answer in time.
+            ActorsLost: a rank died, or (`beating`) did not answer its heartbeat in time.
             Exception: what a call raised, if all ranks live.
         """
         for heart in self._hearts:
@@ -65,27 +62,13 @@ class ActorGroup:
                 except RayActorError as error:
                     raise ActorsLost(self._named(error)) from error
                 except RayTaskError as error:
-                    if (dead := self._dead()) is not None:
+                    if (dead := find_dead(self.ranks)) is not None:  # it may have failed because of that one
                         raise ActorsLost(self._named(dead)) from error
                     raise
-            for rank, heart in enumerate(self._hearts):
+            for rank, heart in enumerate(self._hearts if beating else ()):
                 if reason := heart.failure():
                     raise ActorsLost(f"actor rank {rank}: {reason}")
         return ray.get(list(pending))
-
-    def _dead(self) -> RayActorError | None:
-        """A call that failed may have failed because another rank died: its error, if one did."""
-        deadline = time.monotonic() + CAUSE_TIMEOUT_S
-        asked = [rank.heartbeat.remote() for rank in self.ranks]
-        while time.monotonic() < deadline:
-            done, asked = ray.wait(asked, num_returns=len(asked), timeout=0.5)
-            for reference in done:
-                try:
-                    ray.get(reference)
-                except RayActorError as error:
-                    return error
-            asked += [rank.heartbeat.remote() for rank in self.ranks] if len(asked) < len(self.ranks) else []
-        return None
 
     def _named(self, error: RayActorError) -> str:
         rank = next((i for i, r in enumerate(self.ranks) if r._actor_id.hex() == error.actor_id), None)

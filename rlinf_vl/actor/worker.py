@@ -37,7 +37,7 @@ from rlinf_vl.observe.profiling import profiler
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.packing.planner import Prices, prices_of
-from rlinf_vl.ray_process import where
+from rlinf_vl.ray_process import own_process, where
 from rlinf_vl.rollout.exchange import fetch_surviving
 from rlinf_vl.types import Group, MicroBatch
 from rlinf_vl.weights import Sender
@@ -69,7 +69,7 @@ class ActorRank:
     """The rank itself; `ActorWorker` is the same as a Ray actor."""
 
     def __init__(self, config: Config, model_path: str, device: str, rank: int, world_size: int) -> None:
-        torch.set_num_threads(config.cluster.cpu_threads)
+        own_process(config.cluster.cpu_threads, device)
         torch.manual_seed(config.runner.seed)
         self.config, self.model_path, self.device = config, model_path, device
         self.rank, self.world_size = rank, world_size
@@ -98,7 +98,7 @@ class ActorRank:
         Returns what things cost in this model, for the planner.
         """
         if self.device == "cuda":
-            torch.cuda.set_device(0)  # Ray shows each actor its own GPU only
+            torch.cuda.set_device(0)  # each actor sees its own GPU only: `own_process`
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo",
             init_method=f"tcp://{host}:{port}",

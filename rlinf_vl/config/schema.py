@@ -19,8 +19,9 @@ class ClusterConfig:
     `actor: 0-3` with `rollout: 4-7` splits them (disaggregated); `all` is every slot of the cluster."""
     device: str = "auto"
     """auto, cpu or cuda."""
-    cpu_threads: int = 1
-    """OMP_NUM_THREADS of every actor process."""
+    cpu_threads: int | None = None
+    """Threads of every actor process (OMP_NUM_THREADS, and those of torch); null: 1 on CPUs, and beside GPUs a fair share of the
+    host's cores, half a GPU's each, 16 at most."""
     ray_address: str | None = "auto"
     """host:port of a running Ray cluster; `auto` is RAY_ADDRESS if set, else the cluster that ray_utils/start_ray.sh started on
     this node, else a private one for this run; null is always private."""

@@ -405,6 +405,7 @@ class GrpoController:
             self.pool,
             device=placement.device,
             engine_ranks=self.config.rollout.tensor_parallel_size,
+            heartbeat_timeout=self.config.runner.heartbeat_timeout,
         )
         self._show_workers()
 

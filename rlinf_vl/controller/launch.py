@@ -85,7 +85,7 @@ def _slots_named(cluster: ClusterConfig) -> int:
 
 
 def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
-    threads = str(cluster.cpu_threads)
+    threads = str(cluster.cpu_threads or 1)  # beside GPUs, an actor knows better: `rlinf_vl.ray_process.own_process`
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -93,6 +93,9 @@ def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
         # glibc would give the memory of each freed activation back to the kernel, which clears it for the next one
         "MALLOC_MMAP_THRESHOLD_": str(2**32),
         "MALLOC_TRIM_THRESHOLD_": str(2**36),
+        # SGLang turns both off in its processes unless told otherwise; rank 0 broadcasts weights to them in one NCCL group,
+        # whose members must agree
+        **{name: os.environ.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},
     }
 
 

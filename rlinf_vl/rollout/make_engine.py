@@ -43,7 +43,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
         context_length=config.runner.seq_length,
         dtype=dtype,
         tp_size=rollout.tensor_parallel_size,
-        cpu_threads=config.cluster.cpu_threads,
+        cpu_threads=config.cluster.cpu_threads or 1,
         request_timeout_s=rollout.request_timeout,
         deterministic=rollout.deterministic,
         trust_remote_code=trust,

@@ -271,6 +271,10 @@ class RolloutPool:
                 pending[i] = call(slot.worker, i)
         return ray.get(pending)
 
+    def replace_dead(self) -> None:
+        """Replace every worker that is dead already, or whose engine is; the others answer at once."""
+        self._call_all("idle", lambda worker, _: worker.ready.remote())
+
     def replace_all(self, reason: str) -> None:
         """New workers in every place: what the old ones were in the middle of can't be ended otherwise."""
         self._report(f"all rollout workers are replaced: {reason}")

@@ -26,7 +26,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
-from rlinf_vl.ray_process import where
+from rlinf_vl.ray_process import own_process, where
 from rlinf_vl.rewards import REFERENCE_CHECKS, GradingError, grader
 from rlinf_vl.rollout.engine import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.rollout.exchange import GroupStore
@@ -96,7 +96,7 @@ class RolloutRank:
         # Why a worker can't be made, the controller says; Ray would print its traceback as well.
         logging.getLogger("ray._raylet").setLevel(logging.CRITICAL)
         record_spans(run_folder(config), f"rollout {number}")
-        torch.set_num_threads(config.cluster.cpu_threads)
+        own_process(config.cluster.cpu_threads, device)
         self.config, self.model_path, self.device = config, model_path, device
         data, model_config = config.data, config.rollout.model
         self.processor = Processor(
@@ -133,7 +133,9 @@ class RolloutRank:
         self.store = GroupStore()
 
     async def ready(self) -> dict[str, int]:
-        """Rows of each split; answering means that model and data are loaded."""
+        """Rows of each split; answering means that model and data are loaded, and that the engine lives."""
+        if not await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout):
+            raise EngineDied("its engine is dead")
         return {split: len(dataset) for split, dataset in self.datasets.items()}
 
     async def process(self) -> tuple[str, int]:

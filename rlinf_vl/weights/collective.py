@@ -73,8 +73,12 @@ def join(group: WeightGroup) -> dist.ProcessGroup:
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """End this process's part in the group; the others need not leave at the same time."""
-    dist.destroy_process_group(group)
+    """End this process's part in the group; the others need not leave at the same time, and may be dead: NCCL's orderly end
+    would wait for them."""
+    if dist.get_backend(group) == "nccl":
+        c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
 
 
 def receive(

@@ -1,0 +1,123 @@
+"""What an actor's process sees of its host, with pretended GPUs; and members of a weight group that die, hang or take too long."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from rlinf_vl.actor.group import ActorsLost
+from rlinf_vl.config.schema import ClusterConfig
+from rlinf_vl.controller.launch import _actor_environment
+from rlinf_vl.controller.weight_sync import WeightSync
+from rlinf_vl.ray_process import own_process, where
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pretended_gpus():
+    """A private Ray that offers 8 GPUs, and is told not to show each actor its own."""
+    environment = _actor_environment(ClusterConfig()) | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    with pytest.MonkeyPatch.context() as m:
+        for name, value in environment.items():
+            m.setenv(name, value)
+        m.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        ray.init(num_cpus=8, num_gpus=8, include_dashboard=False)
+        yield
+        ray.shutdown()
+
+
+@ray.remote(num_cpus=0, concurrency_groups={"health": 1})
+class Member:
+    """As much of a rank or a worker as is watched."""
+
+    @ray.method(concurrency_group="health")
+    def process(self):
+        return where()
+
+    def finish(self):
+        return True
+
+    def fail(self):
+        raise RuntimeError("connection closed by peer")
+
+    def sleep(self):
+        time.sleep(600)
+
+    def set_up(self, cpu_threads):
+        import torch
+
+        own_process(cpu_threads, "cuda")
+        names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+        return {name: os.environ[name] for name in names}, torch.get_num_threads(), len(os.sched_getaffinity(0))
+
+
+def test_actors_see_their_own_gpus_only_even_if_ray_is_told_not_to_see_to_it():
+    """Torch's device 0 and SGLang's base_gpu_id 0 would otherwise be the same GPU in every process."""
+    pairs = [Member.options(num_gpus=1).remote() for _ in range(2)] + [Member.options(num_gpus=2).remote()]
+    rank, worker, engine_of_two = ray.get([member.set_up.remote(None) for member in pairs])
+    (alone, threads, cores), (beside, *_), (two, *_) = rank, worker, engine_of_two
+    seen = [names["CUDA_VISIBLE_DEVICES"].split(",") for names in (alone, beside, two)]
+    assert [len(gpus) for gpus in seen] == [1, 1, 2]
+    assert len({gpu for gpus in seen for gpu in gpus}) == 4
+    assert threads == max(1, min(16, cores // 16)) == int(alone["OMP_NUM_THREADS"])
+    nccl = [{name: value for name, value in names.items() if name.startswith("NCCL")} for names in (alone, beside)]
+    assert nccl[0] == nccl[1] == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert ray.get(pairs[0].set_up.remote(3))[1] == 3
+
+
+@pytest.fixture
+def waiting():
+    """(wait, members) of a `WeightSync` whose rank 0 and engine are two `Member`s."""
+    members = [Member.remote(), Member.remote()]
+    ray.get([member.process.remote() for member in members])
+    sync = object.__new__(WeightSync)
+    sync.actors, sync.pool = SimpleNamespace(ranks=members[:1]), SimpleNamespace(workers=members[1:])
+    sync._heartbeat_timeout = 2.0
+    yield sync._wait, members
+    for member in members:
+        ray.kill(member)
+
+
+def test_members_that_finish_are_waited_for(waiting):
+    wait, members = waiting
+    wait("a test", [member.finish.remote() for member in members], 60)
+
+
+def test_a_member_that_dies_ends_the_wait(waiting):
+    wait, (rank, worker) = waiting
+    calls = [rank.sleep.remote(), worker.sleep.remote()]
+    _, pid = ray.get(worker.process.remote())
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ActorsLost, match="a member died in joining"):
+        wait("joining", calls, 600)
+
+
+def test_a_failure_that_comes_from_a_death_is_told_as_one(waiting):
+    wait, (rank, worker) = waiting
+    _, pid = ray.get(worker.process.remote())
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ActorsLost, match="a member died in a broadcast"):
+        wait("a broadcast", [rank.fail.remote()], 600)
+
+
+def test_a_member_that_is_stopped_ends_the_wait(waiting):
+    wait, (rank, worker) = waiting
+    calls = [rank.sleep.remote(), worker.sleep.remote()]
+    _, pid = ray.get(worker.process.remote())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(ActorsLost, match="a member hangs in joining: no heartbeat"):
+            wait("joining", calls, 600)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_wait_has_an_end(waiting):
+    """A group whose other members never come: all live, nothing happens."""
+    wait, (rank, _) = waiting
+    with pytest.raises(ActorsLost, match="joining: not done within 3 s"):
+        wait("joining", [rank.sleep.remote()], 3)
