@@ -15,15 +15,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from rlinf_vl.weights.buckets import (
     BUCKET_BYTES,
-    Bucket,
     Entry,
+    SentWeights,
     WeightsDiffer,
     entries_of,
     fingerprint,
     flatten,
     group_by_size,
     nbytes,
-    pack,
     verify,
     views,
 )
@@ -118,7 +117,7 @@ class CollectiveSender:
         self._gather, self._shapes, self._rank, self._device = gather, shapes, rank, device
         self._bucket_bytes = bucket_bytes
         self._group: dist.ProcessGroup | None = None
-        self._sent: list[Bucket] = []
+        self._sent = SentWeights(device)
 
     def join(self, group: WeightGroup) -> None:
         """Rank 0 only. In place of the group joined before, if there is one."""
@@ -137,16 +136,18 @@ class CollectiveSender:
         return notices if self._rank == 0 else []
 
     def deliver(self) -> None:
-        sent = []
-        for bucket in group_by_size(self._gather(self._device), self._bucket_bytes):
+        for place, bucket in enumerate(group_by_size(self._gather(self._device), self._bucket_bytes)):
             if self._rank == 0:
-                flat = flatten(bucket)
+                kept = self._sent.room(place, entries_of(bucket))
+                flat = flatten(bucket, kept if self._device == "cpu" else None)
                 dist.broadcast(flat, src=0, group=self._group)
-                sent += pack(views(entries_of(bucket), flat.cpu()).items(), self._bucket_bytes)
-        self._sent = sent
+                if self._device == "cuda":
+                    kept.copy_(flat, non_blocking=True)
+        if self._device == "cuda":
+            torch.cuda.synchronize()  # kept, before anyone asks for it
 
     def release(self) -> None:
         """Each member has its own copy."""
 
     def spare(self) -> list[ray.ObjectRef]:
-        return [ray.put(bucket) for bucket in self._sent]
+        return [ray.put(bucket) for bucket in self._sent.buckets(self._bucket_bytes)]

@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from rlinf_vl.weights.buckets import (
     BUCKET_BYTES,
-    Bucket,
     Entry,
+    SentWeights,
     entries_of,
     fingerprint,
     flatten,
@@ -148,7 +148,7 @@ class HandleSender:
         self._kept: list[torch.Tensor] = []  # on a GPU, from offer to release
         self._memory, self._name = SharedMemory.new(), uuid.uuid4().hex
         self._shared: list[Handle] = []
-        self._sent: list[Bucket] = []
+        self._sent = SentWeights(device)
 
     def offer(self, check: bool) -> list[Handle]:
         assert not self._kept, "offered again before the receivers had the last"
@@ -169,10 +169,10 @@ class HandleSender:
     def spare(self) -> list[ray.ObjectRef]:
         shared = (views(h.entries, self._memory.bytes_at(h.where[2], nbytes(h.entries))) for h in self._shared)
         packed = (bucket for weights in shared for bucket in pack(weights.items(), self._bucket_bytes))
-        return [ray.put(bucket) for bucket in (*self._sent, *packed)]
+        return [ray.put(bucket) for bucket in (*self._sent.buckets(self._bucket_bytes), *packed)]
 
     def _fill(self, check: bool) -> list[Handle]:
-        handles, sent = [], []
+        handles = []
         for i, bucket in enumerate(group_by_size(self._gather(self._device), self._bucket_bytes)):
             if not self._offers:
                 continue
@@ -183,7 +183,7 @@ class HandleSender:
                 self._kept.append(flat)
                 handles.append(Handle(entries, self._place, reduce_tensor(flat), mark))
                 if self._rank == 0:
-                    sent += pack(views(entries, flat.cpu()).items(), self._bucket_bytes)
+                    self._sent.room(i, entries).copy_(flat, non_blocking=True)
                 continue
             size = nbytes(entries)
             if i == len(self._shared):
@@ -197,7 +197,6 @@ class HandleSender:
             handles.append(replace(handle, fingerprint=mark, sync=self._syncs))
         if self._device == "cuda":
             torch.cuda.synchronize()  # written before anyone reads
-        self._sent = sent
         return handles
 
 

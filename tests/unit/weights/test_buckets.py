@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlinf_vl.weights import pack, unpack
+from rlinf_vl.weights.buckets import SentWeights, entries_of, flatten, group_by_size
 
 
 def weights():
@@ -35,3 +36,20 @@ def test_buckets_respect_their_size():
     assert [len(b.entries) for b in pack(values, 100)] == [2] * 5
     assert [len(b.entries) for b in pack(values, 10)] == [1] * 10
     assert list(pack([], 100)) == []
+
+
+def test_what_was_sent_lies_in_the_same_memory_every_time_and_is_what_was_sent_last():
+    sent, memory = SentWeights("cpu"), []
+    for version in (1.0, 2.0):
+        weights = [(f"w{i}", torch.full((5, 3), version + i)) for i in range(7)]
+        for place, held in enumerate(group_by_size(weights, 150)):
+            room = sent.room(place, entries_of(held))
+            flatten(held, room)
+            memory.append(room.data_ptr())
+        found = {name: value for bucket in sent.buckets(100) for name, value in unpack(bucket).items()}
+        assert found.keys() == dict(weights).keys()
+        assert all(torch.equal(found[name], value) for name, value in weights)
+    assert memory[:4] == memory[4:]
+    fewer = [("other", torch.ones(2))]
+    flatten(fewer, sent.room(0, entries_of(fewer)))  # other weights than before: nothing old is left
+    assert [name for bucket in sent.buckets(100) for name in unpack(bucket)] == ["other"]
