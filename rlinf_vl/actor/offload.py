@@ -30,9 +30,9 @@ class Offload:
         for part in set(parts) - self._away:
             self._move(part, self._to_host)
             self._away.add(part)
-        _synchronize(self._device)
-        gc.collect()
         if self._device == "cuda":
+            torch.cuda.synchronize()
+            gc.collect()
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
@@ -40,7 +40,6 @@ class Offload:
         for part in sorted(self._away):
             self._move(part, lambda value, _: value.to(self._device, non_blocking=True))
         self._away.clear()
-        _synchronize(self._device)
 
     def _move(self, part: str, moved: Callable[[torch.Tensor, object], torch.Tensor]) -> None:
         def parameter_moved(value: torch.Tensor) -> torch.Tensor:  # buffers are small, and stay
@@ -61,8 +60,3 @@ class Offload:
         if key not in self._host:
             self._host[key] = torch.empty_like(value, device="cpu", pin_memory=self._device == "cuda")
         return self._host[key].copy_(value, non_blocking=True)
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
