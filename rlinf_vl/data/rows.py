@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlinf_vl.data.images import ImageError, blank_like, image_values, to_image_ref
 from rlinf_vl.types import ImageRef, Message, Problem
 
@@ -73,7 +75,7 @@ def row_to_problem(
             (`text`, `image`); `<image>` in a text marks where an image stands. Without any placeholder all images stand
             first in the first user message.
         row_id: becomes `Problem.id`.
-        system_prompt: put first; it replaces a system message of the row's own.
+        system_prompt: put first; it replaces a system message of the row's own, and the images shown there.
         prompt_suffix: appended to the last message.
         blank_images: replace each image by a grey one of its size.
         image_hosts: whom images may be fetched from.
@@ -95,6 +97,8 @@ def row_to_problem(
     if prompt_suffix:
         turns[-1][1].append(prompt_suffix)
     if system_prompt is not None:
+        roles = [role for role, pieces in turns for piece in pieces if piece is _IMAGE]  # of each image, in order
+        images = [image for image, role in zip(images, roles, strict=True) if role != "system"]
         turns = [("system", [system_prompt])] + [turn for turn in turns if turn[0] != "system"]
     return Problem(
         id=row_id,
@@ -187,13 +191,23 @@ def _messages(turns: list[tuple[str, list[Any]]], images: Sequence[ImageRef]) ->
 def _answer(value: Any, row_id: str, key: str) -> str:
     if value is None or not str(value).strip():
         raise RowError(row_id, ANSWER_MISSING, f"column {key!r} is empty")
-    usable = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    usable = isinstance(value, (str, int, float, np.floating)) and not isinstance(value, bool)
     nan = str(value).strip().lower() == "nan"  # also as a text, which is how tables of strings hold a missing value
-    if not usable or nan or (isinstance(value, float) and math.isinf(value)):
+    if not usable or nan or (isinstance(value, (float, np.floating)) and math.isinf(value)):
         raise RowError(
             row_id, ANSWER_UNUSABLE, f"column {key!r} holds {_shown(value)}: expected a string or a finite number"
         )
-    return str(value)
+    return value if isinstance(value, str) else _number(value)
+
+
+def _number(value: int | float | np.floating) -> str:
+    """A number as people write it: 0.00001, not 1e-05; 0.1 for a float32, not 0.10000000149011612; 5 for 5.0. Digits beyond
+    the type's precision are noise of a computation, and rounded: 0.1 + 0.2 is 0.3."""
+    if isinstance(value, int) or value == int(value):
+        return str(value) if isinstance(value, int) else np.format_float_positional(value, trim="-")
+    digits = np.finfo(value.dtype if isinstance(value, np.floating) else float).precision
+    places = max(1, digits - 1 - math.floor(math.log10(abs(value))))
+    return np.format_float_positional(value, precision=places, trim="-")
 
 
 def _shown(value: Any) -> str:

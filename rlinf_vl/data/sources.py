@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 
 from rlinf_vl.data.peek import FILE_FORMATS, peek
 
@@ -116,11 +117,14 @@ def _choose_split(name: str, loaded: datasets.Dataset | datasets.DatasetDict, sp
 
 
 def _python(feature: Any, value: Any) -> Any:
-    """Undo the JSON encoding that `datasets` gives to columns of mixed types; leave everything else as stored."""
+    """Undo the JSON encoding that `datasets` gives to columns of mixed types, and the widening of short floats by Arrow;
+    leave everything else as stored."""
     if value is None:
         return None
     if isinstance(feature, datasets.Json):
         return json.loads(value)
+    if isinstance(feature, datasets.Value) and feature.dtype in ("float16", "float32"):
+        return np.dtype(feature.dtype).type(value)
     if isinstance(feature, dict):
         return {key: _python(feature[key], item) for key, item in value.items()}
     if isinstance(feature, (datasets.List, datasets.LargeList)):

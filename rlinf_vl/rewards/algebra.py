@@ -45,4 +45,5 @@ def _value(text: str, formula) -> Number | None:
     if (number := parse_number(text)) is not None:
         return number
     value = formula.evalf(30)
-    return Number(Fraction(str(value))) if value.is_Float or value.is_Rational else None
+    exact = formula.is_rational is True
+    return Number(Fraction(str(value)), exact=exact) if value.is_Float or value.is_Rational else None

@@ -1,9 +1,10 @@
 r"""Plain numbers as people write them, and when a decimal is close enough to be the answer.
 
-A number without a decimal point is exact: 7 is never right for 7.2, nor 500 for 5. A decimal may be a rounding:
+Integers, fractions and repeating decimals are exact: 7 is never right for 7.2, 500 for 5, nor 1999.5 for 1999. A decimal may
+be a rounding:
 
-- A *response's* decimal is right within 0.1 % of the answer's value, or if it is the answer rounded to the digits given
-  and gives at least three significant ones (17.3 for 10√3; 8.7 for 5√3 is wrong).
+- A *response's* decimal is right if it is the answer rounded to the digits given and gives at least three significant ones
+  (17.3 for 10√3; 8.7 for 5√3 is wrong), or, where the answer is not exact, within 0.1 % of its value.
 - A *reference* decimal stands for what rounds to it if it has three significant digits (8.66 for 5√3). With two of them
   and two places it does so only for an exact response (0.38 for 5/13); 0.6 stands for itself.
 """
@@ -23,13 +24,14 @@ _SLASH = re.compile(r"([+-]?)(?:([0-9]+) )?([0-9]+) ?/ ?([0-9]+)")
 class Number:
     """A number that was written out.
 
-    `places` counts the digits behind the decimal point, 0 without one (then the number is exact); `significant` counts
-    its significant digits.
+    `places` counts the digits behind the decimal point, 0 without one; `significant` counts its significant digits; `exact`:
+    it stands for nothing but itself.
     """
 
     value: Fraction
     places: int = 0
     significant: int = 0
+    exact: bool = True
 
 
 def parse_number(text: str) -> Number | None:
@@ -42,7 +44,7 @@ def parse_number(text: str) -> Number | None:
         if not whole + behind:
             return None
         value = Fraction(int(whole + behind), 10 ** len(behind))
-        return Number(-value if sign == "-" else value, len(behind), len((whole + behind).lstrip("0")))
+        return Number(-value if sign == "-" else value, len(behind), len((whole + behind).lstrip("0")), not behind)
     if match := _REPEATING.fullmatch(text):
         sign, whole, behind, cycle = match.groups()
         tail = Fraction(int(cycle), 10 ** len(cycle) - 1)
@@ -67,7 +69,7 @@ def same_number(response: Number, answer: Number) -> bool:
     if error == 0:
         return True
     if response.places:
-        if error * 1000 <= abs(answer.value):
+        if not answer.exact and error * 1000 <= abs(answer.value):
             return True
         if response.significant >= 3 and 2 * error * 10**response.places <= 1:
             return True

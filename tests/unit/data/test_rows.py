@@ -2,13 +2,19 @@
 
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.images import decode
 from rlinf_vl.data.rows import RowError, kind_and_reason, row_to_problem
+from rlinf_vl.rewards import grade_math
 from rlinf_vl.types import ImageRef, Problem
 
 
@@ -104,6 +110,56 @@ def test_a_prompt_may_be_a_chat() -> None:
 @pytest.mark.parametrize(("value", "stored"), [(6, "6"), (6.5, "6.5"), (r"\boxed{6}", r"\boxed{6}"), (" 6", " 6")])
 def test_answers_are_stored_as_given(value: Any, stored: str) -> None:
     assert problem("Find x.", answer=value).answer == stored
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1e-05, "0.00001"),
+        (2e16, "20000000000000000"),
+        (1e23, "1" + 23 * "0"),
+        (5.0, "5"),
+        (-0.5, "-0.5"),
+        (0.1 + 0.2, "0.3"),
+        (2 / 3, "0.666666666666667"),
+        (12345678901.25, "12345678901.25"),
+        (np.float32(0.1), "0.1"),
+        (np.float32(17.32), "17.32"),
+        (np.float32(123456.78), "123456.8"),
+        (np.float32(2e16), "20000000000000000"),
+        (np.float16(0.1), "0.1"),
+        (10**20, "1" + 20 * "0"),
+    ],
+)
+def test_a_number_is_written_as_people_write_it(value: Any, text: str) -> None:
+    assert problem("Find x.", answer=value).answer == text
+
+
+def test_an_answer_of_any_type_of_number_is_graded_right(tmp_path: Path) -> None:
+    values = {"float32": [0.1, 1e-5, 2e16, 17.32, 1 / 3], "float64": [0.1, 1e-5, 2e16, 17.32, 1 / 3]}
+    responses = ["0.1", "0.00001", "20000000000000000", "17.32", r"\frac{1}{3}"]
+    for kind, column in values.items():
+        table = {"problem": ["x?"] * 5, "images": pa.array([[]] * 5, pa.list_(pa.binary()))}
+        pq.write_table(pa.table(table | {"answer": pa.array(column, kind)}), tmp_path / f"{kind}.parquet")
+        rows = ProblemDataset.open([str(tmp_path / f"{kind}.parquet")], split="train")
+        for i, response in enumerate(responses):
+            assert grade_math(rf"\boxed{{{response}}}", rows[i].answer), (kind, rows[i].answer)
+            assert not grade_math(rf"\boxed{{9{response}}}", rows[i].answer)
+
+
+def test_images_of_a_system_message_go_with_it() -> None:
+    chat = [
+        {"role": "system", "content": "Read <image> like <image>."},
+        {"role": "user", "content": "And <image>?"},
+    ]
+    kept = problem(chat, [A, B, A])
+    assert len(kept.images) == 3 and contents(kept)[0] == ["Read ", url(A), " like ", url(B), "."]
+    replaced = problem(chat, [B, B, A], system_prompt="Mine.")
+    assert contents(replaced) == [["Mine."], ["And ", url(A), "?"]] and [x.url for x in replaced.images] == [url(A)]
+    with pytest.raises(RowError, match="the prompt has 3 <image> and the row 1 images"):
+        problem(chat, [A], system_prompt="Mine.")
+    placed = problem([chat[0] | {"content": "No."}, {"role": "user", "content": "?"}], [A, B], system_prompt="Mine.")
+    assert contents(placed) == [["Mine."], [url(A), url(B), "?"]] and len(placed.images) == 2
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", True, float("nan"), float("-inf"), "NaN", ["6"], {"value": 6}])
