@@ -128,7 +128,7 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
     model_path = _prepare_toy(config)
     (run_dir / SPANS).mkdir(exist_ok=True)
     write_environment(run_dir)
-    with RunProgress(StatusFile(run_dir)) as progress, _report_at_end(run_dir):
+    with _report_at_end(run_dir), RunProgress(StatusFile(run_dir)) as progress:
         record_spans(run_dir, "controller")
         progress.phase("starting Ray")
         start = time.monotonic()
@@ -141,7 +141,7 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
                 controller.fit()
                 controller.stop()
             except Interrupted as stop:
-                code, progress.end = 128 + stop.number, "stopped"
+                code, progress.end, progress.reason = 128 + stop.number, "stopped", str(stop)
                 controller.stop()
             finally:
                 controller.trackers.close()

@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
+from ray._private import services
 from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]  # Cython, without stubs
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -15,10 +17,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.config.placement import parse_placement, placement_slots
 from rlinf_vl.config.schema import ClusterConfig, Config
-from rlinf_vl.controller.cluster import cluster_to_join
+from rlinf_vl.controller.cluster import cluster_to_join, reachable
 
 log = logging.getLogger(__name__)
 
+#: How long the head of a cluster to join may take to accept a connection.
+PROBE_S = 5.0
 #: How long to wait for the cluster to have the nodes and slots asked for.
 PLACEMENT_TIMEOUT_S = 300
 
@@ -47,7 +51,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
     """Join the cluster that `cluster.ray_address` names, or run a private one on this machine while the context lasts.
 
     Raises:
-        ConfigError: several nodes are asked for, and there is no cluster to join.
+        ConfigError: nothing answers at the address of the cluster, or several nodes are asked for and there is none to join.
     """
     cluster = config.cluster
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
@@ -57,6 +61,13 @@ def ray_cluster(config: Config) -> Iterator[None]:
     RayConfig.initialize("")  # Ray read RAY_AUTH_MODE when it was imported; this is how it looks again
     actor_environment = _actor_environment(cluster)
     if address:
+        if not reachable(address.removeprefix("ray://"), timeout=PROBE_S):  # Ray itself would wait for minutes
+            variable = cluster.ray_address == "auto" and "RAY_ADDRESS" in os.environ
+            raise ConfigError(
+                f"{'the environment variable RAY_ADDRESS' if variable else 'cluster.ray_address'}: nothing accepts a "
+                f"connection at {address} within {PROBE_S:g} s. If that cluster has ended, unset it for a private one on this "
+                "machine, or start one with ray_utils/start_ray.sh; if it runs, name its head as HOST:PORT"
+            )
         log.info("joining the Ray cluster at %s", address)
         ray.init(address=address, _node_ip_address=node_ip, runtime_env={"env_vars": actor_environment}, **quiet)
     elif cluster.num_nodes > 1:
@@ -66,17 +77,34 @@ def ray_cluster(config: Config) -> Iterator[None]:
         )
     else:
         os.environ.update(actor_environment)  # workers of a private cluster inherit them
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, _slots_named(cluster)),
-            object_store_memory=cluster.object_store_memory,
-            include_dashboard=False,
-            **quiet,
-        )
+        with _own_sessions():
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, _slots_named(cluster)),
+                object_store_memory=cluster.object_store_memory,
+                include_dashboard=False,
+                **quiet,
+            )
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Give the processes that Ray starts sessions of their own, and with them other process groups.
+
+    Ctrl-C and a scheduler's SIGTERM go to the whole group of this process. They are for the run, which saves and then ends Ray
+    in order; with Ray dead it could not. Ray's processes still end with this one, killed or not: the kernel kills them
+    (PR_SET_PDEATHSIG), whatever their session.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _slots_named(cluster: ClusterConfig) -> int:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from rlinf_vl.observe.status import StatusFile
+from rlinf_vl.observe.status import StatusFile, last_words
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class RunProgress:
 
     def __init__(self, status: StatusFile | None = None, *, console: Console | None = None) -> None:
         self._status = status
-        #: How the run will have ended: done, stopped or failed.
-        self.end = "done"
+        #: How the run will have ended (done, stopped or failed), and why.
+        self.end, self.reason = "done", ""
         self._total = self._step = 0
         self._console = console or _CONSOLE
         self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
@@ -85,9 +85,11 @@ class RunProgress:
     ) -> None:
         if self._live:
             self._live.stop()
-        if kind is not None:
-            self.end = "stopped" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "failed"
-        self._tell(state=self.end, phase="")
+        if kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit)):
+            self.end, self.reason = "stopped", "stopped at once by a signal, without a checkpoint"
+        elif error is not None:
+            self.end, self.reason = "failed", last_words(error)
+        self._tell(state=self.end, reason=self.reason, phase="")
 
     def workers(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """Who works for the run, as `StatusFile.update` takes them."""

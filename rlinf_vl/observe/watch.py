@@ -3,8 +3,8 @@
 import json
 import math
 import os
-import platform
 import sys
+import textwrap
 import time
 from array import array
 from collections import Counter, deque
@@ -15,10 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import psutil
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
+
+from rlinf_vl.observe.status import read_status
 
 #: Label → metric. Those that a run has are drawn, in this order.
 CURVES = {
@@ -107,7 +108,7 @@ class RunPage:
     def __init__(self, run_dir: Path) -> None:
         if not any((run_dir / name).exists() for name in ("status.json", "config.yaml", "metrics.jsonl")):
             raise ValueError(f"{run_dir} is not a run's folder: it has no status.json, config.yaml or metrics.jsonl")
-        self._status_file, self._name = run_dir / "status.json", _clean(run_dir.resolve().name)
+        self._run_dir, self._name = run_dir, _clean(run_dir.resolve().name)
         self._status: dict[str, Any] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=100)
         steps = Follower(run_dir / "metrics.jsonl", self._add_step, self._forget_steps)
@@ -132,12 +133,9 @@ class RunPage:
         """Take in what is new."""
         for file in self._files:
             file.poll()
-        with suppress(OSError, ValueError):
-            self._status = json.loads(self._status_file.read_bytes())
+        self._status = read_status(self._run_dir) or self._status
         self._state = self._status.get("state", "no status.json")
         self._step, self._total = max(self._logged, self._status.get("step", 0)), self._status.get("total_steps", 0)
-        if self._state in ("starting", "running") and self._status["host"] == platform.node():
-            self._state = self._state if psutil.pid_exists(self._status["pid"]) else "gone"
         self.ended = self._state in ("done", "stopped", "failed", "gone")
 
     def _usual(self, phase: str) -> float | None:
@@ -170,6 +168,12 @@ class RunPage:
         parts.append(f"{seconds:.3g} s a step" if seconds else "")
         parts.append(f"process {status['pid']} on {status['host']}" if status else "")
         return [Text.assemble(line, " ", badge), Text(" " + " · ".join(filter(None, parts)), "dim")]
+
+    def _reason_lines(self, width: int, height: int) -> list[Text]:
+        """Why the run has ended, where it was not meant to, in at most `height` lines."""
+        reason = self._status.get("reason", "") if self.ended else ""
+        lines = [part for line in reason.splitlines() for part in textwrap.wrap(_clean(line), max(20, width - 2))]
+        return [Text(f" {line}", "red") for line in lines[:height]]
 
     def _curve_lines(self, width: int, height: int) -> list[Text]:
         spark, each = max(8, width - 48), max(1, min(8, (height - 1) // max(1, len(self._curves))))
@@ -230,7 +234,7 @@ class RunPage:
 
     def draw(self, width: int, height: int, now: float) -> list[Text]:
         """At most `height` lines, each exactly `width` wide, as of `now` in Unix seconds."""
-        head = self._header(width, now)
+        head = self._header(width, now) + self._reason_lines(width, height // 4)
         body = height - len(head)
         if width >= WIDE:
             left, right = width - width * 9 // 20, width * 9 // 20 - 3

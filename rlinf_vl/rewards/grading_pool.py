@@ -22,15 +22,11 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class GradingError(Exception):
-    """There is no verdict; `kind` says why in a word or two, by which such trajectories are counted."""
-
-    kind = "grading failed"
+    """There is no verdict."""
 
 
 class GradingTimeout(GradingError):
     """There is no verdict, since the worker reached a limit of time or memory."""
-
-    kind = "grading timed out"
 
 
 class GradingPool:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from whole_run import Run, comparable, rows_of
 
+from rlinf_vl.observe.status import read_status
+
 pytestmark = pytest.mark.e2e
 
 STEPS = 8
@@ -96,6 +98,8 @@ def test_actor_ranks_that_keep_dying_end_the_run(tmp_path):
     run.until(lambda: run.actors("ray::ActorRank.update"))[0].kill()
     output = run.finish(expect=1)
     assert "runner.max_restarts" in output and "global_step_3" in output.splitlines()[-1]
+    status = read_status(run.folder)
+    assert status["state"] == "failed" and "runner.max_restarts" in status["reason"]
 
 
 def test_the_controller_is_killed_while_a_checkpoint_is_written(undisturbed, tmp_path):
@@ -103,6 +107,7 @@ def test_the_controller_is_killed_while_a_checkpoint_is_written(undisturbed, tmp
     run.until((run.folder / "checkpoints/.global_step_6.tmp/actor").exists)
     run.process.kill()
     run.finish(expect=-signal.SIGKILL)
+    assert read_status(run.folder)["state"] == "gone"
     assert sorted(path.name for path in (run.folder / "checkpoints").glob("global_step_*")) == ["global_step_3"]
     resumed = Run(tmp_path, *OVERRIDES, "runner.resume_dir=auto")
     assert "resumed from" in resumed.finish()
@@ -115,12 +120,11 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(undisturbed, tmp_pat
     before = shared_memory()
     run = Run(tmp_path, *OVERRIDES)
     run.until_step(4)
-    if number == signal.SIGINT:
-        os.killpg(run.process.pid, number)  # as a terminal does
-    else:
-        run.process.send_signal(number)
+    os.killpg(run.process.pid, number)  # as a terminal does, and a scheduler
     assert "will stop with a checkpoint" in run.finish(expect=128 + number, seconds=40)
     steps = [int(path.name.split("_")[-1]) for path in (run.folder / "checkpoints").glob("global_step_*")]
+    status = read_status(run.folder)
+    assert (status["state"], status["reason"]) == ("stopped", f"stopped by {signal.Signals(number).name}")
     assert max(steps) >= 4 and max(steps) == rows_of(run.folder / "metrics.jsonl")[-1]["step"] < STEPS
     Run(tmp_path, *OVERRIDES, "runner.resume_dir=auto").finish()
     assert comparable(run.folder) == undisturbed

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from rlinf_vl.observe.spans import read_spans
+from rlinf_vl.observe.status import read_status
 
 #: Of events and of skipped rows, the last so many are shown.
 MAX_TABLE_ROWS = 1000
@@ -26,6 +27,8 @@ class RunFolder:
     metrics: list[dict[str, float | None]]
     config: dict[str, str]
     step: int
+    state: str
+    reason: str
     planned_steps: int | None
     environment: dict[str, str]
     events: list[dict[str, Any]]
@@ -68,12 +71,15 @@ def read_run(path: Path) -> RunFolder:
     config = flatten(_read_mapping(path / "config.yaml", yaml.safe_load, notes))
     baselines = _read_mapping(path / "baselines.json", json.loads, notes, expected=False)
     planned = config.get("runner.max_steps", "")
+    status = read_status(path)
     return RunFolder(
         path=path,
         name=path.resolve().name,
         metrics=[by_step[step] for step in sorted(by_step)],
         config=config,
         step=max(by_step, default=0),
+        state=str(status.get("state", "")),
+        reason=str(status.get("reason", "")),
         planned_steps=int(planned) if planned.isdecimal() else None,
         environment=flatten(_read_mapping(path / "environment.json", json.loads, notes)),
         events=_newest(path / "events.jsonl", notes),

@@ -1,5 +1,6 @@
 """The real SGLang engine on the CPU, in float32, against transformers' own forward and the torch engine."""
 
+import json
 import logging
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import torch
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
+from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.sglang_engine import SglangEngine
 from rlinf_vl.rollout.torch_engine import TorchEngine
@@ -276,3 +278,16 @@ def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(runni
             use()
     running.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_response_ends_where_sglang_would_end_it(toy, tmp_path, both):
+    """SGLang stops at the end ids of the checkpoint, whatever a request says: the processor's are the same."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    folder = shutil.copytree(toy.path, tmp_path / "checkpoint")
+    generation = json.loads((folder / "generation_config.json").read_text())
+    end, text_end = toy.processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    ids = [end, text_end] if both else end
+    (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": ids}))
+    assert ModelConfig(str(folder)).hf_eos_token_id == set(Processor(folder, FAMILY).stop_ids)

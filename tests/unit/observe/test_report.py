@@ -17,8 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageDraw
 
+from rlinf_vl.errors import RunError
+from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.report import build_report
 from rlinf_vl.observe.report.run_folder import flatten, read_run
+from rlinf_vl.observe.status import StatusFile
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\u202e{{ 7*7 }}<!--\\boxed{4}"
 COLORS = ("#b3261e", "#1a5fb4", "#26734d", "#8a5a00", "#6d3a9c")
@@ -270,6 +273,23 @@ def test_a_run_that_is_still_going_has_torn_last_lines_and_a_torn_parquet_file(t
     text = build_report([run]).read_text()
     for name in ("step_6.parquet", "step_7.parquet"):
         assert f"{name} could not be read" in text
+
+
+def test_a_run_that_failed_or_was_killed_says_why(tmp_path):
+    run = make_run(tmp_path / "toy", steps=2)
+    assert read_run(run).state == ""
+    try:
+        with RunProgress(StatusFile(run)):
+            raise RunError("data.max_bad_rows: too many.\nRepair <them>.")
+    except RunError:
+        pass
+    page = build_report([run]).read_text()
+    assert "<b>Failed:</b> data.max_bad_rows: too many.\nRepair &lt;them&gt;.</p>" in page and "<dd>failed</dd>" in page
+    (run / "status.json").write_text(
+        json.dumps(json.loads((run / "status.json").read_text()) | {"state": "running", "pid": 2**22, "phase": "train"})
+    )
+    page = build_report([run]).read_text()
+    assert "Ended without a word:" in page and "phase train" in page and "<dd>running</dd>" not in page
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -237,3 +237,15 @@ def test_a_terminal_without_unicode_gets_ascii(run):
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), width=80, height=25)
     assert watch(run, once=True, console=console) == 0
     assert b"step 40/60" in raw.getvalue()
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (20, 5)])
+def test_a_failed_run_says_why(run, width, height):
+    write_status(run, state="failed", reason="ValueError: no GPU\x1b[2J\n  File worker.py, line 3\n" + "more\n" * 50)
+    page = text(run, width, height)
+    assert "no GPU" in page.replace("\n", " ") or width == 20
+    assert ("worker.py, line 3" in page) == (width > 20) and "ended: failed" in page.replace("\n", "") or width == 20
+    write_status(run, state="running", reason="")
+    assert "no GPU" not in text(run, width, height)
+    write_status(run, pid=2**22, started=NOW)
+    assert width == 20 or "ended without a word" in text(run, width, height)

@@ -108,7 +108,6 @@ def test_hostile_answers_end_within_a_second_and_200_mb(box: str, pool: GradingP
 
 def test_a_timeout_is_a_wrong_answer_for_those_who_want_a_bool() -> None:
     assert grade_math(rf"\boxed{{{TOWER}}}", "6") is False
-    assert GradingTimeout.kind == "grading timed out"
 
 
 def test_megabytes_around_the_box_cost_nothing() -> None:
