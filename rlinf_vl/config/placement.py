@@ -62,6 +62,13 @@ def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, tuple[i
     return {component: placed[component] for component in COMPONENTS}
 
 
+def shares_slots(component_placement: Mapping[str, Any]) -> bool:
+    """Whether an actor rank and an engine sit on the same slot, so that they take turns with its memory."""
+    placed = parse_placement(component_placement)
+    actor, rollout = placed["actor"], placed["rollout"]
+    return actor is None or rollout is None or bool(set(actor) & set(rollout))
+
+
 def _parse_slots(names: str, value: Any) -> tuple[int, ...] | None:
     text = str(value).replace(" ", "")
     if text == "all":

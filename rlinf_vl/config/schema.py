@@ -184,7 +184,7 @@ class RolloutConfig:
     tensor_parallel_size: int = 1
     """Slots that one SGLang engine spans; the torch engine takes one."""
     deterministic: bool = False
-    """SGLang's batch-invariant kernels and the trainer's formulas (CUDA only): slower, but engine and trainer agree closely."""
+    """SGLang's batch-invariant kernels (CUDA only): a sample depends on its prompt and seed alone, at about a third of the speed."""
     request_timeout: float = 600.0
     """Seconds after which SGLang gives up one request; it is then an error of its group."""
     weight_sync: str = "auto"

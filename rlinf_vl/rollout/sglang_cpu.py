@@ -11,30 +11,19 @@ must be installed (`pip install -e .`), not merely on the path. No SGLang code i
 
 import functools
 import os
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from typing import Any
-
-#: Versions whose interfaces are known, first and last.
-SUPPORTED = ("0.5.17", "0.5.23")
 
 _GROUP, _NAME = "sglang.srt.platforms", "rlinf_vl_cpu"
 
 
-def supported() -> str:
-    """The installed version of SGLang; RuntimeError if it is none that this module knows."""
-    found = version("sglang")
-    first, last, parts = (tuple(int(p) for p in v.split(".post")[0].split(".")[:3]) for v in (*SUPPORTED, found))
-    if not first <= parts <= last:
-        raise RuntimeError(
-            f"SGLang {found} on the CPU: known are {SUPPORTED[0]} to {SUPPORTED[1]}; "
-            f"`bash requirements/install.sh --sglang {SUPPORTED[1]}` installs one"
-        )
+def require_platform() -> None:
+    """RuntimeError where SGLang will not find this module."""
     if not any(e.name == _NAME for e in entry_points(group=_GROUP)):
         raise RuntimeError(
             f"SGLang on the CPU needs the entry point {_NAME!r} of {_GROUP}, which an older installation of rlinf_vl"
             " lacks; `bash requirements/install.sh --sglang` registers it"
         )
-    return found
 
 
 def cpu_environment(threads: int) -> dict[str, str]:
@@ -53,7 +42,7 @@ def cpu_environment(threads: int) -> dict[str, str]:
 
 def cpu_arguments(kv_tokens: int) -> dict[str, Any]:
     """Server arguments. `kv_tokens`: size of the KV cache, which by default would take most of the memory."""
-    arguments = {
+    return {
         "device": "cpu",
         "attention_backend": "torch_native",
         "mm_attention_backend": "sdpa",
@@ -62,9 +51,6 @@ def cpu_arguments(kv_tokens: int) -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "max_total_tokens": kv_tokens,
     }
-    if version("sglang") == "0.5.17":
-        arguments["disable_fast_image_processor"] = True
-    return arguments
 
 
 def activate() -> str | None:
@@ -86,24 +72,7 @@ def _platform() -> type:
         "get_default_attention_backend": lambda self: "torch_native",
         "init_backend": init_backend,
     }
-    if hasattr(CpuSRTPlatform, "get_mha_kv_pool_cls"):  # 0.5.17 asks for the in-tree classes too
-        body |= _explicit_classes()
     return type("CpuPlatform", (CpuSRTPlatform,), body)
-
-
-def _explicit_classes() -> dict[str, Any]:
-    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    def allocator(size, *, page_size, **kwargs):
-        assert page_size == 1, page_size
-        return TokenToKVPoolAllocator(size, **kwargs)
-
-    return {
-        "get_mha_kv_pool_cls": lambda self: MHATokenToKVPool,
-        "get_paged_allocator_cls": lambda self: allocator,
-        "get_graph_runner_cls": lambda self: lambda model_runner: None,
-    }
 
 
 def __getattr__(name: str) -> type:

@@ -1,7 +1,8 @@
 """The SGLang engine behind the `Engine` protocol: SGLang's in-process `Engine` and its scheduler processes.
 
 One thread owns SGLang and its asyncio loop; every request is a coroutine there. What is kept here:
-- Ids and pixels go in as the trainer has them: expanded ids, and patches from the same callable.
+- Ids and pixels go in as the trainer has them: expanded ids, and patches from the same callable. The patches of a request
+  are written once, to a file that messages name (`sglang_pixels`).
 - Logprobs are those of the distribution at the request's temperature over the ids that are not banned. top-p and top-k are
   not in them: SGLang reports the logprob before truncation (the config refuses truncation wherever logprobs are trained on).
 - Samples of one prompt differ by SGLang's own random stream: it honours `Request.seeds` in deterministic mode only (and
@@ -22,23 +23,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from transformers import AutoConfig
 
 from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import weight_shapes
-from rlinf_vl.rollout import sglang_cpu
+from rlinf_vl.rollout import sglang_arguments, sglang_cpu, sglang_cuda
 from rlinf_vl.rollout import sglang_wire as wire
-from rlinf_vl.rollout.engine import MEMORY_TAGS
+from rlinf_vl.rollout.engine import MEMORY_TAGS, EngineDied
+from rlinf_vl.rollout.sglang_arguments import CONTEXT_SLACK
+from rlinf_vl.rollout.sglang_pixels import PixelFile
 from rlinf_vl.rollout.sglang_process import Host, require_sglang
 from rlinf_vl.types import Completion, ImageRef, Request
 from rlinf_vl.weights.collective import Notice, WeightGroup
 
 log = logging.getLogger(__name__)
 
-#: SGLang keeps a few tokens of its context length to itself.
-CONTEXT_SLACK = 8
 #: Samples handed to the scheduler at once, as a multiple of `max_running`: it never starves, and memory stays bounded.
 QUEUE_FACTOR = 2
 
@@ -58,6 +58,7 @@ class SglangEngine:
         dtype: torch.dtype = torch.bfloat16,
         memory_share: float = 0.6,
         device: str = "cpu",
+        shared_gpu: bool = False,
         tp_size: int = 1,
         cpu_threads: int = 1,
         request_timeout_s: float | None = None,
@@ -72,16 +73,17 @@ class SglangEngine:
             context_length: most tokens of a prompt and its response together.
             max_running: most samples decoded at once.
             memory_share: of the device's memory, for weights and KV cache together (on the CPU: of free memory, for the cache).
+            shared_gpu: actor ranks use the engine's GPU, so it must be able to give its memory back.
             cpu_threads: of each engine process, where device is "cpu".
             request_timeout_s: a request that takes longer, once handed to SGLang, fails and is aborted.
-            deterministic: results that depend neither on the batch nor on its order, with the trainer's own formulas where
-                SGLang has them (`enable_deterministic_inference`, `rl_on_policy_target="fsdp"`). It costs throughput
-                (about a third in SGLang's own account), and logprobs are then computed in bfloat16.
+            deterministic: SGLang's batch-invariant kernels: a sample depends on its request and its seed, not on what is
+                decoded beside it. It costs throughput (about a third in SGLang's own account).
             server_arguments: passed to SGLang as they are, over what is chosen here.
 
         Raises:
-            ImportError: SGLang is not installed.
+            ImportError: SGLang is not installed, or of a version that is not supported.
             ValueError: what is asked for does not go together, or the checkpoint is of another family.
+            RuntimeError: the machine lacks what SGLang's kernels are compiled with.
             EngineDied: SGLang could not start.
         """
         if deterministic and device == "cpu":
@@ -105,43 +107,28 @@ class SglangEngine:
         self.shapes = weight_shapes(config, trust_remote_code)
         self.bans = wire.bans(banned)
         self.version = 0
-        arguments: dict[str, Any] = {
-            "model_path": str(model_path),
-            "trust_remote_code": trust_remote_code,
-            "dtype": str(dtype).removeprefix("torch."),
-            "context_length": context_length + CONTEXT_SLACK,
-            "max_running_requests": max_running,
-            "tp_size": tp_size,
-            "skip_tokenizer_init": True,  # ids in, ids out
-            "grammar_backend": "none",
-            "skip_server_warmup": True,
-            "weight_version": "0",
-            "log_level": "error",
-        }
-        environment = {
-            # Embeddings of images seen before would survive a weight update: wrong as soon as the tower trains.
-            "SGLANG_VLM_CACHE_SIZE_MB": "0",
-            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack; the limit is checked above
-        }
+        self.image_token_id, self.merge_size = config.image_token_id, config.vision_config.spatial_merge_size
+        kv_tokens = None
         if device == "cpu":
-            sglang_cpu.supported()
-            environment |= sglang_cpu.cpu_environment(cpu_threads)
-            longest = context_length + CONTEXT_SLACK
-            fit = int(psutil.virtual_memory().available * memory_share / wire.kv_bytes_per_token(text, dtype))
-            if fit < longest:
-                raise ValueError(f"free memory holds a KV cache of {fit} tokens, one sample can have {longest}")
-            arguments |= sglang_cpu.cpu_arguments(min(max_running * longest, fit))
-        else:
-            arguments |= {
-                "device": "cuda",
-                "mem_fraction_static": memory_share,
-                "enable_memory_saver": True,
-                "enable_weights_cpu_backup": True,  # frozen weights are not sent again after the memory was released
-            }
-            if deterministic:
-                arguments |= {"enable_deterministic_inference": True, "rl_on_policy_target": "fsdp"}
-        arguments |= server_arguments or {}
-        os.environ.update(environment)
+            sglang_cpu.require_platform()
+            kv_tokens = wire.kv_tokens_that_fit(text, dtype, context_length + CONTEXT_SLACK, max_running, memory_share)
+        elif missing := sglang_cuda.missing_tools():
+            raise RuntimeError("; ".join(missing))
+        arguments = sglang_arguments.server_arguments(
+            model_path,
+            context_length=context_length,
+            max_running=max_running,
+            dtype=dtype,
+            memory_share=memory_share,
+            device=device,
+            tp_size=tp_size,
+            shared_gpu=shared_gpu,
+            deterministic=deterministic,
+            trust_remote_code=trust_remote_code,
+            kv_tokens=kv_tokens,
+            more=server_arguments or {},
+        )
+        os.environ.update(sglang_arguments.engine_environment(device, cpu_threads, shared_gpu))
 
         self.paused = False
         self.asleep: set[str] = set()  # tags of the memory that is released
@@ -152,6 +139,12 @@ class SglangEngine:
         self._control = threading.Lock()  # one of load_weights, pause, resume, release, restore at a time
         self._preparing = ThreadPoolExecutor(1, "sglang-pixels")
         self.host = Host(arguments)
+        processor = type(self.host.manager.mm_processor)
+        if not processor.__module__.startswith(sglang_arguments.PROCESSORS):  # a failed import of ours is only logged
+            self.close()
+            raise EngineDied(
+                f"SGLang would process images by {processor.__module__}, not by {sglang_arguments.PROCESSORS}"
+            )
 
     # --- the protocol -------------------------------------------------------------------------------------------------
 
@@ -167,19 +160,13 @@ class SglangEngine:
         return [future.result() for future in self.submit(requests)]
 
     def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-        def messages() -> Iterator[UpdateWeightsFromTensorReqInput]:
-            for bucket, last in _with_last(buckets):
+        def checked() -> Iterator[dict[str, torch.Tensor]]:
+            for bucket in buckets:
                 self._check_fits((name, tuple(value.shape)) for name, value in bucket.items())
-                yield UpdateWeightsFromTensorReqInput(
-                    serialized_named_tensors=[wire.serialized(bucket) for _ in range(self.tp_size)],
-                    load_format="flattened_bucket",
-                    flush_cache=False,
-                    weight_version=str(version) if last else None,
-                )
+                yield bucket
 
-        self._update("update_weights_from_tensor", messages(), version)
+        messages = wire.weights_in_messages(checked(), self.tp_size, version)
+        self._update("update_weights_from_tensor", messages, version)
 
     def join_weight_group(self, group: WeightGroup) -> None:
         from sglang.srt.managers import io_struct
@@ -202,26 +189,12 @@ class SglangEngine:
 
     def load_broadcast(self, notices: Sequence[Notice], version: int) -> None:
         """As `Engine.load_broadcast`. What arrives is in SGLang's hands only, so fingerprints are not compared."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
-
         assert self._weight_group, "no weight group was joined"
         for notice in notices:  # before anything is sent
             self._check_fits((name, shape) for name, _, shape in notice.entries)
 
-        def messages() -> Iterator[UpdateWeightsFromDistributedReqInput]:
-            for notice, last in _with_last(notices):
-                names, dtypes, shapes = zip(*notice.entries, strict=True)
-                yield UpdateWeightsFromDistributedReqInput(
-                    names=list(names),
-                    dtypes=list(dtypes),
-                    shapes=[list(shape) for shape in shapes],
-                    group_name=self._weight_group,
-                    load_format="flattened_bucket",
-                    flush_cache=False,
-                    weight_version=str(version) if last else None,
-                )
-
-        self._update("update_weights_from_distributed", messages(), version)
+        messages = wire.weights_to_receive(notices, self._weight_group, version)
+        self._update("update_weights_from_distributed", messages, version)
 
     def fingerprint(self, names: Sequence[str]) -> None:
         """Not known: SGLang fuses weights and gives none of them out."""
@@ -281,16 +254,22 @@ class SglangEngine:
                 f"a prompt of {prompt} tokens and max_new_tokens {new} do not fit the engine's context of"
                 f" {self.context_length} tokens (runner.seq_length)"
             )
+        runs = wire.placeholder_runs(request, self.image_token_id, self.merge_size)
         async with self._room:
             most = QUEUE_FACTOR * self.max_running
             await self._room.wait_for(lambda: not self.paused and (not self.in_flight or self.in_flight + n <= most))
             self.in_flight += n
         try:
-            patches = await self.host.loop.run_in_executor(
-                self._preparing, lambda: [self.pixels(image) for image in request.images]
-            )
-            async with asyncio.timeout(self.request_timeout_s):
-                return await self._sample(request, patches)
+            pixels = await self.host.loop.run_in_executor(self._preparing, self._write_pixels, request)
+            images = wire.sent_images(request, runs, pixels.images)
+            try:
+                async with asyncio.timeout(self.request_timeout_s):
+                    completion = await self._sample(request, images)
+            except BaseException:
+                self.host.spawn(self._close_once_read(pixels), Future())
+                raise
+            pixels.close()
+            return completion
         except TimeoutError:  # leaving its coroutine has aborted it in SGLang
             raise TimeoutError(
                 f"rollout request not answered within {self.request_timeout_s} s and aborted: a prompt of {prompt}"
@@ -301,22 +280,33 @@ class SglangEngine:
             async with self._room:
                 self._room.notify_all()
 
-    async def _sample(self, request: Request, patches: list[np.ndarray]) -> Completion:
+    def _write_pixels(self, request: Request) -> PixelFile:
+        return PixelFile([self.pixels(image) for image in request.images])
+
+    async def _close_once_read(self, pixels: PixelFile) -> None:
+        """Close the file of a request that was given up: the scheduler reads messages in order, so once it has answered one
+        sent now, it has read all that name the file."""
+        try:
+            await self.host.manager.get_internal_state()
+        finally:
+            pixels.close()
+
+    async def _sample(self, request: Request, images: list[wire.SentImage]) -> Completion:
         """All samples of one request. As one group, SGLang computes the prompt first and shares it."""
-        version, sampling = self.version, request.sampling
+        sampling = request.sampling
         parameters = wire.parameters(sampling, self.bans)
         if self.deterministic:  # there each sample needs its own seed: with one, all samples of a group are the same
-            asked = [self._ask(request, patches, parameters | {"sampling_seed": s % 2**31}) for s in request.seeds]
+            asked = [self._ask(request, images, parameters | {"sampling_seed": s % 2**31}) for s in request.seeds]
             outputs = await asyncio.gather(*asked)
         else:
-            outputs = await self._ask(request, patches, parameters | {"n": len(request.seeds)})
+            outputs = await self._ask(request, images, parameters | {"n": len(request.seeds)})
         if isinstance(outputs, dict):
             outputs = [outputs]
         assert len(outputs) == len(request.seeds), (len(outputs), len(request.seeds))
-        return Completion(tuple(wire.as_sample(output, sampling.stop_ids, version) for output in outputs))
+        return Completion(tuple(wire.as_sample(output, sampling.stop_ids) for output in outputs))
 
-    async def _ask(self, request: Request, patches: list[np.ndarray], parameters: dict[str, Any]) -> Any:
-        asked = wire.generation(request, patches, parameters, cache_key=f"weights {self.version}")
+    async def _ask(self, request: Request, images: list[wire.SentImage], parameters: dict[str, Any]) -> Any:
+        asked = wire.generation(request, images, parameters, cache_key=f"weights {self.version}")
         (outputs,) = [out async for out in self.host.manager.generate_request(asked, None)]
         return outputs
 
@@ -354,15 +344,12 @@ class SglangEngine:
         from sglang.srt.managers import io_struct
 
         assert "weights" not in self.asleep, "asked to load weights while their memory is released"
-        session = hasattr(self.host.manager, "begin_weight_update")  # newer versions want an update framed
-        if session:
-            self.host.checked(self.host.manager.begin_weight_update, io_struct.BeginWeightUpdateReqInput())
+        self.host.checked(self.host.manager.begin_weight_update, io_struct.BeginWeightUpdateReqInput())
         try:
             for message in messages:
                 self.host.checked(getattr(self.host.manager, operation), message)
         finally:
-            if session:
-                self.host.checked(self.host.manager.end_weight_update, io_struct.EndWeightUpdateReqInput())
+            self.host.checked(self.host.manager.end_weight_update, io_struct.EndWeightUpdateReqInput())
         self.version = version  # and with it the key of the prefix cache
         if not self.in_flight:
             self.host.call(self.host.manager.flush_cache)  # only to make room: old entries are never found again
@@ -390,13 +377,3 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self.host.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
-
-
-def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each item, and whether it is the last."""
-    iterator = iter(items)
-    held = next(iterator)
-    for item in iterator:
-        yield held, False
-        held = item
-    yield held, True

@@ -30,7 +30,7 @@ from rlinf_vl.ray_process import own_process, where
 from rlinf_vl.rewards import REFERENCE_CHECKS, GradingError, grader
 from rlinf_vl.rollout.engine import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.rollout.exchange import GroupStore
-from rlinf_vl.rollout.make_engine import make_engine
+from rlinf_vl.rollout.make_engine import make_engine, warm_up
 from rlinf_vl.types import (
     ENGINE_FAULT,
     ENVIRONMENT_FAULT,
@@ -129,6 +129,8 @@ class RolloutRank:
                 ("val", config.algorithm.val_sampling_params),
             )
         }
+        if config.rollout.rollout_backend == "sglang":
+            warm_up(self.engine, self.processor, self.sampling.values(), config.runner.seq_length)
         self.grade = grader(config.reward.reward_type)
         self.store = GroupStore()
 

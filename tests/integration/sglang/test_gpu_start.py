@@ -1,14 +1,19 @@
 """What a start on a GPU would meet, as far as a machine without one can see it."""
 
+import json
 import os
 import re
 import subprocess
+import sys
 from importlib.metadata import files
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlinf_vl.rollout import sglang_cuda
+from rlinf_vl.config.schema import ClusterConfig
+from rlinf_vl.controller.launch import _actor_environment
+from rlinf_vl.rollout import sglang_arguments, sglang_cuda
 
 pytestmark = pytest.mark.integration
 
@@ -30,3 +35,77 @@ def test_the_memory_savers_library_resolves_under_our_environment_and_not_withou
     driver, runtime = "libcuda.so.1", f"libcudart.so.{sglang_cuda.CUDA_MAJOR}"
     assert unresolved(hook, dict(os.environ)) - {driver} == {runtime}
     assert unresolved(hook, os.environ | sglang_cuda.cuda_environment(shared_gpu=True)) <= {driver}
+
+
+@pytest.fixture(scope="module")
+def on_an_h100(toy, tmp_path_factory):
+    """By kind of run: the arguments that SGLang ends with on an H100, and the environment of its processes."""
+    nvidia_smi = tmp_path_factory.mktemp("bin") / "nvidia-smi"
+    nvidia_smi.write_text("#!/bin/sh\necho 81559\n")
+    nvidia_smi.chmod(0o755)
+    base = {
+        "context_length": 512,
+        "max_running": 256,
+        "dtype": torch.bfloat16,
+        "memory_share": 0.6,
+        "device": "cuda",
+        "tp_size": 1,
+        "shared_gpu": False,
+        "deterministic": False,
+        "trust_remote_code": False,
+        "kv_tokens": None,
+        "more": {},
+    }
+    kinds = {
+        "split": {},
+        "collocated": {"shared_gpu": True},
+        "deterministic": {"deterministic": True},
+        "tensor parallel": {"tp_size": 2},
+        "left to SGLang": {},
+    }
+    cases = {}
+    for kind, change in kinds.items():
+        arguments = sglang_arguments.server_arguments(toy.path, **base | change)
+        environment = sglang_arguments.engine_environment("cuda", 1, arguments.get("enable_memory_saver", False))
+        environment["PATH"] = os.pathsep.join([str(nvidia_smi.parent), environment["PATH"]])
+        cases[kind] = arguments, environment | _actor_environment(ClusterConfig())
+    del cases["left to SGLang"][0]["mm_feature_transport"]
+    cases["misspelt"] = cases["split"][0] | {"enable_memory_savers": True}, {}
+    program = Path(__file__).with_name("pretended_h100.py")
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}  # of the CPU's engine
+    done = subprocess.run([sys.executable, program], input=json.dumps(cases), env=ours, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+KINDS = ("split", "collocated", "deterministic", "tensor parallel")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_are_what_we_mean_once_sglang_has_made_its_own_of_them(on_an_h100, kind):
+    arguments, environment = on_an_h100[kind]
+    expected = {
+        "device": "cuda",
+        "context_length": 520,
+        "mem_fraction_static": 0.6,
+        "dtype": "bfloat16",
+        "enable_fp32_lm_head": True,
+        "enable_memory_saver": kind == "collocated",
+        "enable_weights_cpu_backup": kind == "collocated",
+        "enable_deterministic_inference": kind == "deterministic",
+        "sampling_backend": "pytorch" if kind == "deterministic" else "flashinfer",
+        "rl_on_policy_target": None,  # it would give image prompts plain positions
+        "tp_size": 2 if kind == "tensor parallel" else 1,
+        "disable_radix_cache": False,  # a group's prompt is computed once
+        "mm_feature_transport": "cpu",
+        "mm_preprocess_cache_size_mb": 0,
+    }
+    assert {name: arguments[name] for name in expected} == expected
+    assert environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    assert environment["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"] == sglang_arguments.PROCESSORS
+
+
+def test_what_these_tests_are_for_is_seen_by_them(on_an_h100):
+    """Left to itself SGLang takes 1 GiB of an H100 for pixels; and an argument that it does not know is an error."""
+    assert on_an_h100["left to SGLang"][0]["mm_feature_transport"] == "cuda_ipc"
+    assert "enable_memory_savers" in on_an_h100["misspelt"]

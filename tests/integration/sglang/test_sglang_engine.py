@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import time
@@ -17,9 +18,10 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.engine import EngineDied
+from rlinf_vl.rollout.make_engine import warm_up
 from rlinf_vl.rollout.sglang_engine import SglangEngine
 from rlinf_vl.rollout.torch_engine import TorchEngine
-from rlinf_vl.types import ImageRef, Request
+from rlinf_vl.types import ImageRef, Request, SamplingParams
 
 pytestmark = pytest.mark.integration
 FAMILY = family_of("qwen3_vl")
@@ -153,13 +155,16 @@ def test_wrong_weights_are_refused_and_the_engine_goes_on(engine, toy):
 
 def test_a_bad_request_is_its_own_error(engine, toy):
     good, long = toy.request(1, 2), toy.request(1, max_new_tokens=500)
+    blind = Request(good.ids, (), good.image_grids[:0], good.sampling, good.seeds)
     bad = ImageRef.of(b"no picture")
     broken = Request(good.ids, (bad,), good.image_grids, good.sampling, good.seeds)
-    futures = engine.submit([good, broken, long, good])
+    futures = engine.submit([good, broken, long, good, blind])
     with pytest.raises(Exception, match="image"):
         futures[1].result(60)
     with pytest.raises(ValueError, match="context of 512"):
         futures[2].result(60)
+    with pytest.raises(ValueError, match="with 0 images has 1 runs of image placeholders"):
+        futures[4].result(60)
     assert all(len(futures[i].result(60).samples) == 2 for i in (0, 3))
 
 
@@ -209,6 +214,74 @@ def test_more_requests_than_fit_at_once(engine, toy):
     requests = [toy.request(k % 2, 4, seed=k, max_new_tokens=4) for k in range(40)]
     assert all(len(c.samples) == 4 for c in engine.generate(requests))
     assert engine.in_flight == 0
+
+
+@pytest.fixture
+def sent(engine, monkeypatch):
+    """Sizes of the messages that SGLang sends to its scheduler, in bytes."""
+    from sglang.srt.managers import tokenizer_manager
+
+    sizes, send = [], tokenizer_manager.sock_send
+
+    def measured(socket, message, *flags):
+        sizes.append(len(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)))
+        send(socket, message, *flags)
+
+    monkeypatch.setattr(tokenizer_manager, "sock_send", measured)
+    return sizes
+
+
+def test_a_groups_pixels_are_not_in_its_messages(engine, toy, sent):
+    """8 samples of 4 images: in SGLang's own way 9 messages carry 4 times all pixels each."""
+    images = tuple(toy.image(np.random.default_rng(i), (96, 96)) for i in range(4))
+    request = toy.request(images, 8, max_new_tokens=2)
+    pixels = sum(toy.pixels(image).nbytes for image in images)
+    samples = engine.generate([request])[0].samples
+    assert len(sent) == 1 + 8
+    assert sum(sent) < 2e6 < 9 * 4 * pixels
+    for sample in samples:
+        np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample), atol=1e-5)
+
+
+def test_an_image_is_told_from_another_of_its_size_and_found_again(engine, toy):
+    """Images stand in SGLang's prefix cache by the identity that we give them: not by their pixels."""
+    rng = np.random.default_rng(7)
+    one, other = toy.image(rng), toy.image(rng)
+    for images in [(one, other), (other, one), (one, one), (one, other)]:
+        request = toy.request(images, 2)
+        for sample in engine.generate([request])[0].samples:
+            np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample), atol=TOLERANCE)
+
+
+def files_of_pixels():
+    """How many such files this process holds."""
+    fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum("rlinf_vl pixels" in os.readlink(fd) for fd in fds if os.path.islink(fd))
+
+
+def test_pixels_are_dropped_once_a_request_is_answered_or_given_up(engine, toy):
+    assert engine.generate([toy.request(2, 2, seed=s) for s in range(3)])
+    futures = engine.submit([toy.request(2, 4, seed=s, max_new_tokens=400) for s in range(3)])
+    while not files_of_pixels():
+        time.sleep(0.01)
+    for future in futures:
+        future.cancel()
+    until = time.monotonic() + 60
+    while files_of_pixels() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not files_of_pixels()
+    assert engine.generate([toy.request(1)])[0].samples
+
+
+def test_the_warm_up_samples_in_each_way_with_an_image_and_without(engine, toy, monkeypatch):
+    seen = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda requests: seen.extend(requests) or submit(requests))
+    ways = [SamplingParams(temperature=0.7, stop_ids=(5,)), SamplingParams(temperature=0.0), SamplingParams(top_p=0.9)]
+    warm_up(engine, toy.processor, ways, longest=512)
+    kinds = {(r.sampling.temperature, r.sampling.top_p, len(r.images), len(r.seeds)) for r in seen}
+    assert kinds == {(t, p, i, n) for t, p in ((0.7, 1.0), (0.0, 1.0), (1.0, 0.9)) for i in (0, 1) for n in (1, 2)}
+    assert all(r.sampling.max_new_tokens == 2 and not r.sampling.stop_ids for r in seen)
 
 
 def test_the_process_stays_ours(engine):

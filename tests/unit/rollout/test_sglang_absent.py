@@ -1,4 +1,4 @@
-"""Where SGLang is not installed, its engine's module still imports, and the engine says what to install."""
+"""Where SGLang is missing or too old, its engine's module still imports, and the engine says what to install."""
 
 import subprocess
 import sys
@@ -6,9 +6,16 @@ import sys
 import pytest
 
 CODE = """
-import importlib.util, sys
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "sglang" else found(name, *rest)
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError
+found = Distribution.from_name.__func__
+def from_name(cls, name):
+    if name != "sglang":
+        return found(cls, name)
+    if %r is None:
+        raise PackageNotFoundError(name)
+    return type("SGLang", (), {"version": %r})
+Distribution.from_name = classmethod(from_name)
 from rlinf_vl.models.families import family_of
 from rlinf_vl.rollout.sglang_engine import SglangEngine
 assert not [m for m in sys.modules if m.split(".")[0] == "sglang"]
@@ -19,8 +26,14 @@ SglangEngine(
 
 
 @pytest.mark.parametrize(
-    "deterministic, error", [(False, "requirements/install.sh --sglang"), (True, "deterministic: true needs a GPU")]
+    "version, deterministic, error",
+    [
+        (None, False, "not installed in this environment; `bash requirements/install.sh --sglang"),
+        ("0.5.22", False, "SGLang 0.5.22 is not supported; `bash requirements/install.sh --sglang"),
+        (None, True, "deterministic: true needs a GPU"),
+    ],
 )
-def test_the_error_says_what_to_do(deterministic, error):
-    done = subprocess.run([sys.executable, "-c", CODE % deterministic], capture_output=True, text=True)
+def test_the_error_says_what_to_do(version, deterministic, error):
+    code = CODE % (version, version, deterministic)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode and error in done.stderr.splitlines()[-1], done.stderr
