@@ -3,7 +3,8 @@
 set -euo pipefail
 
 TORCH_DEFAULT=2.13.0
-SGLANG_DEFAULT=0.5.23
+SGLANG_DEFAULT=0.5.23 # and none before or after it: rlinf_vl/rollout/sglang_process.py says why
+CUDA_DRIVER=580 # the oldest NVIDIA driver for CUDA 13, which SGLang's wheels are built with
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 root="$(dirname -- "$here")"
 
@@ -109,8 +110,9 @@ cuda = f"CUDA {built}, {gpus} GPU(s) visible" if visible else "no CUDA device vi
 print(f"[install] python {sys.version.split()[0]}, torch {versions.pop('torch')} ({cuda})")
 print("[install] " + ", ".join(f"{name} {version}" for name, version in versions.items()))
 if gpus and not visible:
-    print("[install] warning: this machine has an NVIDIA GPU that this torch cannot use. Delete the environment and name a\n"
-          "[install]   build that fits the driver, such as TORCH_INDEX_URL=https://download.pytorch.org/whl/cu126")
+    print("[install] warning: this machine has an NVIDIA GPU that this torch cannot use. " + (
+        "SGLang needs CUDA 13: update the driver" if sglang else "Delete the environment and name a\n"
+        "[install]   build that fits the driver, such as TORCH_INDEX_URL=https://download.pytorch.org/whl/cu126"))
 EOF
 }
 
@@ -121,6 +123,20 @@ up_to_date() {
 if up_to_date; then
     say "nothing to do: $venv is up to date"
     exit 0
+fi
+
+if [[ -n "$with_sglang" ]]; then
+    if [[ "${sglang:-$SGLANG_DEFAULT}" != "$SGLANG_DEFAULT"?(.post*) ]]; then
+        fail "SGLang $sglang is not supported; --sglang $SGLANG_DEFAULT is"
+    fi
+    driver=""
+    if command -v nvidia-smi >/dev/null; then
+        driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)"
+    fi
+    if [[ "$driver" =~ ^([0-9]+)\. ]] && ((BASH_REMATCH[1] < CUDA_DRIVER)); then
+        fail "NVIDIA driver $driver is too old for SGLang $SGLANG_DEFAULT, which needs CUDA 13: update it to $CUDA_DRIVER or" \
+            "newer, or use rollout.rollout_backend=torch, for which 'bash requirements/install.sh' makes an environment"
+    fi
 fi
 
 # From here on one process at a time; the others wait, and then find nothing to do.

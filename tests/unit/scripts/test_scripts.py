@@ -93,6 +93,53 @@ def test_install_names_an_old_python(tmp_path: Path):
     assert not (tmp_path / "env").exists()
 
 
+def nvidia_smi(folder: Path, driver: str) -> str:
+    """A PATH whose nvidia-smi reports this driver for each of two GPUs."""
+    program = folder / "bin/nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho {driver}\necho {driver}\n")
+    program.chmod(0o755)
+    return os.pathsep.join([str(program.parent), os.environ["PATH"]])
+
+
+def test_install_names_a_driver_that_sglang_can_not_use(tmp_path: Path):
+    """Before anything is fetched: 11 GB later the engine would not start."""
+    path = nvidia_smi(tmp_path, "575.57.08")
+    install = [ROOT / "requirements/install.sh", "--sglang", "--venv", str(tmp_path / "env")]
+    done = bash(*install, PATH=path)
+    assert done.returncode == 1 and "NVIDIA driver 575.57.08 is too old" in done.stderr and "580" in done.stderr
+    assert not list(tmp_path.glob("env*"))
+
+
+@pytest.mark.parametrize("driver", ["580.65.06", "NVIDIA-SMI has failed because it could not communicate"])
+def test_install_goes_on_with_a_newer_driver_or_one_that_does_not_answer(tmp_path: Path, driver: str):
+    path = nvidia_smi(tmp_path, driver)
+    no_python = tmp_path / "python"  # where the script ends that goes on
+    done = bash(
+        ROOT / "requirements/install.sh", "--sglang", "--venv", str(tmp_path / "env"), PATH=path, PYTHON=str(no_python)
+    )
+    assert done.returncode == 1 and "driver" not in done.stderr and f"PYTHON={no_python} is no Python" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.22", "0.5.24"])
+def test_install_refuses_an_sglang_that_the_engine_would_refuse(tmp_path: Path, version: str):
+    done = bash(ROOT / "requirements/install.sh", "--sglang", version, "--venv", str(tmp_path / "env"))
+    assert done.returncode == 1 and f"SGLang {version} is not supported; --sglang 0.5.23 is" in done.stderr
+    assert not (tmp_path / "env").exists()
+
+
+def test_every_place_names_the_version_of_sglang_that_the_engine_takes():
+    import re
+    import tomllib
+
+    from rlinf_vl.rollout.sglang_process import VERSION
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["sglang"] == [f"sglang=={VERSION}"]
+    for file, name in [("requirements/install.sh", "SGLANG_DEFAULT"), ("docker/Dockerfile.cuda", "SGLANG_VERSION")]:
+        assert re.findall(rf"^(?:ARG )?{name}=(\S+)", (ROOT / file).read_text(), re.MULTILINE) == [VERSION]
+
+
 def test_pyproject_and_base_requirements_name_the_same():
     import re
     import tomllib
