@@ -4,7 +4,6 @@ Neither torch nor Ray is imported: a mistake is told within a second. What is re
 """
 
 import ctypes
-import importlib.util
 import json
 import os
 import re
@@ -20,6 +19,8 @@ from rlinf_vl.config.validate import CHOICES
 from rlinf_vl.controller.cluster import cluster_to_join
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.peek import TOY, peek
+from rlinf_vl.rollout.sglang_cuda import missing_tools
+from rlinf_vl.rollout.sglang_version import require_sglang
 
 HUB_TIMEOUT_S = 5.0
 STATE_FILE = "controller.json"  # of rlinf_vl.controller.run_folder, which imports Ray
@@ -32,12 +33,16 @@ def problems_here(config: Config) -> Iterator[str]:
 
 
 def packages_missing(config: Config) -> Iterator[str]:
-    """What this Python lacks for the run."""
-    if config.rollout.rollout_backend == "sglang" and importlib.util.find_spec("sglang") is None:
-        yield (
-            "rollout.rollout_backend: sglang is not installed here; run 'bash requirements/install.sh --sglang' and use its "
-            "environment (.venv-sglang), or set rollout.rollout_backend=torch"
-        )
+    """What this Python lacks for the run, and for SGLang on GPUs of this machine what compiles its kernels."""
+    if config.rollout.rollout_backend != "sglang":
+        return
+    try:
+        require_sglang()
+    except ImportError as error:
+        yield str(error)
+        return
+    if config.cluster.device != "cpu" and _private(config) and gpu_count():
+        yield from missing_tools()
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -33,7 +33,8 @@ from rlinf_vl.rollout import sglang_wire as wire
 from rlinf_vl.rollout.engine import MEMORY_TAGS, EngineDied
 from rlinf_vl.rollout.sglang_arguments import CONTEXT_SLACK
 from rlinf_vl.rollout.sglang_pixels import PixelFile
-from rlinf_vl.rollout.sglang_process import Host, require_sglang
+from rlinf_vl.rollout.sglang_process import Host
+from rlinf_vl.rollout.sglang_version import require_sglang
 from rlinf_vl.types import Completion, ImageRef, Request
 from rlinf_vl.weights.collective import Notice, WeightGroup
 

@@ -18,7 +18,6 @@ import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
@@ -27,30 +26,10 @@ from rlinf_vl.rollout.engine import EngineDied
 
 log = logging.getLogger(__name__)
 
-#: The version of SGLang that this package is made for, and its post-releases.
-VERSION = "0.5.23"
 #: Seconds that killed processes are given to be gone.
 KILL_TIMEOUT_S = 20.0
 #: Seconds between looks at the engine's processes.
 WATCH_INTERVAL_S = 0.5
-
-
-def require_sglang() -> None:
-    """ImportError, with what to do about it, where SGLang is not installed or of a version that this was not made for. It is
-    not imported by this.
-
-    Before 0.5.23 a GPU engine launches one kernel per banned id and request, and engines that start at once race for ports;
-    what comes after it is unknown: the multimodal processor and the framing of weight updates are its own interfaces.
-    """
-    way_out = f"`bash requirements/install.sh --sglang {VERSION}` makes an environment with {VERSION}"
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        raise ImportError(
-            f"rollout.rollout_backend: sglang, but SGLang is not installed in this environment; {way_out}"
-        ) from None
-    if found.split(".post")[0] != VERSION:
-        raise ImportError(f"rollout.rollout_backend: sglang, but SGLang {found} is not supported; {way_out}")
 
 
 def start(arguments: dict[str, Any]) -> tuple[Any, "Processes"]:

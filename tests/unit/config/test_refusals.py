@@ -1,5 +1,6 @@
 """What a new user gets wrong, as the command line tells it: in one message, with the way out, before Ray or torch are imported."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,6 +21,7 @@ from rlinf_vl.controller.run_folder import STATE_FILE
 from rlinf_vl.data.peek import TOY, peek
 from rlinf_vl.data.toy import write_toy_dataset
 from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.rollout import sglang_version
 
 NO_IMAGES = "data.image_keys=[]"
 
@@ -154,12 +157,14 @@ def main(monkeypatch, tmp_path) -> Callable[[list[str]], int]:
     def goes_on(config):
         raise AssertionError("not refused")
 
-    find_spec = inputs.importlib.util.find_spec
+    def not_installed(name):
+        raise PackageNotFoundError(name)
+
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(command_line, "_prepare_toy", goes_on)
     monkeypatch.setattr(inputs, "gpu_count", lambda: 0)
-    monkeypatch.setattr(
-        inputs.importlib.util, "find_spec", lambda name: None if name in ("sglang", "wandb") else find_spec(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    monkeypatch.setattr(sglang_version, "version", not_installed)
     monkeypatch.chdir(tmp_path)
     return command_line.main
 
@@ -212,6 +217,19 @@ def test_what_is_right_goes_on(files, main, capsys, tmp_path):
 
 def test_a_check_does_not_ask_for_the_engine(main):
     assert main(["train", "--check", "toy-grpo-cpu", "rollout.rollout_backend=sglang"]) == 0
+
+
+def test_sglang_of_another_version_and_without_its_tools(files, main, capsys, monkeypatch, tmp_path):
+    overrides = [f"data.train_data_paths=[{files}/good.jsonl]", "data.val_data_paths=[]", NO_IMAGES]
+    overrides += ["rollout.rollout_backend=sglang", "cluster.device=cuda"]
+    monkeypatch.setattr(inputs, "gpu_count", lambda: 1)
+    monkeypatch.setattr(sglang_version, "version", lambda name: "0.5.22")
+    text = refused(capsys, files, main, *overrides)
+    assert "sglang 0.5.22 is installed here, and 0.5.23 is needed; run 'bash requirements/install.sh --sglang" in text
+    monkeypatch.setattr(sglang_version, "version", lambda name: "0.5.23.post1")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    text = refused(capsys, files, main, *overrides)
+    assert f"nvcc, with which SGLang compiles kernels on first use, is not at {tmp_path}/bin/nvcc" in text
 
 
 def test_placement_beyond_the_gpus_there_are(files, main, capsys, monkeypatch):

@@ -28,8 +28,8 @@ SglangEngine(
 @pytest.mark.parametrize(
     "version, deterministic, error",
     [
-        (None, False, "not installed in this environment; `bash requirements/install.sh --sglang"),
-        ("0.5.22", False, "SGLang 0.5.22 is not supported; `bash requirements/install.sh --sglang"),
+        (None, False, "sglang is not installed here; run 'bash requirements/install.sh --sglang"),
+        ("0.5.22", False, "sglang 0.5.22 is installed here, and 0.5.23 is needed; run 'bash"),
         (None, True, "deterministic: true needs a GPU"),
     ],
 )
