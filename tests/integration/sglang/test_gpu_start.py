@@ -109,3 +109,15 @@ def test_what_these_tests_are_for_is_seen_by_them(on_an_h100):
     """Left to itself SGLang takes 1 GiB of an H100 for pixels; and an argument that it does not know is an error."""
     assert on_an_h100["left to SGLang"][0]["mm_feature_transport"] == "cuda_ipc"
     assert "enable_memory_savers" in on_an_h100["misspelt"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_and_engines_share_their_nccl_settings(on_an_h100, kind):
+    """They are members of one broadcast group, whose buffers both sides must make alike."""
+
+    def settings(environment):
+        return {name: value for name, value in environment.items() if name.startswith("NCCL_")}
+
+    engine, rank = settings(on_an_h100[kind][1]), settings(_actor_environment(ClusterConfig()))
+    assert engine.items() >= rank.items() >= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}.items()
+    assert set(engine) - set(rank) <= {"NCCL_GRAPH_REGISTER"}  # of graphs, which the ranks don't capture
