@@ -76,6 +76,7 @@ class GrpoController:
         self.stop_request = stop_request or StopRequest()
         self.step = 0  # the last one done
         self.current_step = 0  # the one that what happens now belongs to: while it is trained, the next one
+        self.saved_step = 0  # that of the last checkpoint written or read
         self.metrics, self.timings, self.checked = {}, {}, False
         self.events = EventLog(run_dir)
         self.last_good = checkpoint
@@ -248,6 +249,7 @@ class GrpoController:
             if self.step == self.total_steps:
                 raise
         else:
+            self.saved_step = self.step
             log.info("saved %s", self.last_good)
 
     def log_step(self) -> None:
@@ -448,7 +450,7 @@ class GrpoController:
             self.sampler.load_state_dict(state["sampler"])
             logged = state["metrics"]
             self.events.add(self.step, "resumed", f"resumed from {self.last_good}", logging.INFO)
-        self.current_step = self.step
+        self.current_step = self.saved_step = self.step
         self.gpu.to_engines(self.actors, self.sync_weights if self.step or again else None)
         self.position = {"step": self.step, "sampler": self.sampler.state_dict()}
         resume_step = self.step or -1  # a run that goes back to its start validates, and so logs step 0, once more
@@ -470,11 +472,12 @@ class GrpoController:
         self.current_step = self.step
         if self.trackers.last_step != self.step and self.step:
             self.log_step()
-        if self.step and (self.last_good is None or load_state(self.last_good)["step"] != self.step):
+        if self.step != self.saved_step:
             self.save()
-        kept = (
-            f"resume from {self.last_good} with runner.resume_dir=auto" if self.last_good else "nothing was trained yet"
-        )
+        kept = "nothing was trained yet"
+        if self.last_good:
+            where = "auto" if self.last_good.is_relative_to(self.run_dir) else self.last_good
+            kept = f"resume from {self.last_good} with runner.resume_dir={where}"
         self.events.add(self.step, "interrupted", f"{stop}; {kept}")
 
 

@@ -17,13 +17,13 @@ from rlinf_vl.config import Config, ConfigError, placement_slots
 from rlinf_vl.config.keys import nearest
 from rlinf_vl.config.validate import CHOICES
 from rlinf_vl.controller.cluster import cluster_to_join
+from rlinf_vl.controller.run_folder import STATE_FILE
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.peek import TOY, peek
 from rlinf_vl.rollout.sglang_cuda import missing_tools
 from rlinf_vl.rollout.sglang_version import require_sglang
 
 HUB_TIMEOUT_S = 5.0
-STATE_FILE = "controller.json"  # of rlinf_vl.controller.run_folder, which imports Ray
 
 
 def problems_here(config: Config) -> Iterator[str]:
