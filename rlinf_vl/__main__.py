@@ -235,7 +235,11 @@ def _export(arguments: argparse.Namespace) -> int:
     except (FileNotFoundError, FileExistsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    log.info("wrote %s", arguments.output)
+    log.info(
+        "wrote %s, for AutoModelForImageTextToText, AutoTokenizer and AutoImageProcessor; AutoProcessor wants torchvision besides, "
+        "for videos (pip install torchvision)",
+        arguments.output,
+    )
     return 0
 
 

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from rlinf_vl.actor.checkpoint import load_weights_only
 from rlinf_vl.controller.run_folder import ACTOR_FOLDER, STATE_FILE, checkpoints
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import DTYPES, copy_processor_files, load_model
+from rlinf_vl.models.loading import DTYPES, copy_processor_files, load_model, save_model
 
 
 def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
@@ -43,5 +43,5 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
     output.mkdir(parents=True, exist_ok=True)
     model.config._attn_implementation = "sdpa"
     model.to(DTYPES[dtype])  # pyright: ignore[reportArgumentType]  # its decorator hides self
-    model.save_pretrained(output)
+    save_model(model, output)
     copy_processor_files(path, output)

@@ -16,6 +16,7 @@ import ray
 
 from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.group import ActorGroup, ActorsLost
+from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.bad_rows import BadRows, check_faults
 from rlinf_vl.controller.launch import Placement
@@ -384,7 +385,12 @@ class GrpoController:
         return EpochSampler(self.train_rows, data.rollout_batch_size, shuffle=data.shuffle, seed=data.seed)
 
     def _usable(self, split: str, n: int) -> list[int]:
-        """Rows of a split to use: those with too long a prompt are left out where the config says so, bad ones always."""
+        """Rows of a split to use: those with too long a prompt are left out where the config says so, bad ones always.
+
+        Raises:
+            ConfigError: too few are left. TooManyBadRows: too many are bad.
+        """
+        data = self.config.data
         kept, too_long, bad = self.pool.filter_rows(
             split, list(range(n)), lambda done: self.progress.phase(f"checking rows of {split}", done, n)
         )
@@ -393,6 +399,19 @@ class GrpoController:
             self.bad_rows.add(split, [bad[row] for row in sorted(bad)])
             log.warning("bad rows of %s, left out (%s):\n%s", split, self.bad_rows.path, self.bad_rows.table(split))
             self.bad_rows.check()
+        if len(kept) < (needed := data.rollout_batch_size if split == "train" else min(n, 1)):
+            why = [f"{len(bad)} are bad (see {self.bad_rows.path.name})"] if bad else []
+            if too_long:
+                lengths = "{} to {}".format(*self.pool.too_long[split] or ())
+                limit = f"data.max_prompt_length={data.max_prompt_length}"
+                why.append(
+                    f"{too_long} have prompts of {lengths} tokens, above {limit}: raise that, and runner.seq_length"
+                )
+            short = f"data.rollout_batch_size={needed} needs more" if split == "train" else "nothing could be validated"
+            raise ConfigError(
+                f"data.{split}_data_paths: of {n} rows {len(kept)} can be used; {short}. {'; '.join(why) or 'There are no more'}"
+                f"{'; or lower data.rollout_batch_size' if split == 'train' and kept else ''}"
+            )
         return kept
 
     def _start_actors(self) -> None:

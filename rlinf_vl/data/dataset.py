@@ -27,15 +27,17 @@ class BadRow:
         return f"row {self.id}: {self.kind}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FilterResult:
     """Which rows can be used: `kept`, those with too long a prompt, and unusable ones with the reason. `answers` counts the
-    answers of those that are kept."""
+    answers of those that are kept; `fewest` and `most` are the tokens of the shortest and the longest prompt that is too long."""
 
     kept: list[int] = field(default_factory=list)
     too_long: list[int] = field(default_factory=list)
     bad: dict[int, BadRow] = field(default_factory=dict)
     answers: Counter[str] = field(default_factory=Counter)
+    fewest: int | None = None
+    most: int | None = None
 
 
 class ProblemDataset:
@@ -129,8 +131,12 @@ class ProblemDataset:
         for i in rows:
             try:
                 problem = self[i]
-                if count_tokens(i, problem) > max_tokens:
+                if (tokens := count_tokens(i, problem)) > max_tokens:
                     result.too_long.append(i)
+                    result.fewest, result.most = (
+                        min(tokens, result.fewest or tokens),
+                        max(tokens, result.most or tokens),
+                    )
                     continue
                 for image in problem.images:
                     if image.hash not in self._decodable:

@@ -69,6 +69,15 @@ def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedMo
     return model
 
 
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write weights and config in HF format. safetensors makes its files for their owner alone; these get the mode that other
+    files get here."""
+    model.save_pretrained(folder)
+    mode = (folder / "config.json").stat().st_mode
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(mode)
+
+
 def freeze_vision(model: nn.Module, family: Family) -> None:
     """Stop gradients of the vision tower, mergers included."""
     model.get_submodule(family.vision_tower).requires_grad_(False)

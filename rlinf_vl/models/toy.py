@@ -21,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlinf_vl.data import toy as task
 from rlinf_vl.data.cache import build_once, cache_root, source_version
 from rlinf_vl.models import toy_files as files
+from rlinf_vl.models.loading import save_model
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +244,7 @@ def build_toy_checkpoint(
     finally:
         torch.set_num_threads(threads)
     disable_progress_bar()  # transformers' bar for one file of 4 MB
-    model.save_pretrained(folder)
+    save_model(model, folder)
     files.write_toy_generation_config(folder, files.special_ids())
     parameters = sum(p.numel() for p in model.parameters())
     (folder / _README).write_text(

@@ -103,6 +103,8 @@ class RolloutPool:
         self._slots = [_Slot(option, partial(make, i), timeout) for i, option in enumerate(options)]
         #: Answers of the rows that can be used, by split, and how often each is the right one.
         self.answers: dict[str, Counter[str]] = {}
+        #: Tokens of the shortest and the longest prompt that is too long, by split; None where none is.
+        self.too_long: dict[str, tuple[int, int] | None] = {}
         #: (split, row) → what stands for an image that other rows have too; None where no other has
         self._shared: dict[tuple[str, int], int | None] = {}
 
@@ -133,6 +135,8 @@ class RolloutPool:
             progress(start + len(part))
         kept = sorted(row for result, _ in results for row in result.kept)
         self.answers[split] = sum((result.answers for result, _ in results), Counter())
+        tokens = [n for result, _ in results for n in (result.fewest, result.most) if n is not None]
+        self.too_long[split] = (min(tokens), max(tokens)) if tokens else None
         bad = {row: why for result, _ in results for row, why in result.bad.items()}
         images = {row: image for _, part in results for row, image in part.items()}
         often = Counter(image for shown in images.values() for image in shown)

@@ -126,6 +126,11 @@ def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):
     assert any("language_model.layers" in name for name in moved)
     assert (out / "preprocessor_config.json").exists() and (out / "chat_template.jinja").exists()
     assert AutoTokenizer.from_pretrained(out).eos_token_id is not None
+    (new := tmp_path / "new").mkdir()
+    (new / "file").touch()
+    usual = {path.is_dir(): path.stat().st_mode for path in (new, new / "file")}
+    unusual = [path for top in (run, out) for path in top.rglob("*") if path.stat().st_mode != usual[path.is_dir()]]
+    assert not unusual, "whoever may read other files may read those of a run and of an export"
 
 
 def test_resume_auto_goes_on_where_it_stopped(run):

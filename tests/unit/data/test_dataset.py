@@ -213,10 +213,14 @@ def test_bad_rows_are_found_when_asked_for_and_sorted_out_by_the_filter(tmp_path
         assert problem.id == dataset.row_id(row)
         if row == 5:
             raise TypeError("no text")  # what a tokenizer may do
-        return 10 if row == 3 else 5
+        return {0: 5, 3: 10}.get(row, 4)
 
+    assert (dataset.filter_by_length(range(6), count, 5).fewest, dataset.filter_by_length([0, 3], count, 3).fewest) == (
+        10,
+        5,
+    )
     result = dataset.filter_by_length(range(6), count, 5)
-    assert isinstance(result, FilterResult) and result.kept == [0] and result.too_long == [3]
+    assert isinstance(result, FilterResult) and result.kept == [0] and result.too_long == [3] and result.most == 10
     assert {row: (bad.kind, bad.id) for row, bad in result.bad.items()} == {
         1: ("placeholders and images disagree", "rows:1"),
         2: ("not an image", "rows:2"),
