@@ -66,9 +66,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     report.set_defaults(run=_report)
 
+    doctor = verbs.add_parser("doctor", help="what this machine has, and what a config would need")
+    doctor.add_argument("config", nargs="?", help="as for train; without one, the machine alone")
+    doctor.add_argument("overrides", nargs="*", help="as for train")
+    doctor.set_defaults(run=_doctor)
+
+    preflight = verbs.add_parser("preflight", help="what a config takes of each GPU's memory; needs no GPU")
+    preflight.add_argument("config", help="as for train")
+    preflight.add_argument("overrides", nargs="*", help="as for train")
+    preflight.add_argument("--gpus", type=int, default=1, help="GPUs in each machine (default 1)")
+    preflight.add_argument(
+        "--gpu-memory", type=float, default=80, metavar="GB", help="as printed on the card (default 80)"
+    )
+    preflight.add_argument("--nodes", type=int, default=1, help="machines (default 1)")
+    preflight.set_defaults(run=_preflight)
+
     arguments, rest = parser.parse_known_args(argv)  # an option among a run's overrides leaves those after it over
-    if dashed := rest if arguments.verb != "train" else [text for text in rest if text.startswith("-")]:
-        hint = "; overrides are written key=value, without dashes" if arguments.verb == "train" else ""
+    takes_overrides = "overrides" in arguments
+    if dashed := [text for text in rest if text.startswith("-")] if takes_overrides else rest:
+        hint = "; overrides are written key=value, without dashes" if takes_overrides else ""
         parser.error(f"unrecognized arguments: {' '.join(dashed)}{hint}")
     if rest:
         arguments.overrides += rest
@@ -102,9 +118,11 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides, further=rules)
     if arguments.check:
         return 0
+    from rlinf_vl import doctor
     from rlinf_vl.controller.run_folder import find_checkpoint, load_state, recover_checkpoints
     from rlinf_vl.controller.run_start import locked, open_folder
 
+    doctor.refuse(config)
     run_dir = run_folder(config)
     config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
     with locked(run_dir):
@@ -120,7 +138,7 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
     """Train in a folder that is ready, from a checkpoint or from the start."""
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.grpo import GrpoController
-    from rlinf_vl.controller.launch import place, ray_cluster
+    from rlinf_vl.controller.launch import place, ray_cluster, settle_memory
     from rlinf_vl.controller.stop_request import Interrupted
     from rlinf_vl.observe.environment import write_environment
 
@@ -135,6 +153,7 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
         stop_request, code = arguments.stop_request, 0
         with ray_cluster(config), place(config) as placement:
             stop_request.install()  # Ray has put a handler of its own
+            settle_memory(config, model_path, placement)
             controller = GrpoController(config, model_path, placement, run_dir, progress, stop_request, checkpoint)
             log.info("started in %.0f s; training to step %d", time.monotonic() - start, controller.total_steps)
             try:
@@ -199,6 +218,18 @@ def _toy(arguments: argparse.Namespace) -> int:
     seed = {} if arguments.seed is None else {"seed": arguments.seed}
     print(f"checkpoint: {toy_checkpoint_path(**seed)}")
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from rlinf_vl import doctor
+
+    return doctor.main(arguments)
+
+
+def _preflight(arguments: argparse.Namespace) -> int:
+    from rlinf_vl import preflight
+
+    return preflight.main(arguments)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -51,13 +51,19 @@ def load_config(
     Raises:
         ConfigError: with every problem found.
     """
+    config = parse_config(config_name, overrides, config_dir)
+    validate_config(config, further)
+    return config
+
+
+def parse_config(config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
+    """`load_config` without its last step: what a config says, whether or not it can work, here or anywhere."""
     written = _compose(_find(config_name, config_dir))
     problems = _apply_overrides(written, overrides)
     config, more = _typed(written)
     if problems or more:
         raise ConfigError(*problems, *more)
     _normalise(config)
-    validate_config(config, further)
     return config
 
 
@@ -188,6 +194,8 @@ def _typed(written: dict[str, Any]) -> tuple[Config, list[str]]:
         elif key not in config_keys():
             problems[key] = f"{key}: unknown key (value {_shown(value)});{suggestion(key)}"
         else:
+            if type(value) is int and config_keys()[key].type == float | str:  # OmegaConf converts no unions
+                value = float(value)
             try:
                 OmegaConf.update(typed, key, value, merge=False)
             except OmegaConfBaseException:
@@ -223,8 +231,7 @@ def _shown(value: Any) -> str:
 
 def _type_name(annotation: Any) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
-        (inner,) = (arg for arg in get_args(annotation) if arg is not type(None))
-        return f"{_type_name(inner)} or null"
+        return " or ".join("null" if arg is type(None) else _type_name(arg) for arg in get_args(annotation))
     if get_origin(annotation) is list:
         return (
             "a list of integers, such as [1, 2]"

@@ -195,9 +195,9 @@ class RolloutConfig:
     sglang: SglangConfig = field(default_factory=SglangConfig)
     return_logprobs: bool = True
     """Keep the engine's logprobs on every trajectory (needed by TIS and by the rollout/train metrics)."""
-    gpu_memory_utilization: float = 0.6
-    """Share of a GPU's memory that the engine's KV cache may take, prompts included; on CPU unused memory is not
-    reserved."""
+    gpu_memory_utilization: float | str = 0.6
+    """Share of a GPU's memory for the engine's weights and KV cache; on CPU, of free memory, and what is unused is not
+    reserved. `auto`: what the memory ledger leaves beside the trainer (`python -m rlinf_vl preflight`); 0.6 on CPU."""
     max_running_requests: int = 256
     """Responses decoded at once by one worker; further ones wait."""
     model: RolloutModelConfig = field(default_factory=RolloutModelConfig)

@@ -86,7 +86,10 @@ LIMITS: dict[str, _Limit] = {
     "algorithm.val_sampling_params.temperature": _NOT_NEGATIVE,
     "algorithm.val_sampling_params.top_p": _SHARE_NOT_0,
     "algorithm.val_sampling_params.top_k": _NOT_NEGATIVE,
-    "rollout.gpu_memory_utilization": _SHARE_NOT_0,
+    "rollout.gpu_memory_utilization": (
+        "lie in (0, 1], or be auto",
+        lambda x: 0 < x <= 1 if isinstance(x, float) else x == "auto",
+    ),
     "rollout.max_running_requests": _AT_LEAST_1,
     "rollout.tensor_parallel_size": _AT_LEAST_1,
     "rollout.request_timeout": _POSITIVE,

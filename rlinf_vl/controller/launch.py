@@ -196,3 +196,36 @@ def _chunks(slots: tuple[int, ...], size: int, shared: bool) -> list[tuple[int, 
             "cluster.component_placement"
         )
     return [tuple(slots[i : i + size]) for i in range(0, len(slots), size)]
+
+
+def settle_memory(config: Config, model_path: str, placement: Placement) -> None:
+    """Resolve `rollout.gpu_memory_utilization: auto` in place, by the memory ledger (`rlinf_vl.preflight`) of these GPUs.
+
+    A number is the user's: what the ledger says against it is a warning.
+
+    Raises:
+        ConfigError: no share of the GPUs' memory is enough for the engines beside what else the run needs.
+    """
+    rollout, automatic = config.rollout, config.rollout.gpu_memory_utilization == "auto"
+    if placement.device != "cuda":
+        rollout.gpu_memory_utilization = 0.6 if automatic else rollout.gpu_memory_utilization
+        return
+    from rlinf_vl.preflight import Hardware, Model, ledger  # takes transformers
+
+    look = ray.remote(max_calls=1)(_gpu_bytes)  # in a process that ends: the GPU is the actors'
+    seats = [look.options(**seat).remote() for seat in (*placement.actor, *placement.rollout)]
+    hardware = Hardware(int(ray.cluster_resources().get("GPU", 0)), min(ray.get(seats)))
+    made = ledger(config, hardware, Model(config, model_path))
+    if made.problems and automatic:
+        raise ConfigError(*made.problems)
+    for problem in made.problems:
+        log.warning("memory: %s", problem)
+    rollout.gpu_memory_utilization = made.share
+    if automatic:
+        log.info("rollout.gpu_memory_utilization auto is %.2f: a KV cache of %d tokens", made.share, made.kv_tokens)
+
+
+def _gpu_bytes() -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory

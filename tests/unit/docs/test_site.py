@@ -43,3 +43,9 @@ def test_the_page_of_config_keys_is_up_to_date():
     generator = runpy.run_path(str(DOCS / "generate_config_reference.py"))
     same = (DOCS / "config.md").read_text(encoding="utf-8") == generator["render"]()
     assert same, "docs/config.md is not what the schema says: run python docs/generate_config_reference.py"
+
+
+def test_the_memory_page_is_what_the_code_says():
+    generator = runpy.run_path(str(DOCS / "generate_memory_page.py"))
+    same = generator["render_page"]() == (DOCS / "memory.md").read_text(encoding="utf-8")
+    assert same, "docs/memory.md is not what preflight and doctor say: run python docs/generate_memory_page.py"

@@ -1,0 +1,313 @@
+"""Memory of one GPU over the phases of a step, part by part, in bytes.
+
+| phase | what runs |
+|---|---|
+| load | a rank reads the model, whole; collocated engines sleep (`rlinf_vl.controller.shared_gpu`) |
+| resume | a rank reads model and optimizer, at a resume or after a rank's death; collocated engines sleep |
+| generate | engines; ranks keep what `actor.enable_offload` does not move to host memory |
+| images | the frozen tower on the step's images; collocated engines sleep |
+| train | forward and backward of a micro-batch at `runner.max_tokens_per_mbs`, the optimizer step behind it |
+| sync | ranks gather and send; collocated engines have their weights again, not yet their KV cache |
+
+Weights, gradients and optimizer are counted by closed forms of FSDP2's sharding, activations by `rlinf_vl.preflight.trace`.
+What no reading tells is a constant here, with its reason.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+from rlinf_vl.config.placement import placement_slots
+from rlinf_vl.config.schema import Config
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import DTYPES
+from rlinf_vl.preflight.model import Weights, meta_model, model_config
+from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
+from rlinf_vl.rollout.engine import release_tags
+from rlinf_vl.weights import choose
+from rlinf_vl.weights.buckets import BUCKET_BYTES
+
+GIB = 2**30
+MIB = 2**20
+#: A process's CUDA context with the kernels of PyTorch, cuBLAS and NCCL loaded: 0.4 to 0.6 GiB by others' accounts.
+CONTEXT_BYTES = int(0.6 * GIB)
+#: NCCL's buffers for one communicator of a rank.
+NCCL_BYTES = int(0.3 * GIB)
+#: Of what comes and goes in a training step, so much more stays with PyTorch's allocator in blocks of other sizes.
+FRAGMENTATION = 0.1
+#: What the allocator keeps after `empty_cache`: segments that living tensors share with freed ones.
+RESIDUE_BYTES = int(0.5 * GIB)
+#: Left free: for the driver, and what is forgotten here.
+RESERVE_BYTES = GIB
+#: Above this, SGLang's activations and graphs have too little room by its own rules.
+MOST_SHARE = 0.85
+
+#: What a phase is made of, as a table has it: a rank's, then an engine's.
+PARTS = (
+    *("rank context", "parameters", "reference", "optimizer", "gradients", "gathered weights", "activations"),
+    *("gradients in flight", "buckets in flight", "vision cache", "allocator"),
+    *("engine contexts", "engine weights", "KV cache", "CUDA graphs", "workspace"),
+)
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """`gpus` in each of `nodes` machines, with `gpu_bytes` as the driver reports them."""
+
+    gpus: int
+    gpu_bytes: int
+    nodes: int = 1
+
+    @classmethod
+    def named(cls, gpus: int, gigabytes: float, nodes: int = 1) -> "Hardware":
+        """GPUs by the size printed on them: a card of 80 GB has 78.8 to 79.6 GiB, one of 24 GB 23.6."""
+        return cls(gpus, int(gigabytes * 0.985 * GIB), nodes)
+
+    @property
+    def usable(self) -> int:
+        return self.gpu_bytes - RESERVE_BYTES
+
+    def __str__(self) -> str:
+        machines = f"{self.nodes} × " if self.nodes > 1 else ""
+        return f"{machines}{self.gpus} GPU{'s' * (self.gpus > 1)} of {self.gpu_bytes / GIB:.1f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A kind of GPU of the run: `role` collocated, actor or rollout, and bytes by phase and part."""
+
+    role: str
+    phases: dict[str, Parts]
+
+    @property
+    def peak(self) -> tuple[int, str]:
+        """(bytes, phase) of the fullest phase."""
+        return max((sum(parts.values()), phase) for phase, parts in self.phases.items())
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a config takes on some hardware. `share`: `rollout.gpu_memory_utilization`, `auto` resolved; `kv_tokens`: what an
+    engine's KV cache then holds; `said`: where the model's shape is from."""
+
+    config: Config
+    hardware: Hardware
+    gpus: tuple[Gpu, ...]
+    share: float
+    kv_tokens: int
+    trace: Trace
+    said: str
+    #: Why it can't run, each with the way out.
+    problems: tuple[str, ...] = ()
+
+
+class Model:
+    """The config's model as ledgers see it: shapes, and traces at any budget, each made once."""
+
+    def __init__(self, config: Config, path: str | None = None) -> None:
+        """`path`: of the checkpoint where it isn't the config's own name (the toy's)."""
+        rollout, fsdp = config.rollout.model, config.actor.fsdp_config
+        self.shape, self.said = model_config(path or rollout.model_path, trust_remote_code=rollout.trust_remote_code)
+        self.family = family_of(rollout.model_type)
+        dtype = DTYPES[fsdp.mixed_precision.param_dtype]
+        made = meta_model(
+            self.shape,
+            self.family,
+            dtype,
+            freeze_tower=config.actor.model.freeze_vision_tower,
+            checkpointing=fsdp.gradient_checkpointing,
+        )
+        self.weights = Weights(made, self.family)
+        longest, chunk = config.runner.seq_length, config.actor.logprob_chunk_tokens
+
+        @cache
+        def step(tokens: int) -> Trace:
+            with pretend_cuda():
+                return trace_step(made, self.family, tokens, longest=longest, chunk=chunk)
+
+        @cache
+        def images(tokens: int) -> Trace:
+            with pretend_cuda():
+                return trace_images(made, self.family, tokens, config.data.max_prompt_length)
+
+        self.step, self.images = step, images
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Keys and values of all layers."""
+        text = self.shape.get_text_config()
+        return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * dtype_bytes
+
+
+def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Ledger:
+    """Sum up what `config` takes on GPUs of this kind.
+
+    Raises:
+        ConfigError: the placement does not fit the cluster, or the model's shape is unknown.
+    """
+    slots = placement_slots(config.cluster.component_placement, hardware.gpus * hardware.nodes)
+    model = model or Model(config)
+    ranks, shared = len(slots["actor"]), bool(set(slots["actor"]) & set(slots["rollout"]))
+    collocated = set(slots["rollout"]) <= set(slots["actor"])
+    way = choose(config.rollout.weight_sync, "cuda", shared, collocated)
+    rank = _rank(config, model, ranks, way)
+    fixed = _engine(config, model, hardware)
+    weights, per_token = fixed.pop("engine weights"), model.kv_bytes_per_token(_bytes(config.rollout.model.precision))
+    tp = config.rollout.tensor_parallel_size
+    per_token = math.ceil(per_token / tp)
+    base = hardware.gpu_bytes - fixed["engine contexts"]  # what SGLang measures its share of
+    beside = sum(fixed.values())
+    if shared:
+        beside += sum(rank["generate"].values())
+    fits = math.floor(100 * (hardware.usable - beside) / base) / 100
+    written = config.rollout.gpu_memory_utilization
+    share = max(0.0, min(MOST_SHARE, fits)) if isinstance(written, str) else written
+    kv = max(0, int(share * base) - weights)
+    awake = {"engine weights": weights, "KV cache": kv} | fixed
+    asleep = fixed if "weights" in release_tags(weights, hardware.gpu_bytes) else {"engine weights": weights} | fixed
+    engines = dict.fromkeys(rank, asleep) | {"generate": awake, "sync": {"engine weights": weights} | fixed}
+    gpus = []
+    if shared:
+        gpus.append(Gpu("collocated", {phase: parts | engines[phase] for phase, parts in rank.items()}))
+    if set(slots["actor"]) - set(slots["rollout"]):
+        gpus.append(Gpu("actor", rank))
+    if set(slots["rollout"]) - set(slots["actor"]):
+        gpus.append(Gpu("rollout", {"generate": awake, "sync": awake | {"buckets in flight": 2 * BUCKET_BYTES}}))
+    made = Ledger(
+        config, hardware, tuple(gpus), share, kv // per_token, model.step(config.runner.max_tokens_per_mbs), model.said
+    )
+    return _judged(
+        made, model, fits, (weights + config.algorithm.group_size * config.runner.seq_length * per_token) / base
+    )
+
+
+def _rank(config: Config, model: Model, ranks: int, way: str) -> dict[str, Parts]:
+    """Of an actor rank, by phase."""
+    fsdp, weights, actor = config.actor.fsdp_config, model.weights, config.actor
+    compute, reduce = (_bytes(d) for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype))
+    on_device = 0 if fsdp.cpu_offload else 1
+    keeps = not fsdp.reshard_after_forward or ranks == 1
+    shards = {"parameters": 4 * weights.shard(ranks) * on_device}
+    if config.algorithm.kl_beta > 0:
+        shards["reference"] = compute * weights.shard(ranks) * on_device
+    optimizer = {"optimizer": 8 * weights.shard(ranks, trained=True) * on_device}
+    sharded_gradients = 4 * weights.shard(ranks, trained=True) * on_device
+    frozen = actor.model.freeze_vision_tower
+    # A gathered unit and the buffer that it came in, for the block in use and the one fetched ahead; the root stays whole.
+    blocks = 4 * max(weights.block, 0 if frozen else weights.tower_unit)
+    gathered = weights.total - frozen * weights.tower if keeps else weights.root + blocks
+    if config.algorithm.kl_beta > 0:
+        gathered += weights.total - weights.tower if keeps else weights.root + blocks
+    unit = max(weights.root, weights.block)
+    process = {"rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1)}
+    step = model.step(config.runner.max_tokens_per_mbs)
+    train = {
+        "gathered weights": compute * gathered,
+        # Kept gathered, gradients add up whole, in the dtype they are reduced in, until the last micro-batch.
+        "gradients": max(sharded_gradients, reduce * weights.trained) if keeps else sharded_gradients,
+        "gradients in flight": (compute + reduce) * unit,  # a unit's own, and the buffer of its reduction
+        "activations": step.peak,
+    }
+    cache = {"vision cache": int(actor.vision_cache_gb * GIB) if frozen else 0}
+    images = {}
+    if frozen:
+        tower = weights.tower if keeps else 4 * weights.tower_unit
+        images = {"gathered weights": compute * (weights.root + tower)}
+        images["activations"] = model.images(config.runner.max_tokens_per_mbs).peak
+    sent = _bytes(config.rollout.model.precision)
+    # CUDA IPC: what was sent stays until engines have copied it. Otherwise a bucket that is sent, and one made meanwhile.
+    flight = sent * weights.trained if way == "cuda_ipc" else 2 * BUCKET_BYTES
+    sync = {"gathered weights": (4 + sent) * weights.largest, "buckets in flight": flight}
+    rest = {"allocator": RESIDUE_BYTES}
+    held = {} if actor.enable_offload else shards | optimizer
+    state = {"gradients": sharded_gradients}  # to make an optimizer's state, which is then overwritten, a step is taken
+    return {
+        "load": process | {"parameters": max(shards["parameters"], 4 * weights.total * on_device)} | rest,
+        "resume": process | shards | optimizer | state | rest,
+        "generate": process | held | cache | rest,
+        "images": _with_slack(process | shards | optimizer | cache, images),
+        "train": _with_slack(process | shards | optimizer | cache, train),
+        "sync": _with_slack(process | shards | ({} if actor.enable_offload else optimizer) | cache, sync),
+    }
+
+
+def _with_slack(resident: Parts, passing: Parts) -> Parts:
+    return resident | passing | {"allocator": RESIDUE_BYTES + int(FRAGMENTATION * sum(passing.values()))}
+
+
+def _engine(config: Config, model: Model, hardware: Hardware) -> Parts:
+    """Of an engine on one GPU, but for its KV cache."""
+    rollout, text, vision = config.rollout, model.shape.get_text_config(), model.shape.vision_config
+    size, tp, running = _bytes(rollout.model.precision), rollout.tensor_parallel_size, rollout.max_running_requests
+    # SGLang prefills so many tokens at once, by the GPU's size (its arg_groups/memory_hook.py).
+    prefill = 2048 if hardware.gpu_bytes < 20 * GIB else 4096 if hardware.gpu_bytes < 60 * GIB else 8192
+    layer = prefill * (4 * text.intermediate_size + 8 * text.hidden_size) * size
+    tower = 4 * prefill * (4 * vision.intermediate_size + 10 * vision.hidden_size) * size
+    sampler = 4 * running * text.vocab_size * 4  # logits, probabilities and two copies, float32
+    sglang = rollout.rollout_backend == "sglang"
+    return {
+        "engine contexts": (2 if sglang else 1) * CONTEXT_BYTES
+        + NCCL_BYTES * (tp > 1),  # the worker and SGLang's scheduler
+        "engine weights": math.ceil(size * model.weights.total / tp),
+        # SGLang reserves 2 MiB for each batch size up to the largest, and 8 MiB for each of about 32 prefill graphs.
+        "CUDA graphs": (2 * running + 8 * 32) * MIB if sglang else 0,
+        "workspace": 512 * MIB + layer + tower + sampler,
+    }
+
+
+def _bytes(dtype: str) -> int:
+    return DTYPES[dtype].itemsize
+
+
+def _judged(made: Ledger, model: Model, fits: float, least: float) -> Ledger:
+    """With what is wrong in it. `fits`: the largest share that there is room for; `least`: the smallest of use."""
+    usable, problems = made.hardware.usable, []
+    more_room = "set actor.enable_offload=true, lower actor.vision_cache_gb, or take more GPUs"
+    share = f"set rollout.gpu_memory_utilization to {fits:.2f} or auto" if fits >= least else more_room
+    for gpu in made.gpus:
+        totals = {phase: sum(parts.values()) for phase, parts in gpu.phases.items()}
+        for phases, way_out in (
+            (("generate",), share),
+            (("images", "train"), ""),
+            (("load", "resume", "sync"), "lower actor.vision_cache_gb, or take more GPUs"),
+        ):
+            phase = max(phases, key=lambda name: totals.get(name, 0))
+            if totals.get(phase, 0) <= usable:
+                continue
+            if not way_out:
+                budget = largest_budget(made, model)
+                way_out = f"set runner.max_tokens_per_mbs to {budget}" if budget else (
+                    "set actor.fsdp_config.gradient_checkpointing=true or cpu_offload=true, or take more GPUs"
+                )  # fmt: skip
+            problems.append(
+                f"{phase} needs {totals[phase] / GIB:.1f} of {usable / GIB:.1f} GiB on a GPU ({gpu.role}); {way_out}"
+            )
+    if made.share < least and not problems:
+        problems.append(
+            f"rollout.gpu_memory_utilization: {made.share:.2f} holds the engine's weights and less than one group of "
+            f"{made.config.algorithm.group_size} responses, which takes {least:.2f}; {share}"
+        )
+    return replace(made, problems=tuple(problems))
+
+
+def largest_budget(made: Ledger, model: Model) -> int:
+    """The largest `runner.max_tokens_per_mbs`, in steps of 512 and up to four times the config's, with which training fits;
+    0 where the longest trajectory has no room.
+
+    A pass's memory is linear in its tokens but for the head's chunks, so two traces give a first guess, and others check it.
+    """
+    now, least = made.config.runner.max_tokens_per_mbs, made.config.runner.seq_length
+    other, found = max(least, now // 2), []
+    for gpu in made.gpus:
+        for phase, trace in (("images", model.images), ("train", model.step)):
+            parts = gpu.phases.get(phase, {})
+            if not parts.get("activations"):
+                continue
+            beside = sum(parts.values()) - int((1 + FRAGMENTATION) * parts["activations"])
+            room = int((made.hardware.usable - beside) / (1 + FRAGMENTATION))
+            slope = (trace(now).peak - trace(other).peak) / (now - other) if now > other else 0
+            tokens = min(4 * now, int(now + (room - trace(now).peak) / max(slope, 1.0)) // 512 * 512)
+            while tokens >= least and trace(tokens).peak > room:
+                tokens = int(tokens * 0.95) // 512 * 512
+            found.append(tokens)
+    return min(found) if found and min(found) >= least else 0

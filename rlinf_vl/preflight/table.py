@@ -1,0 +1,64 @@
+"""The ledger as a table of phases and parts, and the verb `preflight`."""
+
+import argparse
+import sys
+from collections.abc import Iterable
+
+from rlinf_vl.config import ConfigError
+from rlinf_vl.config.load import parse_config
+from rlinf_vl.preflight.ledger import GIB, PARTS, Gpu, Hardware, Ledger, Model, largest_budget, ledger
+
+
+def render(made: Ledger, largest: int = 0) -> str:
+    """What `preflight` prints, as Markdown: a table for each kind of GPU (GiB by part and phase), and what follows from it.
+    `largest`: the largest token budget that fits, where it is known."""
+    config, hardware = made.config, made.hardware
+    longest = config.runner.seq_length
+    lines = [f"{config.runner.experiment_name} on {hardware}; the model's shape is from {made.said}", ""]
+    for gpu in made.gpus:
+        lines += [*_table(gpu), ""]
+        peak, phase = gpu.peak
+        lines += [f"- {gpu.role}: at most {peak / GIB:.1f} of {hardware.usable / GIB:.1f} GiB, in {phase}", ""]
+    lines += [
+        f"- rollout.gpu_memory_utilization {made.share:.2f}"
+        + (" (auto)" if config.rollout.gpu_memory_utilization == "auto" else "")
+        + f": a KV cache of {made.kv_tokens} tokens, {made.kv_tokens // longest} responses of the longest at once, of"
+        f" rollout.max_running_requests {config.rollout.max_running_requests}",
+        f"- runner.max_tokens_per_mbs {config.runner.max_tokens_per_mbs}: {made.trace.operations} operations, of which"
+        f" {sum(made.trace.synchronising.values())} wait for the GPU, in a micro-batch's forward and backward",
+        *(
+            [f"- the largest runner.max_tokens_per_mbs that fits, up to four times this one, is {largest}"]
+            if largest
+            else []
+        ),
+        *(f"- does not fit: {problem}" for problem in made.problems),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(gpu: Gpu) -> list[str]:
+    parts = [part for part in PARTS if any(phase.get(part) for phase in gpu.phases.values())]
+    width = max(map(len, [*parts, gpu.role]))
+
+    def row(name: str, cells: Iterable[str]) -> str:
+        return f"| {name:<{width}} | " + " | ".join(f"{cell:>8}" for cell in cells) + " |"
+
+    rows = [row(gpu.role, gpu.phases), f"|{'-' * (width + 2)}|" + "---------:|" * len(gpu.phases)]
+    rows += [row(p, (_gib(phase.get(p, 0)) for phase in gpu.phases.values())) for p in parts]
+    return [*rows, row("total", (_gib(sum(phase.values())) for phase in gpu.phases.values()))]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}" if size else ""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """`python -m rlinf_vl preflight CONFIG`: exit code 0 if it fits, 1 if it does not."""
+    config = parse_config(arguments.config, arguments.overrides)
+    if config.cluster.device == "cpu":
+        raise ConfigError("cluster.device: cpu; preflight counts the memory of GPUs: add cluster.device=cuda")
+    hardware = Hardware.named(arguments.gpus, arguments.gpu_memory, arguments.nodes)
+    model = Model(config)
+    made = ledger(config, hardware, model)
+    sys.stdout.write(render(made, 0 if made.problems else largest_budget(made, model)))
+    return 1 if made.problems else 0

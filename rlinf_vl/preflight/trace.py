@@ -1,0 +1,199 @@
+"""A pass of the real model code on tensors of the meta device: which operations run, which of them wait for the GPU, and how
+many bytes are alive at once. Nothing is computed, so a model of 2B takes about a second."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
+
+from rlinf_vl.models import attention
+from rlinf_vl.models.attention_kernels import Varlen
+from rlinf_vl.models.families import Family, VisionFeatures
+from rlinf_vl.models.logprobs import CHUNK_BYTES
+from rlinf_vl.models.policy import PolicyModel, is_trained
+from rlinf_vl.types import MicroBatch
+
+_aten = torch.ops.aten
+#: Operations whose result's shape or value the CPU needs: it waits until the GPU has computed them.
+_SYNCHRONISING = (_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default)
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is entered, counts operations, synchronising ones by name, and the bytes of living storages.
+
+    Storages of `known` tensors are left out.
+    """
+
+    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.operations, self.synchronising, self.now, self.peak = 0, Counter(), 0, 0
+        self._live: dict[int, int] = {}
+        self._known = [t.untyped_storage() for t in known]  # alive, so that no other gets their address
+        self._ignored = {s._cdata for s in self._known}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.operations += 1
+        self.synchronising[str(operation)] += operation in _SYNCHRONISING
+        on_meta = any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs)))
+        if (
+            on_meta and operation is not _aten._to_copy.default
+        ):  # small tables that stand on the CPU join the others there
+            args = tree_map_only(torch.Tensor, lambda x: x if x.is_meta or not x.ndim else x.to("meta"), args)
+        out = operation(*args, **kwargs)
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                self._count(value)
+        return out
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._ignored:
+            return
+        self._live[key] = size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._live.pop(key)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """In memory what CUDA's fused RMSNorm is; on the meta device PyTorch would take it apart."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextmanager
+def pretend_cuda() -> Iterator[None]:
+    """Have the model code take its CUDA branches. For the whole process: use it before threads start."""
+    with (
+        mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)),
+        mock.patch.object(attention, "kernel_for", lambda *_: Varlen),
+        mock.patch.object(torch.nn.functional, "rms_norm", lambda x, _, weight, eps: _FusedNorm.apply(x, weight)),
+        mock.patch.dict(CHUNK_BYTES, {"meta": CHUNK_BYTES["cuda"]}),
+    ):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Of one pass. `peak`: bytes beside parameters and their gradients; `kept`: of them, what forward leaves for backward."""
+
+    operations: int
+    synchronising: dict[str, int]
+    kept: int
+    peak: int
+
+
+def trace_step(
+    model: PreTrainedModel, family: Family, tokens: int, *, longest: int, chunk: int | None, entropy: bool = True
+) -> Trace:
+    """Forward, head and backward of one micro-batch of `tokens`, in sequences of `longest`.
+
+    An upper bound of what a row of that length takes: each token but the first of a sequence is an image's, and each is
+    predicted. A trained tower runs in it; features of a frozen one come from the cache.
+
+    Args:
+        model: on any device; `pretend_cuda` makes a meta model a GPU's.
+        chunk: `actor.logprob_chunk_tokens`.
+    """
+    tower = model.get_submodule(family.vision_tower)
+    device = next(model.parameters()).device
+    images = np.setdiff1d(np.arange(tokens), np.arange(0, tokens, longest))
+    policy = PolicyModel(model, family, np.zeros(8, bool), temperature=1.0, chunk=chunk).to(device)
+    hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
+    live = LiveBytes([*model.parameters(), *policy.buffers()])
+    try:
+        with live:
+            if is_trained(tower):
+                features = _encode(model, family, len(images), longest)
+            else:
+                features = _features(model, family, len(images), device)
+            logprobs, entropies = policy(_row(tokens, longest, images), features)
+            kept = live.now
+            loss = logprobs.sum()
+            if entropy and entropies is not None:
+                loss = loss + entropies.sum()
+            loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Trace(live.operations, +live.synchronising, kept, live.peak)
+
+
+def trace_images(model: PreTrainedModel, family: Family, tokens: int, longest: int) -> Trace:
+    """The tower alone, without gradients, on images of so many tokens in all, `longest` at most each."""
+    live = LiveBytes(list(model.parameters()))
+    with live, torch.no_grad():
+        features = _encode(model, family, tokens, longest)
+        kept = live.now
+    del features
+    return Trace(live.operations, +live.synchronising, kept, live.peak)
+
+
+def _encode(model: PreTrainedModel, family: Family, tokens: int, longest: int) -> VisionFeatures:
+    tower: Any = model.get_submodule(family.vision_tower)
+    vision, weight = tower.config, next(tower.parameters())
+    merge = vision.spatial_merge_size
+    sizes = [min(longest, tokens - start) for start in range(0, tokens, longest)]
+    grids = np.array([[1, merge, merge * size] for size in sizes])
+    context = attention.SegmentAttention(
+        np.cumsum([0, *grids.prod(axis=1)]), causal=False, device=weight.device, dtype=weight.dtype
+    )
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.zeros(int(grids.prod(axis=1).sum()), width, device=weight.device)
+    return family.encode_images(tower, pixels, torch.from_numpy(grids), context=context)
+
+
+def _features(model: PreTrainedModel, family: Family, tokens: int, device: torch.device) -> VisionFeatures:
+    """As the cache gives them: one tensor for all layers."""
+    vision: Any = model.get_submodule(family.vision_tower).config
+    weight = next(model.parameters())
+    layers = 1 + len(vision.deepstack_visual_indexes)
+    stack = torch.zeros(layers, tokens, vision.out_hidden_size, dtype=weight.dtype, device=device)
+    return VisionFeatures(stack[0], tuple(stack[1:]))
+
+
+def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
+    starts = np.arange(0, tokens, longest)
+    zeros = np.zeros(tokens, np.int64)
+    return MicroBatch(
+        ids=zeros,
+        positions=np.tile(np.arange(tokens) % longest, (4, 1)),
+        cu_seqlens=np.append(starts, tokens),
+        prefix=np.full(len(starts), -1),
+        predict=np.arange(tokens),
+        targets=zeros,
+        trajectories=np.arange(tokens) // longest,
+        advantages=np.zeros(tokens, np.float32),
+        rollout_logprobs=None,
+        images=(),
+        pixel_values=None,
+        grids=np.zeros((0, 3), np.int64),
+        image_positions=images,
+        image_features=np.arange(len(images)),
+    )
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None

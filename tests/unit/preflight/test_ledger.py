@@ -1,0 +1,153 @@
+"""The memory ledger: closed forms, what it refuses, and that what it advises fits."""
+
+import dataclasses
+
+import pytest
+
+from rlinf_vl.__main__ import main
+from rlinf_vl.config.load import parse_config
+from rlinf_vl.preflight import Hardware, Model, largest_budget, ledger, render
+
+FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
+GIB = 2**30
+TRAINED, TOTAL, ROOT = 1_720_574_976, 2_127_532_032, 151937 * 2048
+CLUSTERS = [Hardware.named(1, 80), Hardware.named(8, 80), Hardware.named(8, 80, nodes=2)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(parse_config(FLAGSHIP))
+
+
+def made(model, *overrides, on=CLUSTERS[0]):
+    return ledger(parse_config(FLAGSHIP, overrides), on, model)
+
+
+@pytest.mark.parametrize("hardware", CLUSTERS, ids=str)
+def test_the_flagship_fits_on_80_gb_as_it_is(model, hardware):
+    found = made(model, on=hardware)
+    assert not found.problems
+    (gpu,) = found.gpus
+    assert gpu.role == "collocated" and gpu.peak[0] <= hardware.usable < 80 * GIB
+    assert 0.5 < found.share <= 0.85 and found.kv_tokens > 64 * 3072
+
+
+def test_parts_are_closed_forms(model):
+    one, eight = (made(model, on=hardware).gpus[0].phases for hardware in CLUSTERS[:2])
+    assert one["generate"]["parameters"] == 4 * TOTAL  # master weights in float32, the frozen tower's too
+    assert one["generate"]["optimizer"] == 8 * TRAINED
+    assert one["train"]["gradients"] == 4 * TRAINED
+    assert one["train"]["gathered weights"] == 2 * TRAINED  # bfloat16; the tower's features come from the cache
+    assert one["generate"]["engine weights"] == 2 * TOTAL
+    assert one["generate"]["vision cache"] == 4 * GIB
+    assert eight["train"]["optimizer"] == pytest.approx(TRAINED, rel=1e-3)  # 8 bytes over 8 ranks
+    assert eight["train"]["gradients"] == pytest.approx(4 * TRAINED / 8, rel=1e-3)
+    assert eight["train"]["gathered weights"] < one["train"]["gathered weights"] / 2
+    assert eight["load"]["parameters"] == 4 * TOTAL  # read whole, then cut
+
+
+def test_what_settings_change(model):
+    def phases(*overrides, on=CLUSTERS[0]):
+        return made(model, *overrides, on=on).gpus[0].phases
+
+    plain = phases()
+    offloaded = phases("actor.enable_offload=true")
+    assert "parameters" not in offloaded["generate"] and offloaded["train"] == plain["train"]
+    assert offloaded["generate"]["KV cache"] > plain["generate"]["KV cache"]
+    on_host = phases("actor.fsdp_config.cpu_offload=true")
+    assert on_host["train"]["parameters"] == on_host["train"]["optimizer"] == 0 < on_host["train"]["gathered weights"]
+    zero2 = phases("actor.fsdp_config.reshard_after_forward=false", on=CLUSTERS[1])
+    assert zero2["train"]["gradients"] == 4 * TRAINED and zero2["train"]["gathered weights"] == 2 * TRAINED
+    with_reference = phases("algorithm.kl_beta=0.01")
+    assert with_reference["generate"]["reference"] == 2 * TOTAL
+    assert "reference" not in plain["generate"]
+
+
+def test_split_gpus_have_tables_of_their_own(model):
+    split = "cluster.component_placement={actor: 0-5, rollout: 6-7}"
+    found = made(model, split, on=CLUSTERS[1])
+    actor, rollout = found.gpus
+    assert (actor.role, rollout.role) == ("actor", "rollout") and not found.problems
+    assert "KV cache" not in actor.phases["generate"] and "parameters" not in rollout.phases["generate"]
+    assert found.share == 0.85
+    assert "train" not in rollout.phases
+
+
+def test_what_is_too_much_is_refused_with_a_way_out_that_fits(model):
+    found = made(model, "rollout.gpu_memory_utilization=0.75")
+    (problem,) = found.problems
+    assert "generate needs" in problem or "resume needs" in problem
+    advised = problem.split("gpu_memory_utilization to ")[1].split()[0]
+    assert not made(model, f"rollout.gpu_memory_utilization={advised}").problems
+    assert made(model, f"rollout.gpu_memory_utilization={float(advised) + 0.02}").problems
+
+    long = made(model, "runner.max_tokens_per_mbs=262144")
+    (problem,) = long.problems
+    advised = int(problem.split("max_tokens_per_mbs to ")[1])
+    assert not made(model, f"runner.max_tokens_per_mbs={advised}").problems
+    assert made(model, f"runner.max_tokens_per_mbs={int(advised * 1.15)}").problems
+
+
+def test_a_small_gpu_is_refused_and_many_are_not(model):
+    small = made(model, on=Hardware.named(1, 24))
+    assert small.problems and all("GiB on a GPU" in problem for problem in small.problems)
+    assert small.kv_tokens == 0
+    assert not made(model, on=Hardware.named(8, 48)).problems
+
+
+def test_an_engine_without_room_for_a_group_is_refused(model):
+    found = made(model, "rollout.gpu_memory_utilization=0.06")
+    assert "less than one group of 8 responses" in found.problems[0]
+
+
+def test_the_largest_budget_fits_and_more_does_not(model):
+    found = made(model)
+    budget = largest_budget(found, model)
+    assert budget == 4 * 16384  # as far as it looks
+    assert not made(model, f"runner.max_tokens_per_mbs={budget}").problems
+
+
+def test_gpus_go_by_the_size_printed_on_them():
+    """What the driver reports of an A100 of 80 GB is 79.1 GiB, of an H100 79.6; of an RTX 4090 of 24 GB 23.6."""
+    assert 78 * GIB < Hardware.named(1, 80).gpu_bytes < 79.1 * GIB
+    assert 23.5 * GIB < Hardware.named(1, 24).gpu_bytes <= 23.65 * GIB
+
+
+def test_the_verb(capsys):
+    fits = ["preflight", FLAGSHIP, "--gpus", "8", "runner.max_tokens_per_mbs=4096"]
+    assert main(fits) == 0
+    said = capsys.readouterr().out
+    assert "| collocated" in said and "KV cache of" in said and "on 8 GPUs of 78.8 GiB" in said
+    assert main(["preflight", FLAGSHIP, "--gpu-memory", "24", "runner.max_tokens_per_mbs=3072"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    for wrong, named in (
+        (["preflight", "toy-grpo-cpu"], "cluster.device"),
+        (["preflight", FLAGSHIP, "rollout.model.model_path=no/such"], "rollout.model.model_path"),
+        (["preflight", FLAGSHIP, "cluster.component_placement={actor: 0-3, rollout: 4}"], "wants slot"),
+    ):
+        assert main(wrong) == 2
+        assert named in capsys.readouterr().err
+
+
+def test_options_and_overrides_in_any_order(capsys):
+    with pytest.raises(SystemExit):
+        main(["preflight", FLAGSHIP, "--gpu", "1", "--colour"])
+    with pytest.raises(SystemExit):
+        main(["watch", "folder", "runner.max_steps=3"])
+
+
+def test_a_local_model_folder_is_read(tmp_path, model):
+    from tiny import tiny_model
+
+    tiny_model().config.save_pretrained(tmp_path)
+    found = ledger(parse_config(FLAGSHIP), CLUSTERS[0], Model(parse_config(FLAGSHIP), str(tmp_path)))
+    assert found.said == "its config.json" and not found.problems
+    assert found.gpus[0].phases["train"]["parameters"] < 2**20
+
+
+def test_a_table_has_every_part(model):
+    found = made(model)
+    text = render(found)
+    for part in {part for phase in found.gpus[0].phases.values() for part, size in phase.items() if size}:
+        assert f"| {part}" in text
+    assert dataclasses.replace(found, problems=("x",)) != found

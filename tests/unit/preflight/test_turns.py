@@ -1,0 +1,227 @@
+"""Engines and ranks on pretended GPUs that count bytes, in the real order of turns (`controller.shared_gpu`): generate, train,
+sync, a rank's death, and back. What is allocated is what the ledger says; what is ever alive at once is what is checked."""
+
+from collections.abc import Callable
+
+import pytest
+
+from rlinf_vl.config.load import parse_config
+from rlinf_vl.controller.shared_gpu import SharedGpu
+from rlinf_vl.preflight import Hardware, Ledger, Model, ledger
+from rlinf_vl.preflight.ledger import PARTS
+from rlinf_vl.rollout.engine import MEMORY_TAGS, release_tags
+
+FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
+GIB = 2**30
+SPLIT = "cluster.component_placement={actor: 0-5, rollout: 6-7}"
+#: Of the ledger's parts, those of an engine; those that a rank moves to host memory; those that last while it lives.
+ENGINE = set(PARTS[PARTS.index("engine contexts") :])
+MOVED = {"optimizer": ("optimizer", "reference"), "weights": ("parameters",)}
+LASTING = {"rank context", "parameters", "reference", "optimizer", "vision cache"}
+TAGS = {"weights": "engine weights", "kv_cache": "KV cache"}
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+class Device:
+    """A GPU: bytes by owner and part, and how full it ever was."""
+
+    def __init__(self, usable: int) -> None:
+        self.usable, self.held, self.peak = usable, {}, 0
+
+    def take(self, owner: str, parts: dict[str, int]) -> None:
+        self.held |= {(owner, part): size for part, size in parts.items()}
+        used = sum(self.held.values())
+        self.peak = max(self.peak, used)
+        if used > self.usable:
+            alive = ", ".join(f"{part} {size / GIB:.1f}" for (_, part), size in self.held.items() if size)
+            raise OutOfMemory(f"{used / GIB:.1f} of {self.usable / GIB:.1f} GiB: {alive}")
+
+    def give(self, owner: str, parts=None) -> None:
+        for key in [k for k in self.held if k[0] == owner and (parts is None or k[1] in parts)]:
+            del self.held[key]
+
+
+class FakeEngines:
+    """The pool as `SharedGpu` sees it. A fresh engine has all of its memory, and needs no restoring."""
+
+    def __init__(self, device: Device, made: Ledger) -> None:
+        (phases,) = (gpu.phases["generate"] for gpu in made.gpus if gpu.role != "actor")
+        self.device, self.parts = device, {p: size for p, size in phases.items() if p in ENGINE}
+        self.gpu_bytes, self.asleep = made.hardware.gpu_bytes, set()
+        device.take("engine", self.parts)
+
+    def release_tags(self):
+        return release_tags(self.parts["engine weights"], self.gpu_bytes)
+
+    def release_memory(self, tags=MEMORY_TAGS):
+        self.device.give("engine", [TAGS[tag] for tag in tags])
+        self.asleep |= set(tags)
+
+    def restore_memory(self, tags=MEMORY_TAGS):
+        woken = self.asleep & set(tags)
+        self.device.take("engine", {TAGS[tag]: self.parts[TAGS[tag]] for tag in woken})
+        self.asleep -= woken
+
+    def generate(self):
+        assert not self.asleep, f"an engine was left asleep: {self.asleep}"
+
+    def load(self):
+        assert "weights" not in self.asleep, "weights were sent to an engine that has no memory for them"
+
+
+class FakeRanks:
+    """The actor group as `SharedGpu` sees it. What a phase allocates stays cached until `release_memory`, as PyTorch has it."""
+
+    def __init__(self, device: Device, made: Ledger, name: str = "ranks") -> None:
+        (self.phases,) = ({n: {p: s for p, s in parts.items() if p not in ENGINE} for n, parts in gpu.phases.items()}
+                          for gpu in made.gpus if gpu.role != "rollout")  # fmt: skip
+        self.device, self.name, self.away = device, name, set()
+        self.run("load")
+        device.give(name, ["parameters"])  # whole, before it is cut
+        self.run("load", parameters=self.phases["train"]["parameters"])
+
+    def run(self, phase: str, **instead: int) -> None:
+        needed = set().union(*(MOVED[part] for part in self.away))
+        assert not needed & self.phases[phase].keys() or not self.away, f"{phase} without {self.away}"
+        self.device.take(self.name, self.phases[phase] | instead)
+
+    def release_memory(self, parts):
+        self.away |= set(parts)
+        gone = {p for part in self.away for p in MOVED[part]}
+        self.device.give(self.name, [p for owner, p in list(self.device.held) if p not in LASTING - gone])
+        self.device.take(self.name, {"allocator": self.phases["generate"]["allocator"]})
+
+    def restore_memory(self):
+        back = {p for part in self.away for p in MOVED[part]}
+        self.away = set()
+        self.device.take(self.name, {p: s for p, s in self.phases["train"].items() if p in back})
+
+    def die(self):
+        self.device.give(self.name)
+
+
+def walk(made: Ledger, turns: Callable[..., SharedGpu] = SharedGpu, ranks_of: type[FakeRanks] = FakeRanks) -> list[int]:
+    """A run: start, two steps, a rank's death in training, the restart from a checkpoint, another step. Returns the peak of
+    each GPU."""
+    shared = made.gpus[0].role == "collocated"
+    devices = [Device(made.hardware.usable) for _ in range(1 if shared else 2)]
+    engines = FakeEngines(devices[-1], made)
+    gpu = turns(engines, shared=shared, offload=made.config.actor.enable_offload)
+
+    def start(name: str, resume: bool) -> FakeRanks:
+        gpu.to_ranks()
+        ranks = ranks_of(devices[0], made, name)
+        if resume:
+            ranks.run("resume")
+        gpu.to_engines(ranks, lambda: sync(ranks))
+        return ranks
+
+    def sync(ranks: FakeRanks) -> None:
+        engines.load()
+        ranks.run("sync")
+
+    def step(ranks: FakeRanks, dies: bool = False) -> None:
+        engines.generate()
+        gpu.to_ranks(ranks)
+        ranks.run("images")
+        ranks.run("train")
+        if dies:
+            ranks.die()
+        else:
+            gpu.to_engines(ranks, lambda: sync(ranks))
+
+    ranks = start("ranks", resume=False)
+    step(ranks)
+    step(ranks)
+    step(ranks, dies=True)
+    step(start("ranks, again", resume=True))
+    engines.generate()
+    return [device.peak for device in devices]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(parse_config(FLAGSHIP))
+
+
+def made(model: Model, *overrides: str, gpus: int = 1, nodes: int = 1) -> Ledger:
+    return ledger(parse_config(FLAGSHIP, overrides), Hardware.named(gpus, 80, nodes), model)
+
+
+@pytest.mark.parametrize("offload", ["false", "true"])
+@pytest.mark.parametrize(("gpus", "nodes", "placement"), [(1, 1, ""), (8, 1, ""), (8, 2, ""), (8, 1, SPLIT)])
+def test_no_phase_exceeds_80_gb(model, gpus, nodes, placement, offload):
+    """Nor does the walk find a moment that the ledger's tables do not know."""
+    overrides = [f"actor.enable_offload={offload}", *([placement] if placement else [])]
+    found = made(model, *overrides, gpus=gpus, nodes=nodes)
+    assert not found.problems
+    peaks = walk(found)
+    assert max(peaks) <= found.hardware.usable < 80 * GIB
+    assert max(peaks) <= max(gpu.peak[0] for gpu in found.gpus)
+
+
+class LeavesTheCacheAsleep(SharedGpu):
+    def to_engines(self, ranks, sync=None):
+        self._engines.restore_memory(("weights",))
+        if sync:
+            sync()
+
+
+class LetsBothBeAwake(SharedGpu):
+    def to_ranks(self, ranks=None):
+        pass
+
+
+class WakesTheCacheBeforeTheSync(SharedGpu):
+    def to_engines(self, ranks, sync=None):
+        ranks.release_memory(())
+        self._engines.restore_memory(("weights", "kv_cache"))
+        if sync:
+            sync()
+
+
+class SyncsIntoSleep(SharedGpu):
+    def __init__(self, engines, **kwargs):
+        super().__init__(engines, **kwargs)
+        self._tags = MEMORY_TAGS
+
+    def to_engines(self, ranks, sync=None):
+        if sync:
+            sync()
+        super().to_engines(ranks)
+
+
+@pytest.mark.parametrize(
+    ("turns", "error", "said"),
+    [
+        (LeavesTheCacheAsleep, AssertionError, "left asleep: {'kv_cache'}"),
+        (LetsBothBeAwake, OutOfMemory, "KV cache"),
+        (WakesTheCacheBeforeTheSync, OutOfMemory, "buckets in flight"),
+        (SyncsIntoSleep, AssertionError, "no memory for them"),
+    ],
+)
+def test_turns_in_a_wrong_order_are_caught(model, turns, error, said):
+    with pytest.raises(error, match=said):
+        walk(made(model), turns)
+
+
+class KeepsItsCache(FakeRanks):
+    """As before `release_memory` gave the allocator's cache back."""
+
+    def release_memory(self, parts):
+        pass
+
+
+def test_ranks_that_keep_cached_memory_are_caught(model):
+    with pytest.raises(OutOfMemory, match="buckets in flight .* KV cache"):
+        walk(made(model), ranks_of=KeepsItsCache)
+
+
+def test_what_the_flagship_asked_for_by_hand_on_one_gpu_was_too_much_with_more_in_the_cache(model):
+    """0.6 and a rank that holds on to 10 % of what passed: over the limit; the ledger's share is under it."""
+    with pytest.raises(OutOfMemory):
+        walk(made(model, "rollout.gpu_memory_utilization=0.65"))
+    assert made(model).share < 0.65

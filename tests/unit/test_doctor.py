@@ -1,0 +1,145 @@
+"""`doctor`: each fault of a machine gives its own line, with the way out; the exit code follows."""
+
+import dataclasses
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlinf_vl import doctor
+from rlinf_vl.__main__ import main
+from rlinf_vl.config import ConfigError
+from rlinf_vl.config.load import parse_config
+
+FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
+GIB = 2**30
+PAGES = runpy.run_path(str(Path(__file__).parents[2] / "docs/generate_memory_page.py"))
+GPUS = PAGES["host"](8)
+CPU = PAGES["TESTS"]
+
+
+def lines(machine, *overrides, config=FLAGSHIP):
+    found = doctor.check(machine, parse_config(config, overrides) if config else None)
+    return {line.subject: line for line in found}
+
+
+def test_a_machine_that_has_everything_has_no_other_line():
+    assert {line.status for line in lines(GPUS).values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "subject", "status", "said"),
+    [
+        ({"driver": "550.127.08"}, "NVIDIA driver", "fail", "CUDA 13 wants 580 or newer"),
+        ({"driver": None}, "NVIDIA driver", "fail", "none loaded"),
+        ({"cuda_major": None}, "CUDA", "fail", "torch is built without it"),
+        ({"gpus": ()}, "GPUs", "fail", "none that torch can use"),
+        ({"missing_tools": ("ninja is not there",)}, "SGLang's tools", "fail", "ninja is not there"),
+        ({"missing_libraries": ("libcudart.so.13",)}, "memory saver", "fail", "the loader finds no libcudart.so.13"),
+        ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "environment", "warn", "through host memory; unset it"),
+        ({"ports": 900}, "ports", "warn", "ip_local_port_range"),
+        ({"ports": 0}, "ports", "fail", "none can be bound"),
+        ({"shared_memory": GIB // 16}, "shared memory", "warn", "--shm-size=480g"),
+        ({"cores": 8}, "cores", "warn", "8 for 16 actors"),
+        ({"total_memory": 96 * GIB}, "memory", "warn", "loading takes 95.1 (actor ranks 8, engines 8)"),
+        ({"run_disk": 40 * GIB}, "disk", "warn", "3 checkpoints of 20.7 GiB"),
+        ({"run_disk": 10 * GIB}, "disk", "fail", "lower runner.keep_last"),
+        ({"cache_disk": GIB}, "cache", "warn", "HF_HOME"),
+        ({"python": "3.14.0"}, "python", "warn", "not tested; tested: 3.11"),
+        ({"cluster": "10.0.0.1:6379", "cluster_answers": False}, "cluster", "fail", "nothing answers"),
+    ],
+)
+def test_each_fault_has_a_line(fault, subject, status, said):
+    found = lines(dataclasses.replace(GPUS, **fault))
+    assert (found[subject].status, said in found[subject].said) == (status, True), found[subject]
+    others = {name for name, line in found.items() if line.status != "ok"}
+    assert others <= {subject} | ({"cores", "memory", "slots"} if "gpus" in fault else set())
+
+
+def test_allocator_settings_that_the_memory_saver_refuses():
+    for value, status in (("max_split_size_mb:64", None), ("expandable_segments:True", "warn")):
+        found = lines(dataclasses.replace(GPUS, environment={"PYTORCH_ALLOC_CONF": value}))
+        assert (found["environment"].status if "environment" in found else None) == status
+
+
+def test_packages():
+    packages = GPUS.packages | {"torch": "2.12.1+cu130", "ray": None, "sglang": None}
+    found = lines(dataclasses.replace(GPUS, packages=packages))
+    assert found["torch"].status == "warn" and "2.13.0, 2.14.1" in found["torch"].said
+    assert found["ray"].status == found["sglang"].status == "fail"
+    assert "install.sh --sglang" in found["sglang"].said
+    assert "SGLang's tools" not in found  # without SGLang its tools say nothing
+    without = lines(dataclasses.replace(GPUS, packages=packages), "rollout.rollout_backend=torch")
+    assert "sglang" not in without
+    assert lines(dataclasses.replace(GPUS, packages=GPUS.packages | {"torch": "2.13.0+cpu"}))["torch"].status == "ok"
+    assert lines(dataclasses.replace(GPUS, packages=GPUS.packages | {"torch": "2.13.01"}))["torch"].status == "warn"
+
+
+def test_the_head_of_a_cluster_needs_no_gpu():
+    head = dataclasses.replace(CPU, cluster="10.0.0.1:6379")
+    assert not [line for line in lines(head, "cluster.num_nodes=2").values() if line.status == "fail"]
+    assert [line for line in lines(CPU).values() if line.status == "fail"]
+
+
+def test_image_tokens_by_arithmetic(tmp_path):
+    assert "at most 512 an image (32 × 32 pixels" in lines(GPUS)["image tokens"].said
+    large = lines(GPUS, "data.image_max_pixels=2000000")["image tokens"]
+    assert large.status == "warn" and "at most 1953" in large.said
+    assert "no images" in lines(GPUS, "data.image_keys=[]")["image tokens"].said
+    from tiny import tiny_model
+
+    tiny_model().config.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"size": {"longest_edge": 6400, "shortest_edge": 64}}')
+    own = lines(GPUS, "data.image_max_pixels=null", f"rollout.model.model_path={tmp_path}")["image tokens"]
+    assert "at most 100 an image (8 × 8 pixels" in own.said
+
+
+def test_this_machine_is_looked_at():
+    """Every fact is of the right kind, and a CPU run of the toy is not refused here."""
+    config = parse_config("toy-grpo-cpu")
+    machine = doctor.look(config)
+    assert machine.python == ".".join(map(str, sys.version_info[:3])) and machine.packages["torch"]
+    assert machine.total_memory > GIB and machine.cores >= 1 and machine.ports > 0
+    assert machine.run_disk > 0 and machine.cache_disk > 0 and not machine.cluster
+    assert machine.missing_tools == (), "the torch engine compiles nothing"
+    doctor.refuse(config)
+
+
+def test_the_loader_is_asked_under_the_engines_environment(tmp_path, monkeypatch):
+    """A library with libraries that are nowhere: `ldd` names them. One that LD_LIBRARY_PATH finds is not named."""
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(doctor, "HOOK", "hook.so")
+    if os.system("cc --version > /dev/null 2>&1"):
+        pytest.skip("no C compiler")
+    build = f"cd {tmp_path} && mkdir there && echo 'int f(void){{return 1;}}' > f.c && cc -shared -fPIC -o there/libabsent.so f.c"
+    assert os.system(f"{build} && cc -shared -fPIC -o hook.so f.c -Wl,--no-as-needed -Lthere -labsent") == 0
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert doctor._missing_libraries() == ("libabsent.so",)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "there"))
+    assert doctor._missing_libraries() == ()
+
+
+def test_a_run_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_free", lambda path: 1000)
+    folder = tmp_path / "runs"
+    assert main(["train", "toy-grpo-cpu", f"runner.output_dir={folder}"]) == 2
+    said = capsys.readouterr().err
+    assert "disk: " in said and "make room" in said and "Traceback" not in said
+    assert not folder.exists()
+    with pytest.raises(ConfigError, match="runner.keep_last"):
+        doctor.refuse(parse_config("toy-grpo-cpu"))
+
+
+def test_the_verb(monkeypatch, capsys):
+    assert main(["doctor", "toy-grpo-cpu", "runner.max_steps=3"]) == 0
+    said = capsys.readouterr().out
+    assert "| ok | torch |" in said and "| ok | image tokens |" in said
+    assert main(["doctor"]) == 0
+    assert "| ports |" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "_ports", lambda: 0)
+    assert main(["doctor"]) == 1
+    assert main(["doctor", "no-such-config"]) == 2
+    assert main(["doctor", "toy-grpo-cpu", "runner.max_steps=0"]) == 1
+    assert "runner.max_steps" in capsys.readouterr().out
