@@ -31,11 +31,32 @@ for override in "$@"; do
     if [[ "$override" == rollout.rollout_backend=* ]]; then backend="${override#*=}"; fi
 done
 
+# A mistake in the config must not wait for the 11 GB of SGLang's environment: the light environment tells it, or one with
+# the few packages that this takes. Where not even that can be made, the installation is left to say why.
+check_config() {
+    local python="$root/.venv/bin/python" candidate scratch code=0
+    if ! "$python" -c "import hydra, huggingface_hub, psutil, pyarrow, rich" 2>/dev/null; then
+        scratch="$(mktemp -d)"
+        trap 'rm -rf -- "$scratch"' RETURN
+        python="$scratch/bin/python"
+        for candidate in "${PYTHON:-python3.12}" python3.11 python3; do
+            if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi
+        done
+        echo "[check] looking at the config before SGLang is installed …"
+        "$candidate" -m venv -- "$scratch" &&
+            "$python" -m pip install -qq --disable-pip-version-check hydra-core huggingface_hub psutil pyarrow rich ||
+            return 0
+    fi
+    PYTHONPATH="$root" "$python" -m rlinf_vl train --check "$name" "$@" || code=$?
+    return "$((code == 2 ? 2 : 0))"
+}
+
 # RLINF_VL_PYTHON names a Python that has the requirements (a cluster's image); otherwise an environment is made.
 python="${RLINF_VL_PYTHON:-}"
 if [[ -n "$python" ]]; then
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 elif [[ "$backend" == sglang ]]; then
+    if [[ ! -f "$root/.venv-sglang/.rlinf_vl" ]]; then check_config "$@"; fi # else the run itself tells it at once
     bash "$root/requirements/install.sh" --sglang
     python="$root/.venv-sglang/bin/python"
 else

@@ -125,7 +125,8 @@ def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
     """Raise `ConfigError` with every problem of a typed, normalised config (`load_config` makes one), those that `further`
     rules find included."""
     rules = (_values, _cluster, _rollout, _runner, _lengths, _algorithm, _correction, _data, _actor_and_reward)
-    problems = [problem for rule in (*rules, *further) for problem in rule(config)]
+    found = (problem for rule in (*rules, *further) for problem in rule(config))
+    problems = list(dict.fromkeys(found))  # data that are trained and validated on are wrong once
     if problems:
         raise ConfigError(*problems)
 

@@ -23,6 +23,7 @@ from rlinf_vl.data.toy import write_toy_dataset
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.rollout import sglang_version
 
+ROOT = Path(__file__).resolve().parents[3]
 NO_IMAGES = "data.image_keys=[]"
 
 
@@ -204,6 +205,10 @@ def test_all_mistakes_are_in_one_message(files, main, capsys, monkeypatch):
         assert part in text
 
 
+def test_a_mistake_is_told_once(files, main, capsys):
+    assert refused(capsys, files, main, "data.image_keys=[pics]").count("column 'pics' not in toy") == 1
+
+
 def test_what_is_right_goes_on(files, main, capsys, tmp_path):
     overrides = [f"data.train_data_paths=[{files}/good.jsonl]", "data.val_data_paths=[]", NO_IMAGES]
     assert main(["train", "toy-grpo-cpu", "--check", *overrides]) == 0
@@ -272,6 +277,31 @@ def test_neither_ray_nor_torch_is_imported_and_a_hub_out_of_reach_is_not_asked_a
         assert f"{key}: not in the cache here, and the hub can't be reached" in done.stderr
     assert "hf download Qwen/Qwen3-VL-2B-Instruct'" in done.stderr and "--repo-type dataset" in done.stderr
     assert "Traceback" not in done.stderr and "Retry" not in done.stderr
+
+
+def test_a_check_imports_what_the_run_script_installs_for_it(files):
+    """`examples/reasoning/run_main_grpo_vqa.sh` makes an environment of a few packages, to check a config before SGLang is there."""
+    installed = "hydra-core huggingface_hub psutil pyarrow rich"
+    assert (
+        f"install -qq --disable-pip-version-check {installed} "
+        in (ROOT / "examples/reasoning/run_main_grpo_vqa.sh").read_text()
+    )
+    program = (
+        "import sys; from rlinf_vl.__main__ import main; code = main(sys.argv[1:])\n"
+        "files = {name.partition('.')[0]: getattr(module, '__file__', None) for name, module in sys.modules.items()}\n"
+        "print(code, *sorted(name for name, file in files.items() if 'site-packages' in (file or '')))"
+    )
+    overrides = [f"data.train_data_paths=[{files}/other-names.parquet]", "rollout.model.model_path=owner/name"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", "--check", "toy-grpo-cpu", *overrides],
+        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(files)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    code, *imported = done.stdout.split()
+    assert code == "2" and {"hydra", "pyarrow", "huggingface_hub"} <= set(imported)
+    assert not {"torch", "ray", "PIL", "transformers", "datasets", "sglang"} & set(imported)
 
 
 class Hub(BaseHTTPRequestHandler):

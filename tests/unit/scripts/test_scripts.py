@@ -152,6 +152,73 @@ def test_pyproject_and_base_requirements_name_the_same():
         assert names((ROOT / f"requirements/{file}.txt").read_text().splitlines()) == names(declared)
 
 
+@pytest.fixture
+def nothing_installed(fake_python: Path, tmp_path: Path) -> Path:
+    """The run script in a tree where SGLang's environment is yet to be made; its installation only says that it was begun."""
+    root = tmp_path / "root"
+    config = RUN.parent / "config/vqa/toy-grpo-cpu-sglang.yaml"
+    for file in (RUN, config):
+        copy = root / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True)
+        copy.write_text(file.read_text())
+    (root / "requirements").mkdir()
+    (root / "requirements/install.sh").write_text('echo "{\\"install\\": \\"$*\\"}"\n')
+    (root / ".venv-sglang/bin").mkdir(parents=True)
+    (root / ".venv-sglang/bin/python").symlink_to(fake_python)
+    return root
+
+
+def begun(done: subprocess.CompletedProcess) -> list:
+    """What was run, in order."""
+    lines = [json.loads(line) for line in done.stdout.splitlines() if not line.startswith("[check]")]
+    return [line.get("argv", line) for line in lines]
+
+
+CHECKED = ["-m", "rlinf_vl", "train", "--check", "toy-grpo-cpu-sglang", "a=1"]
+RAN = ["-m", "rlinf_vl", "train", "toy-grpo-cpu-sglang", "a=1"]
+
+
+@pytest.mark.parametrize(("code", "goes_on"), [(0, True), (1, True), (2, False)])
+def test_a_config_is_checked_by_the_light_environment_before_sglang_is_installed(
+    nothing_installed, fake_python, code, goes_on
+):
+    light = nothing_installed / ".venv/bin/python"
+    light.parent.mkdir(parents=True)
+    light.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nOMP_NUM_THREADS= "{fake_python}" "$@"\nexit {code}\n')
+    light.chmod(0o755)
+    done = bash(nothing_installed / RUN.relative_to(ROOT), "toy-grpo-cpu-sglang", "a=1")
+    assert done.returncode == (0 if goes_on else 2), done.stderr
+    assert begun(done) == [CHECKED, *([{"install": "--sglang"}, RAN] if goes_on else [])]
+
+
+@pytest.mark.parametrize("has_packages", [True, False])
+def test_a_config_is_checked_where_there_is_no_environment_at_all(nothing_installed, tmp_path, has_packages):
+    """A stand-in for Python makes the environment of a moment; without packages to be had the installation goes on."""
+    made = '#!/bin/sh\necho "made: $*" >>"$LOG"\n[ "$2" = pip ] && exit %d\n[ "$3" = train ] && exit 2\nexit 0\n'
+    python = tmp_path / "bin/python3.11"
+    python.parent.mkdir()
+    python.write_text(
+        '#!/bin/sh\necho "base: $*" >>"$LOG"\n[ "$2" = venv ] || exit 0\n'
+        f'mkdir -p "$4/bin"\ncat >"$4/bin/python" <<\'EOF\'\n{made % (not has_packages)}EOF\nchmod +x "$4/bin/python"\n'
+    )
+    python.chmod(0o755)
+    log, scratch = tmp_path / "log", tmp_path / "scratch"
+    scratch.mkdir()
+    environment = {"PYTHON": str(python), "LOG": str(log), "TMPDIR": str(scratch)}
+    done = bash(nothing_installed / RUN.relative_to(ROOT), "toy-grpo-cpu-sglang", "a=1", **environment)
+    assert done.returncode == (2 if has_packages else 0), done.stderr
+    assert begun(done) == ([] if has_packages else [{"install": "--sglang"}, RAN])
+    last = "made: -m rlinf_vl train --check toy-grpo-cpu-sglang a=1" if has_packages else "made: -m pip install"
+    assert log.read_text().splitlines()[-1].startswith(last)
+    assert not any(scratch.iterdir()), "the environment of a moment is gone"
+
+
+def test_a_config_is_not_checked_twice_where_sglang_is_installed(nothing_installed):
+    (nothing_installed / ".venv-sglang/.rlinf_vl").touch()
+    done = bash(nothing_installed / RUN.relative_to(ROOT), "toy-grpo-cpu-sglang", "a=1")
+    assert begun(done) == [{"install": "--sglang"}, RAN]
+
+
 # --- tests/run.sh and .ci/run ------------------------------------------------------------------------------------------
 
 
