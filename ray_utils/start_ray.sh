@@ -10,7 +10,7 @@
 #   RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 #                       the cluster's token, or a file with it, if it does not come through RAY_HEAD_FILE
 #   RAY_WAIT_TIMEOUT    seconds to wait for the head (default 300)
-#   RLINF_VL_PYTHON     the Python that has Ray (default: the activated environment, or .venv)
+#   RLINF_VL_PYTHON     the Python that has Ray (default: the activated environment, or .venv); workers run that of each run
 # Arguments go to `ray start`, such as --num-cpus=8. More: docs/cluster.md
 set -euo pipefail
 # shellcheck source=ray_utils/common.sh

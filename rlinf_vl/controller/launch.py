@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.config.placement import parse_placement, placement_slots
 from rlinf_vl.config.schema import ClusterConfig, Config
+from rlinf_vl.controller import interpreter
 from rlinf_vl.controller.cluster import cluster_to_join, reachable
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
     """Join the cluster that `cluster.ray_address` names, or run a private one on this machine while the context lasts.
 
     Raises:
-        ConfigError: nothing answers at the address of the cluster, or several nodes are asked for and there is none to join.
+        ConfigError: nothing answers at the address of the cluster, several nodes are asked for and there is none to join, or
+            its nodes can't run this run's interpreter.
     """
     cluster = config.cluster
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
@@ -69,7 +71,9 @@ def ray_cluster(config: Config) -> Iterator[None]:
                 "machine, or start one with ray_utils/start_ray.sh; if it runs, name its head as HOST:PORT"
             )
         log.info("joining the Ray cluster at %s", address)
-        ray.init(address=address, _node_ip_address=node_ip, runtime_env={"env_vars": actor_environment}, **quiet)
+        runtime_env = interpreter.RUNTIME_ENV | {"env_vars": actor_environment}
+        with interpreter.explain_versions(address):
+            ray.init(address=address, _node_ip_address=node_ip, runtime_env=runtime_env, **quiet)
     elif cluster.num_nodes > 1:
         raise ConfigError(
             f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, and none that "
@@ -86,6 +90,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
                 **quiet,
             )
     try:
+        if address:
+            interpreter.check_nodes()
         yield
     finally:
         ray.shutdown()

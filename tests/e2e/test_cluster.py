@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
@@ -65,15 +66,15 @@ class Host:
         listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
         return [psutil.Process(int(pid)) for pid in listed.stdout.split() if psutil.pid_exists(int(pid))]
 
-    def actors(self) -> set[str]:
-        """Classes of the Ray actors that run here."""
+    def actors(self) -> set[tuple[str, int]]:
+        """Class and process id of the Ray actors that run here."""
         found = set()
         for process in self.processes():
             try:
-                found.add(process.cmdline()[0].partition("ray::")[2].partition(".")[0])
+                found.add((process.cmdline()[0].partition("ray::")[2].partition(".")[0], process.pid))
             except (psutil.Error, IndexError):
                 continue
-        return found & {"ActorRank", "RolloutRank"}
+        return {(name, pid) for name, pid in found if name in ("ActorRank", "RolloutRank")}
 
 
 def script(name: str, *arguments: str) -> list[str]:
@@ -130,11 +131,36 @@ def head_file(hosts) -> Path:
     return hosts[0].folder / "shared/head"
 
 
+def environment_at(folder: Path) -> Path:
+    """An environment of its own with what ours has, whose interpreters note their process ids in `folder`/started."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (folder / "started").mkdir()
+    (site,) = folder.glob("lib/python*/site-packages")
+    note = f"import os; open(f'{folder}/started/{{os.getpid()}}', 'w').close()"
+    (site / "ours.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n{note}\n")
+    return folder / "bin/python"
+
+
 @pytest.fixture(scope="module")
-def cluster(hosts, head_file):
+def second(hosts) -> Path:
+    """A second environment, as .venv-sglang beside .venv."""
+    return environment_at(hosts[0].folder / "second")
+
+
+@pytest.fixture(scope="module")
+def local(hosts) -> Path:
+    """One that the head alone has: on the other host an empty disk lies over it."""
+    return environment_at(hosts[0].folder / "local")
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts, head_file, local):
     """The two hosts as a cluster through a shared file; rank 1 was started first, and waited."""
     head, other = hosts
-    early = other.popen(*other.starting(), RAY_HEAD_FILE=str(head_file))
+    hide = 'mount -t tmpfs none "$0" && exec "$@"'
+    early = other.popen(
+        "unshare", "--mount", "sh", "-c", hide, str(local.parents[1]), *other.starting(), RAY_HEAD_FILE=str(head_file)
+    )
     time.sleep(1.5)
     said = head.start(RAY_HEAD_FILE=str(head_file))
     assert f"head is up at {head.ip}:{PORT}; 1 other node(s) may join" in said
@@ -258,8 +284,9 @@ def test_a_head_that_is_busy_is_not_taken_for_dead(cluster, head_file):
     assert "2 of 2 node(s)" in head.run(*script("check_ray.sh", "3", "--cpu"))
 
 
-def test_a_run_across_both_hosts(cluster, tmp_path):
-    """By the run script, which finds the cluster by itself: the actor ranks on one host, the rollout worker on the other."""
+def test_a_run_across_both_hosts(cluster, second, tmp_path):
+    """By the run script, which finds the cluster by itself: the actor ranks on one host, the rollout worker on the other, all
+    in the environment of the run, which is not that of the cluster."""
     head, other = cluster
     run = head.popen(
         "bash",
@@ -272,6 +299,7 @@ def test_a_run_across_both_hosts(cluster, tmp_path):
         "data.rollout_batch_size=4",
         "cluster.num_nodes=2",
         "cluster.component_placement={actor: 0-1, rollout: 2}",
+        RLINF_VL_PYTHON=str(second),
     )
     seen = {head.ip: set(), other.ip: set()}
     while run.poll() is None:
@@ -280,12 +308,28 @@ def test_a_run_across_both_hosts(cluster, tmp_path):
         time.sleep(0.3)
     said = finish(run)
     assert f"joining the Ray cluster at {head.ip}:{PORT}" in said
-    assert seen == {head.ip: {"ActorRank"}, other.ip: {"RolloutRank"}}
+    assert {ip: {name for name, _ in actors} for ip, actors in seen.items()} == {
+        head.ip: {"ActorRank"},
+        other.ip: {"RolloutRank"},
+    }
+    started = {int(path.name) for path in (second.parents[1] / "started").iterdir()}
+    assert {pid for actors in seen.values() for _, pid in actors} <= started, "actors run another interpreter"
     rows = rows_of(tmp_path / "toy-grpo-cpu/metrics.jsonl")
     assert [row["step"] for row in rows if row.keys() >= FIXED_METRICS] == [1, 2]
     versions = [(row["rollout/weight_version_min"], row["rollout/weight_version_max"]) for row in rows[-2:]]
     assert versions == [(0, 0), (1, 1)], "the second step is sampled from weights that travelled to the other host"
     assert all(row["actor/rollout_train_abs_diff_max"] <= 2e-4 for row in rows[-2:])
+
+
+def test_an_environment_that_a_host_lacks_is_named_with_the_host(cluster, local):
+    joining = (
+        "from rlinf_vl.config.load import load_config; from rlinf_vl.controller import interpreter, launch\n"
+        "interpreter.WORKER_S = 20\n"
+        "with launch.ray_cluster(load_config('toy-grpo-cpu', [])): pass"
+    )
+    said = cluster[0].run(str(local), "-c", joining, expect=1, PYTHONPATH=str(ROOT))
+    assert f"node {cluster[1].ip} can't run {local}: " in said
+    assert f"node {cluster[0].ip} can't" not in said and "at the same path on every node" in said
 
 
 # --- the end of one, and the next -------------------------------------------------------------------------------------
