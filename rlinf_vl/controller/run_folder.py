@@ -115,9 +115,9 @@ def set_newer_aside(run_dir: Path, step: int) -> Path | None:
     for path in [*newer, *recorded]:
         (aside / path.parent.name).mkdir(parents=True, exist_ok=True)
         os.rename(path, aside / path.parent.name / path.name)
-    for name in ("config.yaml", "metrics.jsonl", "ledger.jsonl", "environment.json", "baselines.json"):
-        if (run_dir / name).exists():
-            shutil.copy2(run_dir / name, aside / name)
+    for file in [*run_dir.glob("*.jsonl"), *run_dir.glob("*.json"), run_dir / "config.yaml"]:
+        if file.exists():
+            shutil.copy2(file, aside / file.name)
     os.symlink("../images", aside / "images")
     return aside
 

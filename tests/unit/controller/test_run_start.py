@@ -1,5 +1,7 @@
 """A run's folder before its run: one process has it, and it holds the history of one run."""
 
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -137,6 +139,8 @@ def test_going_back_sets_the_newer_branch_aside_and_auto_goes_on_with_the_new_on
         f"step_{step}.parquet" for step in (3, 4, 5, 6)
     ]
     assert sorted(path.name for path in (folder / "trajectories").iterdir()) == ["step_1.parquet", "step_2.parquet"]
+    assert (aside / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
+    assert (aside / "images").resolve() == folder / "images"
     run = read_run(aside)
     assert (run.name, run.step, run.config["actor.optim.lr"]) == ("abandoned-1", 6, "0.0003")
     kinds = [event["kind"] for event in happened(folder)]
@@ -244,3 +248,20 @@ def test_a_lock_left_on_another_host_is_warned_of(tmp_path, caplog):
     (tmp_path / ".run.lock").write_text("process 7 on elsewhere")
     with locked(tmp_path / "run"):
         assert "process 7 on elsewhere" in caplog.text
+
+
+def test_a_file_system_without_locks_is_warned_of_and_an_unwritable_folder_refused(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match=r"runner\.output_dir: .*file can't be written"),
+        locked(tmp_path / "file/run"),
+    ):
+        pass
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path / "run"):
+        assert "this file system has no locks ([Errno 37] No locks available)" in caplog.text
+        assert f"process {os.getpid()} on " in (tmp_path / ".run.lock").read_text()
