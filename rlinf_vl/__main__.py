@@ -118,11 +118,9 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides, further=rules)
     if arguments.check:
         return 0
-    from rlinf_vl import doctor
     from rlinf_vl.controller.run_folder import find_checkpoint, load_state, recover_checkpoints
     from rlinf_vl.controller.run_start import locked, open_folder
 
-    doctor.refuse(config)
     run_dir = run_folder(config)
     config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
     with locked(run_dir):
@@ -131,6 +129,9 @@ def _train(arguments: argparse.Namespace) -> int:
         if checkpoint and 0 <= config.runner.max_steps <= (step := load_state(checkpoint)["step"]):
             log.info("nothing left: step %d of %d; raise runner.max_steps", step, config.runner.max_steps)
             return 0
+        from rlinf_vl import doctor  # which takes seconds to import
+
+        doctor.refuse(config)
         return _run(arguments, config, run_dir, open_folder(config, run_dir, checkpoint))
 
 
