@@ -56,8 +56,8 @@ def missing_tools() -> list[str]:
             f"ninja, with which SGLang compiles kernels on first use, is neither in {Path(sys.executable).parent} nor on PATH;"
             f" `{sys.executable} -m pip install ninja` puts it there"
         )
-    compiler = os.environ.get("CXX") or "c++"
-    if shutil.which(compiler, path=path) is None:
+    compiler = os.environ.get("CXX") or "c++"  # perhaps with a launcher in front, as in "ccache g++"
+    if shutil.which(compiler.split()[0], path=path) is None:
         missing.append(
             f"a C++ compiler, with which SGLang compiles kernels on first use: {compiler!r} is not on PATH; install one"
             " (Debian and Ubuntu: apt install g++), or name yours with CXX=/path/to/c++"

@@ -3,6 +3,7 @@
 import pytest
 
 from rlinf_vl.config import ConfigError, placement_slots
+from rlinf_vl.config.placement import shares_slots
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ from rlinf_vl.config import ConfigError, placement_slots
 )
 def test_slots(placement, n_slots, actor, rollout):
     assert placement_slots(placement, n_slots) == {"actor": actor, "rollout": rollout}
+    assert shares_slots(placement) == bool(set(actor) & set(rollout)), "the engines' memory saver hangs on it"
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,10 @@ def tools(tmp_path, monkeypatch):
 NVCC = "Cuda compilation tools, release 13.0, V13.0.88"
 
 
-def test_nothing_is_missing_where_all_is_there_and_ninja_is_beside_the_interpreter_only(tools):
+def test_nothing_is_missing_where_all_is_there_and_ninja_is_beside_the_interpreter_only(tools, monkeypatch):
     tools(venv__bin__ninja="", **{"bin__c++": "", "bin__nvcc": NVCC})
+    assert sglang_cuda.missing_tools() == []
+    monkeypatch.setenv("CXX", "c++ -O1")
     assert sglang_cuda.missing_tools() == []
 
 
