@@ -13,7 +13,9 @@ import torch
 
 from rlinf_vl.config.schema import ClusterConfig
 from rlinf_vl.controller.launch import _actor_environment
+from rlinf_vl.models.families import family_of
 from rlinf_vl.rollout import sglang_arguments, sglang_cuda
+from rlinf_vl.rollout.sglang_engine import SglangEngine
 
 pytestmark = pytest.mark.integration
 
@@ -35,6 +37,20 @@ def test_the_memory_savers_library_resolves_under_our_environment_and_not_withou
     driver, runtime = "libcuda.so.1", f"libcudart.so.{sglang_cuda.CUDA_MAJOR}"
     assert unresolved(hook, dict(os.environ)) - {driver} == {runtime}
     assert unresolved(hook, os.environ | sglang_cuda.cuda_environment(shared_gpu=True)) <= {driver}
+
+
+def test_an_engine_that_could_not_compile_its_kernels_is_refused_before_it_starts(toy, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"nvcc.* is not at {tmp_path}/bin/nvcc; install the CUDA 13 toolkit"):
+        SglangEngine(
+            toy.path,
+            family_of("qwen3_vl"),
+            banned=toy.banned,
+            pixels=toy.pixels,
+            context_length=64,
+            max_running=1,
+            device="cuda",
+        )
 
 
 @pytest.fixture(scope="module")
