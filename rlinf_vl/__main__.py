@@ -102,6 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + (stop_request.number or signal.SIGINT)
     except Exception as error:
+        if (
+            isinstance(error, OSError) and "run_dir" not in arguments
+        ):  # a file that can't be read or written, by its name
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         if arguments.verb != "train" or "run_dir" not in arguments:
             raise
         where = arguments.run_dir / "error.txt"

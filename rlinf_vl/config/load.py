@@ -112,7 +112,7 @@ def _compose(path: Path) -> dict[str, Any]:
     try:
         with initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
             config = compose(path.stem, overrides=[f"hydra.searchpath=['file://{EXAMPLES_DIR}']"])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)

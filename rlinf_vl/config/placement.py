@@ -28,8 +28,11 @@ def placement_slots(component_placement: Mapping[str, Any], n_slots: int | None 
             if n_slots is None:
                 raise ConfigError(f"{_KEY}: '{component}: all' needs the number of slots, which isn't known yet")
             chosen = tuple(range(n_slots))
-        if not chosen:
-            raise ConfigError(f"{_KEY}: no slot for '{component}': the cluster has none; check cluster.device")
+        if n_slots == 0:
+            raise ConfigError(
+                f"{_KEY}: no slot for '{component}': the cluster has none of cluster.device; set that to cpu, or start Ray where "
+                "there are GPUs"
+            )
         if n_slots is not None and chosen[-1] >= n_slots:
             raise ConfigError(
                 f"{_KEY}: '{component}' wants slot {chosen[-1]}, but the cluster has {n_slots}, "

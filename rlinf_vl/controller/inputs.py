@@ -137,13 +137,13 @@ def _model(config: Config) -> Iterator[str]:
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_bytes())
         missing += [file for file in sorted(set(index["weight_map"].values())) if not (folder / file).is_file()]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     if missing:
         yield f"{key}: {path} lacks {', '.join(missing)}; fetch or copy the checkpoint whole"
     try:
         yield from _pixels(config, json.loads((folder / "preprocessor_config.json").read_bytes()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, AttributeError):
         pass
 
 

@@ -208,3 +208,8 @@ def test_loading_imports_nothing_heavy():
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (path := tmp_path / "mine.yaml").write_bytes(b"\xff\xfe\x00")
+    assert f"{path}: 'utf-8' codec can't decode" in refused(str(path))

@@ -27,6 +27,7 @@ def test_slots(placement, n_slots, actor, rollout):
     [
         ({"actor,rollout": "all"}, None, "'actor: all' needs the number of slots"),
         ({"actor,rollout": "all"}, 0, "the cluster has none"),
+        ({"actor": "0-1", "rollout": 0}, 0, "the cluster has none of cluster.device; set that to cpu"),
         ({"actor": 0, "rolout": 1}, 2, "unknown component 'rolout'; components are actor and rollout; did you mean"),
         ({"actor": 0}, 2, "no place for 'rollout'"),
         ({"actor,rollout": "all", "actor": 0}, 2, "'actor' is placed twice, by 'actor,rollout' and by 'actor'"),

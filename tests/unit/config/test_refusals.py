@@ -52,7 +52,7 @@ def files(tmp_path_factory) -> Path:
         "shards/model.safetensors.index.json": '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}',
         "shards/model-1.safetensors": "",
         "shards/tokenizer.json": "",
-        "shards/preprocessor_config.json": "{}",
+        "shards/preprocessor_config.json": "[]",
         "checkpoint/README.md": "",
         "a-file": "",
     }
@@ -243,6 +243,30 @@ def test_placement_beyond_the_gpus_there_are(files, main, capsys, monkeypatch):
     assert "'actor' wants slot 3, but the cluster has 2, numbered 0 to 1" in text
 
 
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 4), ("0,1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-a,GPU-b,GPU-c", 3), ("0,1,2,3,4,5", 4)],
+)
+def test_gpus_are_counted_as_ray_does(monkeypatch, visible, count):
+    """NVML's, within CUDA_VISIBLE_DEVICES; here with a stand-in for its library that shows four."""
+
+    class Nvml:
+        @staticmethod
+        def nvmlInit_v2():
+            return 0
+
+        @staticmethod
+        def nvmlDeviceGetCount_v2(reference):
+            reference._obj.value = 4
+            return 0
+
+    monkeypatch.setattr(inputs.ctypes, "CDLL", lambda name: {"libnvidia-ml.so.1": Nvml}[name])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert inputs.gpu_count() == count
+
+
 @pytest.mark.parametrize("dashed", ["--runner.seed=3", "-x"])
 def test_overrides_have_no_dashes(main, capsys, dashed):
     with pytest.raises(SystemExit) as end:
@@ -250,6 +274,16 @@ def test_overrides_have_no_dashes(main, capsys, dashed):
     assert (
         end.value.code == 2 and f"{dashed}; overrides are written key=value, without dashes" in capsys.readouterr().err
     )
+
+
+def test_what_a_verb_can_not_write_is_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "metrics.jsonl").touch()
+    assert command_line.main(["report", str(tmp_path), "--output", "/proc/report.html"]) == 1
+    monkeypatch.setenv("RLINF_VL_CACHE", "/proc/cache")
+    assert command_line.main(["toy"]) == 1
+    report, toy = capsys.readouterr().err.strip().splitlines()
+    assert report.startswith("error: ") and "/proc/report.html" in report
+    assert toy.startswith("error: ") and "/proc/cache" in toy
 
 
 def in_a_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
