@@ -26,7 +26,8 @@ def bans(banned: np.ndarray) -> dict[str, float]:
 
 
 def parameters(sampling: SamplingParams, logit_bias: dict[str, float]) -> dict[str, Any]:
-    """SGLang's sampling parameters. The checkpoint's own end ids (generation_config.json) stop a sample as well."""
+    """SGLang's sampling parameters. The checkpoint's own end ids, which stop a sample as well, are among
+    `stop_ids` (`Processor.stop_ids`)."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
