@@ -121,13 +121,13 @@ def test_the_loader_is_asked_under_the_engines_environment(tmp_path, monkeypatch
     assert doctor._missing_libraries() == ()
 
 
-def test_a_run_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys):
+def test_a_run_is_refused_before_its_folder_is_filled(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_free", lambda path: 1000)
     folder = tmp_path / "runs"
     assert main(["train", "toy-grpo-cpu", f"runner.output_dir={folder}"]) == 2
     said = capsys.readouterr().err
     assert "disk: " in said and "make room" in said and "Traceback" not in said
-    assert not folder.exists()
+    assert not list(folder.rglob("*.yaml")) and not list(folder.rglob("*.json*"))
     with pytest.raises(ConfigError, match="runner.keep_last"):
         doctor.refuse(parse_config("toy-grpo-cpu"))
 

@@ -1,12 +1,18 @@
-"""Engines and ranks on pretended GPUs that count bytes, in the real order of turns (`controller.shared_gpu`): generate, train,
-sync, a rank's death, and back. What is allocated is what the ledger says; what is ever alive at once is what is checked."""
+"""Engines and ranks on pretended GPUs that count bytes, driven by the real controller: start, steps of generate, train and
+sync, a rank's death, the way back. What is allocated is what the ledger says; what is ever alive at once is what is checked."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from rlinf_vl.actor.group import ActorsLost
 from rlinf_vl.config.load import parse_config
+from rlinf_vl.controller import grpo
 from rlinf_vl.controller.shared_gpu import SharedGpu
+from rlinf_vl.controller.stop_request import StopRequest
+from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.preflight import Hardware, Ledger, Model, ledger
 from rlinf_vl.preflight.ledger import PARTS
 from rlinf_vl.rollout.engine import MEMORY_TAGS, release_tags
@@ -75,13 +81,33 @@ class FakeEngines:
 class FakeRanks:
     """The actor group as `SharedGpu` sees it. What a phase allocates stays cached until `release_memory`, as PyTorch has it."""
 
-    def __init__(self, device: Device, made: Ledger, name: str = "ranks") -> None:
-        (self.phases,) = ({n: {p: s for p, s in parts.items() if p not in ENGINE} for n, parts in gpu.phases.items()}
-                          for gpu in made.gpus if gpu.role != "rollout")  # fmt: skip
-        self.device, self.name, self.away = device, name, set()
+    def __init__(self, device: Device, made: Ledger, updates: list[bool]) -> None:
+        """`updates`: whether each update, of these ranks and those after them, ends well."""
+        (phases,) = (gpu.phases for gpu in made.gpus if gpu.role != "rollout")
+        self.phases = {n: {p: s for p, s in parts.items() if p not in ENGINE} for n, parts in phases.items()}
+        self.device, self.name, self.away, self.updates = device, f"ranks {id(self)}", set(), updates
+        self.world_size = 1
+
+    def start(self, total_steps: int) -> None:
         self.run("load")
-        device.give(name, ["parameters"])  # whole, before it is cut
+        self.device.give(self.name, ["parameters"])  # whole, before it is cut
         self.run("load", parameters=self.phases["train"]["parameters"])
+
+    def load(self, folder: str, step: int) -> None:
+        self.run("resume")
+
+    def save(self, folder: str) -> None:
+        pass
+
+    def update(self, *_) -> dict[str, float]:
+        self.run("images")
+        self.run("train")
+        if not self.updates.pop(0):
+            raise ActorsLost("rank 0 died")
+        return {}
+
+    def entries(self, restarts: int) -> list:
+        return []
 
     def run(self, phase: str, **instead: int) -> None:
         needed = set().union(*(MOVED[part] for part in self.away))
@@ -99,47 +125,71 @@ class FakeRanks:
         self.away = set()
         self.device.take(self.name, {p: s for p, s in self.phases["train"].items() if p in back})
 
-    def die(self):
+    def kill(self):
         self.device.give(self.name)
 
 
-def walk(made: Ledger, turns: Callable[..., SharedGpu] = SharedGpu, ranks_of: type[FakeRanks] = FakeRanks) -> list[int]:
-    """A run: start, two steps, a rank's death in training, the restart from a checkpoint, another step. Returns the peak of
-    each GPU."""
-    shared = made.gpus[0].role == "collocated"
-    devices = [Device(made.hardware.usable) for _ in range(1 if shared else 2)]
-    engines = FakeEngines(devices[-1], made)
-    gpu = turns(engines, shared=shared, offload=made.config.actor.enable_offload)
+class Controller(grpo.GrpoController):
+    """The real one but for what it starts (Ray's actors), and for what it is told of groups: there are none."""
 
-    def start(name: str, resume: bool) -> FakeRanks:
-        gpu.to_ranks()
-        ranks = ranks_of(devices[0], made, name)
-        if resume:
-            ranks.run("resume")
-        gpu.to_engines(ranks, lambda: sync(ranks))
-        return ranks
+    def __init__(self, made: Ledger, run_dir, engines: FakeEngines, ranks: FakeRanks, gpu: SharedGpu) -> None:
+        self.config, self.run_dir, self.model_path = made.config, run_dir, ""
+        self.placement = SimpleNamespace(device="cuda", actor=(), collocated=False, beside_actors=False)
+        self.progress, self.trajectories, self.bad_rows = mock.MagicMock(), mock.MagicMock(), mock.MagicMock()
+        self.stop_request, self.events, self.last_good = StopRequest(), EventLog(run_dir), None
+        self.step = self.current_step = self.saved_step = 0
+        self.metrics, self.timings, self.checked = {}, {}, True
+        self.pool = mock.MagicMock(restarts=0, engines=engines)
+        self.pool.entries.return_value = []
+        self.actors, self.gpu = ranks, gpu
+        self.train_rows, self.val_rows, self.total_steps = list(range(256)), [], 4
+        self._start_actors()
+        self._resume()
 
-    def sync(ranks: FakeRanks) -> None:
-        engines.load()
-        ranks.run("sync")
+    def rollout(self, tasks):
+        self.pool.engines.generate()
+        self.timings["time/generate"] = 1.0
+        return [], [], SimpleNamespace(metrics={}, minibatches=[], advantages={}), ()
 
-    def step(ranks: FakeRanks, dies: bool = False) -> None:
+    def record(self, *_):
+        pass
+
+    def _count_bad(self, *_):
+        pass
+
+
+class FakeSync:
+    busy = False
+
+    def __init__(self, way, actors, pool, **_):
+        self.actors, self.pool = actors, pool
+
+    def __call__(self, version):
+        self.pool.engines.load()
+        self.actors.run("sync")
+
+
+@pytest.fixture
+def walk(tmp_path, monkeypatch):
+    """A run of four steps whose ranks die in the third's training, after a checkpoint. Returns the peak of each GPU."""
+
+    def run(
+        made: Ledger, turns: Callable[..., SharedGpu] = SharedGpu, ranks_of: type[FakeRanks] = FakeRanks
+    ) -> list[int]:
+        shared = made.gpus[0].role == "collocated"
+        devices = [Device(made.hardware.usable) for _ in range(1 if shared else 2)]
+        engines, updates = FakeEngines(devices[-1], made), [True, True, False, True, True]
+        monkeypatch.setattr(grpo, "WeightSync", FakeSync)
+        monkeypatch.setattr(grpo, "ActorGroup", lambda *_: ranks_of(devices[0], made, updates))
+        monkeypatch.setattr(grpo, "summarize_rollout", lambda *_: {})
+        gpu = turns(engines, shared=shared, offload=made.config.actor.enable_offload)
+        controller = Controller(made, tmp_path, engines, ranks_of(devices[0], made, updates), gpu)
+        controller.fit()
         engines.generate()
-        gpu.to_ranks(ranks)
-        ranks.run("images")
-        ranks.run("train")
-        if dies:
-            ranks.die()
-        else:
-            gpu.to_engines(ranks, lambda: sync(ranks))
+        assert controller.step == 4 and controller.events.count("actors_restarted") == 1 and not updates
+        return [device.peak for device in devices]
 
-    ranks = start("ranks", resume=False)
-    step(ranks)
-    step(ranks)
-    step(ranks, dies=True)
-    step(start("ranks, again", resume=True))
-    engines.generate()
-    return [device.peak for device in devices]
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +198,13 @@ def model() -> Model:
 
 
 def made(model: Model, *overrides: str, gpus: int = 1, nodes: int = 1) -> Ledger:
-    return ledger(parse_config(FLAGSHIP, overrides), Hardware.named(gpus, 80, nodes), model)
+    settings = [*overrides, "runner.save_interval=2", "runner.logger.logger_backends=[]"]
+    return ledger(parse_config(FLAGSHIP, settings), Hardware.named(gpus, 80, nodes), model)
 
 
 @pytest.mark.parametrize("offload", ["false", "true"])
 @pytest.mark.parametrize(("gpus", "nodes", "placement"), [(1, 1, ""), (8, 1, ""), (8, 2, ""), (8, 1, SPLIT)])
-def test_no_phase_exceeds_80_gb(model, gpus, nodes, placement, offload):
+def test_no_phase_exceeds_80_gb(walk, model, gpus, nodes, placement, offload):
     """Nor does the walk find a moment that the ledger's tables do not know."""
     overrides = [f"actor.enable_offload={offload}", *([placement] if placement else [])]
     found = made(model, *overrides, gpus=gpus, nodes=nodes)
@@ -203,7 +254,7 @@ class SyncsIntoSleep(SharedGpu):
         (SyncsIntoSleep, AssertionError, "no memory for them"),
     ],
 )
-def test_turns_in_a_wrong_order_are_caught(model, turns, error, said):
+def test_turns_in_a_wrong_order_are_caught(walk, model, turns, error, said):
     with pytest.raises(error, match=said):
         walk(made(model), turns)
 
@@ -215,12 +266,12 @@ class KeepsItsCache(FakeRanks):
         pass
 
 
-def test_ranks_that_keep_cached_memory_are_caught(model):
+def test_ranks_that_keep_cached_memory_are_caught(walk, model):
     with pytest.raises(OutOfMemory, match="buckets in flight .* KV cache"):
         walk(made(model), ranks_of=KeepsItsCache)
 
 
-def test_what_the_flagship_asked_for_by_hand_on_one_gpu_was_too_much_with_more_in_the_cache(model):
+def test_what_the_flagship_asked_for_by_hand_on_one_gpu_was_too_much_with_more_in_the_cache(walk, model):
     """0.6 and a rank that holds on to 10 % of what passed: over the limit; the ledger's share is under it."""
     with pytest.raises(OutOfMemory):
         walk(made(model, "rollout.gpu_memory_utilization=0.65"))

@@ -1,0 +1,45 @@
+"""Placement on Ray with pretended GPUs: the ledger settles `rollout.gpu_memory_utilization: auto` before engines start."""
+
+import pytest
+import ray
+
+from rlinf_vl.config import ConfigError
+from rlinf_vl.config.load import parse_config
+from rlinf_vl.controller import launch
+from rlinf_vl.preflight import Hardware, Model, ledger
+
+FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def eight_gpus():
+    ray.init(address="local", num_cpus=16, num_gpus=8, include_dashboard=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def settled(monkeypatch, size: int, *overrides: str):
+    """The config behind `settle_memory`, on 8 GPUs of so many bytes."""
+    monkeypatch.setattr(launch, "_gpu_bytes", lambda: size)
+    config = parse_config(FLAGSHIP, overrides)
+    with launch.place(config) as placement:
+        launch.settle_memory(config, config.rollout.model.model_path, placement)
+    return config
+
+
+def test_auto_is_what_the_ledger_leaves(monkeypatch):
+    size = int(79.1 * GIB)
+    config = settled(monkeypatch, size)
+    fresh = parse_config(FLAGSHIP)
+    assert config.rollout.gpu_memory_utilization == ledger(fresh, Hardware(8, size), Model(fresh)).share > 0.8
+    split = settled(monkeypatch, size, "cluster.component_placement={actor: 0-5, rollout: 6-7}")
+    assert split.rollout.gpu_memory_utilization == 0.85
+
+
+def test_auto_without_room_is_refused_and_a_number_is_the_users(monkeypatch, caplog):
+    with pytest.raises(ConfigError, match=r"GiB on a GPU \(collocated\)"):
+        settled(monkeypatch, 10 * GIB)
+    config = settled(monkeypatch, 10 * GIB, "rollout.gpu_memory_utilization=0.5")
+    assert config.rollout.gpu_memory_utilization == 0.5
+    assert "memory: " in caplog.text and "GiB on a GPU" in caplog.text
