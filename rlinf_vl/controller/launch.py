@@ -19,6 +19,7 @@ from rlinf_vl.config.placement import parse_placement, placement_slots
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.controller import interpreter
 from rlinf_vl.controller.cluster import cluster_to_join, reachable
+from rlinf_vl.errors import RunError
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def place(config: Config) -> Iterator[Placement]:
     A slot is a GPU (`device` cuda) or a process's share of the CPUs. Components on one slot share its bundle.
 
     Raises:
-        RuntimeError: the cluster does not offer the slots within `PLACEMENT_TIMEOUT_S`.
+        RunError: the cluster does not offer the slots within `PLACEMENT_TIMEOUT_S`.
     """
     cluster = config.cluster
     device = device_of(cluster)
@@ -156,14 +157,17 @@ def place(config: Config) -> Iterator[Placement]:
     group = placement_group(bundles, strategy="PACK")
     try:
         if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
-            raise RuntimeError(
+            raise RunError(
                 f"cluster.component_placement needs {sum(map(len, used))} {resource} slots; the cluster offers "
                 f"{ray.cluster_resources().get(resource, 0):g}, of which {ray.available_resources().get(resource, 0):g} "
-                "are free"
+                "are free; wait until others' runs have ended, or name fewer slots"
             )
         nodes = sum(1 for node in ray.nodes() if node["Alive"])
         if nodes < cluster.num_nodes:
-            raise RuntimeError(f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {nodes}")
+            raise RunError(
+                f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {nodes}; wait for them with ray_utils/check_ray.sh, "
+                "or lower it"
+            )
         tenants = {seat: sum(seat in component for component in seats.values()) for seat in used}
 
         def options(component: str) -> tuple[dict[str, Any], ...]:

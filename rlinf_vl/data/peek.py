@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-#: Bytes of a JSON file that are looked at; a damaged line beyond them is found when the file is loaded.
+#: Bytes of a JSON file that are looked at before a run; a damaged line beyond them is found when the file is loaded.
 SCANNED = 2**25
 
 
@@ -20,8 +20,8 @@ class Peek(NamedTuple):
 TOY = {split: Peek(["id", "problem", "images", "answer"], rows) for split, rows in (("train", 5840), ("val", 152))}
 
 
-def peek(path: Path) -> Peek:
-    """Look at a file of rows, or at a folder that `datasets` loads.
+def peek(path: Path, scanned: int = SCANNED) -> Peek:
+    """Look at a file of rows, of JSON at its first bytes only, or at a folder that `datasets` loads.
 
     Raises:
         ValueError: it can't be one, or is damaged; the reason reads on after the file's name.
@@ -34,7 +34,7 @@ def peek(path: Path) -> Peek:
         )
     try:
         size = path.stat().st_size
-        found = (_parquet(path) if path.suffix == ".parquet" else _json(path)) if size else Peek([], 0)
+        found = (_parquet(path) if path.suffix == ".parquet" else _json(path, scanned)) if size else Peek([], 0)
     except OSError as error:
         raise ValueError(f"can't be read: {error.strerror or error}") from error
     if found.rows == 0:
@@ -53,10 +53,10 @@ def _parquet(path: Path) -> Peek:
         raise ValueError(f"is no parquet file, or a damaged one ({_why(error)}); write it anew") from error
 
 
-def _json(path: Path) -> Peek:
+def _json(path: Path, scanned: int) -> Peek:
     """An array of objects, one object a line, or one object."""
     with path.open("rb") as file:
-        start = file.read(SCANNED).removeprefix(b"\xef\xbb\xbf")
+        start = file.read(scanned).removeprefix(b"\xef\xbb\xbf")
         whole = not file.read(1)
     if not start.lstrip().startswith(b"["):
         return _json_lines(start, whole)

@@ -97,7 +97,11 @@ def _load(name: str, path: Path, split: str) -> datasets.Dataset:
             return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=[str(path)], split="train")
         saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
         loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
-    except Exception as e:  # builders raise Arrow's, pandas' and their own errors
+    except Exception as e:  # builders raise Arrow's, pandas' and their own errors, few of which name a row
+        try:
+            peek(path, scanned=2**32)
+        except ValueError as known:
+            raise ValueError(f"{name} {known}") from e
         raise ValueError(f"{name}: can't be read: {type(e).__name__}: {e}") from e
     return _choose_split(name, loaded, split)
 

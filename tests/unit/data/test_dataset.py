@@ -19,6 +19,7 @@ from PIL import Image
 from rlinf_vl.data import sources
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
 from rlinf_vl.data.images import decode, image_size
+from rlinf_vl.data.peek import SCANNED, peek
 from rlinf_vl.data.rows import RowError
 from rlinf_vl.types import ImageRef, Problem
 
@@ -201,6 +202,15 @@ def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
         open_(split="val")
     with pytest.raises(ValueError, match="'test' is neither 'train' nor 'val'"):
         open_(tmp_path, split="test")
+
+
+def test_a_damaged_line_far_down_is_found_when_the_file_is_loaded(tmp_path: Path) -> None:
+    path, good = tmp_path / "rows.jsonl", json.dumps({"problem": "q" * 1000, "answer": "1", "images": []}) + "\n"
+    n = SCANNED // len(good) + 1
+    path.write_text(good * n + '{"problem": \n' + good)
+    assert peek(path) == (["problem", "answer", "images"], None), "not seen before a run"
+    with pytest.raises(ValueError, match=f"rows.jsonl line {n + 1} is not JSON"):
+        open_(path)
 
 
 def test_bad_rows_are_found_when_asked_for_and_sorted_out_by_the_filter(tmp_path: Path) -> None:
