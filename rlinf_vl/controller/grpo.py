@@ -99,7 +99,7 @@ class GrpoController:
             release=self.pool.release,
             report=lambda message: self.events.add(self.current_step, "recording_ended", message),
         )
-        self._prepare_data(rows=ray.get(self.pool.start())[0])
+        self._prepare_data(rows=self.pool.start())
         self.gpu = SharedGpu(self.pool, shared=placement.collocated, offload=config.actor.enable_offload)
         self._start_actors()
         self._resume()

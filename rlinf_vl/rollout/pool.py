@@ -116,9 +116,22 @@ class RolloutPool:
         """A line on each worker, for `StatusFile`."""
         return [entry(f"rollout {i}", slot.process, slot.restarts) for i, slot in enumerate(self._slots)]
 
-    def start(self) -> list[ray.ObjectRef]:
-        """References to wait for: each worker's rows per split. What fails here is the config's fault, not chance."""
-        return [worker.ready.remote() for worker in self.workers]
+    def start(self) -> dict[str, int]:
+        """Wait until every worker has its model and data; the rows of each split.
+
+        Raises:
+            RayActorError: what a worker's constructor raised: the config's fault, and not chance as is a process that dies.
+        """
+        pending = [worker.ready.remote() for worker in self.workers]
+        for slot, reference in zip(self._slots, pending, strict=True):
+            try:
+                ray.get(reference)
+            except RayActorError as error:
+                if error.actor_init_failed:
+                    raise
+                self._replace(slot, "a rollout worker is replaced while it starts", cause_of(error))
+        rows: dict[str, int] = ray.get(self.workers[0].ready.remote())
+        return rows
 
     def filter_rows(
         self, split: str, rows: Sequence[int], progress: Callable[[int], None] = lambda done: None

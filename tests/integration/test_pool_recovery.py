@@ -28,7 +28,7 @@ def pool(toy_folder):
     config = load_config("toy-grpo-cpu", overrides)
     with ray_cluster(config), place(config) as placement:
         pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
-        ray.get(pool.start())
+        pool.start()
         yield pool
         pool.stop()
 
@@ -161,6 +161,15 @@ def test_a_replacement_that_dies_while_it_starts_is_replaced(pool, dying_starts)
     kill_worker(pool, 0)
     assert generate(pool, 4) == undisturbed
     assert pool.restarts == before + 3
+
+
+def test_a_worker_that_dies_while_the_run_starts_is_replaced(pool, dying_starts):
+    undisturbed, before = generate(pool, 4), pool.restarts
+    dying_starts(1)
+    pool._start_again(pool._slots[0])
+    assert pool.start()["train"] > 0
+    assert pool.restarts == before + 2
+    assert generate(pool, 4) == undisturbed
 
 
 def test_replacements_that_keep_dying_end_the_run_in_words(pool, dying_starts, monkeypatch):

@@ -52,7 +52,7 @@ def parts(toy_folder, models):
     with ray_cluster(config), place(config) as placement:
         pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
         actors = ActorGroup(config, str(models[2]), placement.device, placement.actor)
-        ray.get(pool.start())
+        pool.start()
         actors.start(total_steps=2)
         yield actors, pool
         pool.stop()

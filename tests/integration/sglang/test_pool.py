@@ -33,7 +33,7 @@ def pool(toy):
     config = load_config("toy-grpo-cpu-sglang", overrides)
     with ray_cluster(config), place(config) as placement:
         pool = RolloutPool(config, toy.path, placement.device, placement.rollout)
-        ray.get(pool.start())
+        pool.start()
         weights, changed = toy.weights(), toy.perturbed("language_model")[1]
         pool.load_weights([ray.put(bucket) for bucket in pack((weights | changed).items())], version=7)
         yield pool

@@ -42,7 +42,7 @@ def parts(toy, other, tmp_path_factory):
     with ray_cluster(config), place(config) as placement:
         pool = RolloutPool(config, toy.path, placement.device, placement.rollout)
         actors = ActorGroup(config, str(folder), placement.device, placement.actor)
-        ray.get(pool.start())
+        pool.start()
         actors.start(total_steps=2)
         yield actors, pool
         pool.stop()
