@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -346,5 +347,7 @@ class RolloutPool:
         self._call_all("taking memory back", lambda worker, _: worker.restore_memory.remote(tags))
 
     def stop(self) -> None:
-        """End every engine and its processes."""
-        ray.get([worker.stop.remote() for worker in self.workers])
+        """End every engine and its processes. A worker that has died since needs no end: what it was for is done."""
+        for ended in [worker.stop.remote() for worker in self.workers]:
+            with suppress(RayActorError):
+                ray.get(ended)

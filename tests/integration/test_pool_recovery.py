@@ -233,3 +233,9 @@ def test_workers_that_die_asleep_are_replaced_and_none_stays_asleep(pool):
     pool.restore_memory(("kv_cache",))
     assert pool.restarts == before + 3
     assert generate(pool, 4) == undisturbed
+
+
+def test_a_worker_that_died_since_does_not_spoil_the_end(pool):
+    """The last test: the pool is of no use behind it."""
+    kill_worker(pool, 0)
+    pool.stop()
