@@ -3,7 +3,7 @@
 set -euo pipefail
 
 TORCH_DEFAULT=2.13.0
-SGLANG_DEFAULT=0.5.23 # and none before or after it: rlinf_vl/rollout/sglang_version.py says why
+SGLANG_DEFAULT=0.5.23 # and none before it: rlinf_vl/rollout/sglang_version.py says why
 CUDA_DRIVER=580 # the oldest NVIDIA driver for CUDA 13, which SGLang's wheels are built with
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 root="$(dirname -- "$here")"
@@ -126,8 +126,8 @@ if up_to_date; then
 fi
 
 if [[ -n "$with_sglang" ]]; then
-    if [[ "${sglang:-$SGLANG_DEFAULT}" != "$SGLANG_DEFAULT"?(.post*) ]]; then
-        fail "SGLang $sglang is not supported; --sglang $SGLANG_DEFAULT is"
+    if [[ "$(printf '%s\n' "$SGLANG_DEFAULT" "${sglang:-$SGLANG_DEFAULT}" | sort -V | head -n 1)" != "$SGLANG_DEFAULT" ]]; then
+        fail "SGLang $sglang is too old; --sglang $SGLANG_DEFAULT is the oldest that works"
     fi
     driver=""
     if command -v nvidia-smi >/dev/null; then

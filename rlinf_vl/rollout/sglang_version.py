@@ -2,22 +2,24 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-#: The version, with its post-releases. Before it, a GPU engine launches a kernel per banned id and request, and engines that
-#: start at once race for ports; what comes after it is unknown, and much of what the engine calls is SGLang's own interface.
-VERSION = "0.5.23"
+from packaging.version import Version
+
+#: The oldest version that is taken, and the one that the tests run with (`doctor` says so of a newer one). Before it, a GPU
+#: engine launches a kernel per banned id and request, and engines that start at once race for ports.
+OLDEST = "0.5.23"
 
 
 def require_sglang() -> None:
-    """ImportError, with what to do about it, where SGLang is not installed or of another version."""
+    """ImportError, with what to do about it, where SGLang is not installed or too old."""
     way_out = (
-        f"run 'bash requirements/install.sh --sglang {VERSION}' and use its environment (.venv-sglang), or set "
+        f"run 'bash requirements/install.sh --sglang {OLDEST}' and use its environment (.venv-sglang), or set "
         "rollout.rollout_backend=torch"
     )
     try:
         found = version("sglang")
     except PackageNotFoundError:
         raise ImportError(f"rollout.rollout_backend: sglang is not installed here; {way_out}") from None
-    if found.split(".post")[0] != VERSION:
+    if Version(found) < Version(OLDEST):
         raise ImportError(
-            f"rollout.rollout_backend: sglang {found} is installed here, and {VERSION} is needed; {way_out}"
+            f"rollout.rollout_backend: sglang {found} is installed here, and {OLDEST} or newer is needed; {way_out}"
         )

@@ -29,7 +29,7 @@ SglangEngine(
     "version, deterministic, error",
     [
         (None, False, "sglang is not installed here; run 'bash requirements/install.sh --sglang"),
-        ("0.5.22", False, "sglang 0.5.22 is installed here, and 0.5.23 is needed; run 'bash"),
+        ("0.5.22", False, "sglang 0.5.22 is installed here, and 0.5.23 or newer is needed; run 'bash"),
         (None, True, "deterministic: true needs a GPU"),
     ],
 )
