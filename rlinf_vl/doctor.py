@@ -5,6 +5,7 @@
 """
 
 import argparse
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -23,7 +24,7 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_slots
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.controller.cluster import cluster_to_join, reachable
-from rlinf_vl.controller.inputs import packages_missing, problems_here
+from rlinf_vl.controller.inputs import gpu_count, packages_missing, problems_here
 from rlinf_vl.data.cache import cache_root
 
 GIB = 2**30
@@ -110,7 +111,7 @@ def look(config: Config | None = None) -> Machine:
         packages={name: _version(name) for name in TESTED if name != "python"},
         cuda_major=int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None,
         driver=_driver(),
-        gpus=tuple(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())),
+        gpus=_gpu_memory(),
         missing_tools=tuple(missing_tools()) if sglang else (),
         missing_libraries=_missing_libraries() if sglang else (),
         total_memory=psutil.virtual_memory().total,
@@ -189,7 +190,7 @@ def _gpus(found: Findings, machine: Machine, sglang: bool) -> None:
     here = len(machine.gpus)
     # The head of a cluster needs no GPU of its own; what it lacks says nothing about the others.
     status = "warn" if machine.cluster and not here else "fail"
-    said = f"{here} of {min(machine.gpus) / GIB:.1f} GiB" if here else "none that torch can use on this machine"
+    said = f"{here} of {min(machine.gpus) / GIB:.1f} GiB" if here else "none that the driver shows on this machine"
     found.add("GPUs", said, not here and "set cluster.device=cpu, or run where there are some", status)
     cuda, driver = machine.cuda_major, machine.driver or "none loaded"
     found.add("CUDA", f"torch for CUDA {cuda}" if cuda else "torch is built without it", not cuda and (
@@ -315,6 +316,20 @@ def _driver() -> str | None:
     loaded = Path("/proc/driver/nvidia/version")
     version = re.search(r"\b\d{3,}\.[\d.]+\b", loaded.read_text()) if loaded.exists() else None
     return version[0] if version else None
+
+
+def _gpu_memory() -> tuple[int, ...]:
+    """By NVML: torch would take memory of each GPU to tell, for as long as this process lives."""
+    if not (count := gpu_count()):
+        return ()
+    nvml, handle, memory = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+    nvml.nvmlInit_v2()
+    sizes = []
+    for i in range(count):
+        nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(handle))
+        nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))  # total, free, used
+        sizes.append(memory[0])
+    return tuple(sizes)
 
 
 def _missing_libraries() -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_a_machine_that_has_everything_has_no_other_line():
         ({"driver": "550.127.08"}, "NVIDIA driver", "fail", "CUDA 13 wants 580 or newer"),
         ({"driver": None}, "NVIDIA driver", "fail", "none loaded"),
         ({"cuda_major": None}, "CUDA", "fail", "torch is built without it"),
-        ({"gpus": ()}, "GPUs", "fail", "none that torch can use"),
+        ({"gpus": ()}, "GPUs", "fail", "none that the driver shows"),
         ({"missing_tools": ("ninja is not there",)}, "SGLang's tools", "fail", "ninja is not there"),
         ({"missing_libraries": ("libcudart.so.13",)}, "memory saver", "fail", "the loader finds no libcudart.so.13"),
         ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "environment", "warn", "through host memory; unset it"),
@@ -119,6 +120,29 @@ def test_the_loader_is_asked_under_the_engines_environment(tmp_path, monkeypatch
     assert doctor._missing_libraries() == ("libabsent.so",)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "there"))
     assert doctor._missing_libraries() == ()
+
+
+NVML = """
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = (void *)(unsigned long)(i + 1); return 0; }
+int nvmlDeviceGetMemoryInfo(void *h, unsigned long long *m) { m[0] = (unsigned long long)h << 30; return 0; }
+"""
+
+
+def test_gpus_are_asked_of_the_driver_and_torch_is_left_alone(tmp_path):
+    """A stand-in for NVML with GPUs of 1 and 2 GiB; nothing of CUDA is started to ask."""
+    if os.system("cc --version > /dev/null 2>&1"):
+        pytest.skip("no C compiler")
+    (tmp_path / "nvml.c").write_text(NVML)
+    assert os.system(f"cd {tmp_path} && cc -shared -fPIC -o libnvidia-ml.so.1 nvml.c") == 0
+    code = "from rlinf_vl.doctor import _gpu_memory; import sys; print(_gpu_memory(), 'torch' in sys.modules)"
+    for visible, said in ((None, f"({GIB}, {2 * GIB}) False"), ("0", f"({GIB},) False")):
+        environment = (
+            os.environ | {"LD_LIBRARY_PATH": str(tmp_path)} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        assert done.stdout.strip() == said, done.stderr
 
 
 def test_a_run_is_refused_before_its_folder_is_filled(tmp_path, monkeypatch, capsys):
