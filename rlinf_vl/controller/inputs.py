@@ -5,6 +5,7 @@ Neither torch nor Ray is imported: a mistake is told within a second. What is re
 
 import ctypes
 import json
+import logging
 import os
 import re
 import tempfile
@@ -22,6 +23,8 @@ from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.peek import TOY, peek
 from rlinf_vl.rollout.sglang_cuda import missing_tools
 from rlinf_vl.rollout.sglang_version import require_sglang
+
+log = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 5.0
 
@@ -88,10 +91,9 @@ def _hub_data(key: str, path: str) -> Iterator[str]:
     from huggingface_hub.constants import HF_HOME
 
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets")
-    if not (cache / name.replace("/", "___")).exists():
-        _, problem = _ask_hub("data set", name)
-        if problem:
-            yield f"{key}: {path}: {problem}, and name a local file or folder"
+    _, problem = _ask_hub("data set", name, cached=(cache / name.replace("/", "___")).exists())
+    if problem:
+        yield f"{key}: {path}: {problem}, and name a local file or folder"
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -179,16 +181,18 @@ def _pixels(config: Config, processor: dict[str, Any]) -> Iterator[str]:
 
 
 @cache
-def _ask_hub(kind: str, name: str) -> tuple[str | None, str | None]:
-    """(model_type of a model where the hub tells it, why there is no such thing); of what is in the cache nothing is asked."""
+def _ask_hub(kind: str, name: str, cached: bool = False) -> tuple[str | None, str | None]:
+    """(model_type of a model where it is known, why a name can't be had). Where the hub can't be reached and the cache has what is
+    named, the run is told to do without the hub: transformers would ask six times for each of a dozen files."""
     import huggingface_hub as hub
 
-    if kind == "model" and isinstance(cached := hub.try_to_load_from_cache(name, "config.json"), str):
-        return json.loads(Path(cached).read_bytes()).get("model_type"), None
+    model_type = None
+    if kind == "model" and isinstance(config := hub.try_to_load_from_cache(name, "config.json"), str):
+        cached, model_type = True, json.loads(Path(config).read_bytes()).get("model_type")
     try:
         if kind == "model":
             found = hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
-            return (found.config or {}).get("model_type"), None
+            return model_type or (found.config or {}).get("model_type"), None
         hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
         return None, None
     except hub.errors.GatedRepoError:
@@ -197,6 +201,13 @@ def _ask_hub(kind: str, name: str) -> tuple[str | None, str | None]:
         return None, f"the hub has no {kind} of that name, or a private one; check it, or 'hf auth login'"
     except Exception as error:  # the client's own, and those of the HTTP library that it was built with
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if cached:
+            log.warning(
+                "%s: the hub can't be reached (%s); its copy in the cache is used (HF_HUB_OFFLINE=1)", name, reason
+            )
+            os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes of a private cluster
+            hub.constants.HF_HUB_OFFLINE = True  # for this one, which has read it
+            return model_type, None
         fetch = f"hf download {name}" + (" --repo-type dataset --local-dir DIR" if kind == "data set" else "")
         return None, f"not in the cache here, and the hub can't be reached ({reason}); run '{fetch}' where it can"
 

@@ -230,7 +230,10 @@ def test_sglang_of_another_version_and_without_its_tools(files, main, capsys, mo
     monkeypatch.setattr(inputs, "gpu_count", lambda: 1)
     monkeypatch.setattr(sglang_version, "version", lambda name: "0.5.22")
     text = refused(capsys, files, main, *overrides)
-    assert "sglang 0.5.22 is installed here, and 0.5.23 is needed; run 'bash requirements/install.sh --sglang" in text
+    assert (
+        "sglang 0.5.22 is installed here, and 0.5.23 or newer is needed; run 'bash requirements/install.sh --sglang"
+        in text
+    )
     monkeypatch.setattr(sglang_version, "version", lambda name: "0.5.23.post1")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     text = refused(capsys, files, main, *overrides)
@@ -336,6 +339,27 @@ def test_a_check_imports_what_the_run_script_installs_for_it(files):
     code, *imported = done.stdout.split()
     assert code == "2" and {"hydra", "pyarrow", "huggingface_hub"} <= set(imported)
     assert not {"torch", "ray", "PIL", "transformers", "datasets", "sglang"} & set(imported)
+
+
+def test_what_is_in_the_cache_is_not_asked_for_at_a_hub_out_of_reach(tmp_path):
+    """Without this, transformers takes two minutes to load a processor that is in the cache."""
+    model = tmp_path / "hub/models--owner--name"
+    (model / "snapshots/abc").mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("abc")
+    (model / "snapshots/abc/config.json").write_text('{"model_type": "qwen3_vl"}')
+    (tmp_path / "datasets/owner___data").mkdir(parents=True)
+    program = "import os, sys; from rlinf_vl.__main__ import main; print(main(sys.argv[1:]), os.environ.get('HF_HUB_OFFLINE'))"
+    overrides = ["rollout.model.model_path=owner/name", "data.train_data_paths=[hf://owner/data]"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", "--check", "toy-grpo-cpu", *overrides],
+        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.split() == ["0", "1"], done.stderr
+    assert "owner/name: the hub can't be reached" in done.stderr and "its copy in the cache is used" in done.stderr
 
 
 class Hub(BaseHTTPRequestHandler):
