@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 
 from rlinf_vl.config import ConfigError
-from rlinf_vl.config.load import parse_config
+from rlinf_vl.config.load import load_config
 from rlinf_vl.preflight.ledger import GIB, PARTS, Gpu, Hardware, Ledger, Model, largest_budget, ledger
 
 
@@ -54,7 +54,7 @@ def _gib(size: int) -> str:
 
 def main(arguments: argparse.Namespace) -> int:
     """`python -m rlinf_vl preflight CONFIG`: exit code 0 if it fits, 1 if it does not."""
-    config = parse_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides)
     if config.cluster.device == "cpu":
         raise ConfigError("cluster.device: cpu; preflight counts the memory of GPUs: add cluster.device=cuda")
     hardware = Hardware.named(arguments.gpus, arguments.gpu_memory, arguments.nodes)
