@@ -24,7 +24,7 @@ def write_environment(run_dir: Path) -> None:
 
 def environment() -> dict[str, Any]:
     """What a run runs on, by name: command, host, hardware, versions, commit; values as JSON takes them."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus = _gpus()
     return {
         "command": " ".join(sys.orig_argv),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
@@ -45,6 +45,16 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _gpus() -> list[str]:
+    """Names of this host's GPUs, by the driver's own tool: torch would take memory of a GPU for as long as this process lives."""
+    try:
+        return subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
