@@ -208,7 +208,15 @@ class RolloutRank:
         problem = self.datasets[task.split][task.row]
         envs: list[Env] = []
         try:
-            ids, grids = self._prompt(problem, self._start(problem, len(task.seeds), envs))
+            messages = self._start(problem, len(task.seeds), envs)
+            try:
+                ids, grids = self._prompt(problem, messages)
+            except RowError as e:
+                if e.kind != PROMPT_UNUSABLE or messages == list(problem.messages):
+                    raise
+                name = self.config.rollout.env_class
+                reason = f"{name!r} began with messages that make no prompt: {e.reason}"
+                raise RolloutFault(ENVIRONMENT_FAULT, reason) from e
         except BaseException:
             _close(envs)
             raise
@@ -227,10 +235,11 @@ class RolloutRank:
                 envs.append(
                     make_env(name, grade=self.grade, reward_max=reward.reward_max_val, reward_min=reward.reward_min_val)
                 )
-            starts = [env.start(problem) for env in envs]
+            starts = [list(env.start(problem)) for env in envs]
+            differ = any(start != starts[0] for start in starts)
         except Exception as e:
             raise RolloutFault(ENVIRONMENT_FAULT, f"{name!r} did not start: {type(e).__name__}: {e}") from e
-        if any(list(start) != list(starts[0]) for start in starts):
+        if differ:
             raise RolloutFault(
                 ENVIRONMENT_FAULT,
                 f"{name!r} began the {n} trajectories of a group with different messages; they share one prompt, so draw "
@@ -292,8 +301,8 @@ class RolloutRank:
                 result = env.step(text)
             if not math.isfinite(result.reward):
                 raise ValueError(f"it gave reward {result.reward}")
+            parts = {str(name): float(part) for name, part in dict(result.info.get("reward_parts", {})).items()}
             reward, correct = float(result.reward), bool(result.info.get("correct", False))
-            parts = dict(result.info.get("reward_parts", {}))
         except GradingError as e:
             log.info("%s: no verdict, so the answer is wrong: %s", prepared.problem.id, e)
             reward, parts = self.config.reward.reward_min_val, {UNGRADABLE: 1.0}

@@ -5,6 +5,7 @@ import asyncio
 import json
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 import ray
 
@@ -188,6 +189,30 @@ def test_starts_that_differ_within_a_group_are_refused_by_name(rank, watched):
     watched.made.clear()
     alone, _ = only(rank, n=1)
     assert alone.errors == (None,)
+
+
+@pytest.mark.parametrize("said", [None, 7, "case", ["case"], [{"role": "user", "content": [{"type": "image_url"}]}]])
+def test_what_start_says_is_no_fault_of_the_row(rank, watched, monkeypatch, said):
+    monkeypatch.setattr(watched, "start", lambda self, problem: said)
+    summary, _ = only(rank)
+    assert all(e.startswith("environment: 'watched' ") for e in summary.errors), summary.errors
+    assert all_closed_once(watched)
+
+
+def test_messages_of_a_generator_are_read_once(rank, watched, monkeypatch):
+    monkeypatch.setattr(watched, "start", lambda self, problem: iter(problem.messages))
+    summary, _ = only(rank)
+    assert summary.errors == (None,) * 4
+
+
+def test_parts_of_a_reward_are_recorded_as_plain_numbers(rank, watched, monkeypatch):
+    parts = {"format": np.float32(0.5)}
+    monkeypatch.setattr(watched, "step", lambda self, _: StepResult((), 1.0, True, {"reward_parts": parts}))
+    assert json.dumps([t.reward_parts for t in only(rank)[1].trajectories]) == json.dumps([{"format": 0.5}] * 4)
+    parts["format"] = "half"
+    summary, group = only(rank)
+    assert all(e.startswith("environment: 'watched' failed: ValueError") for e in summary.errors)
+    assert summary.rewards == (0.0,) * 4
 
 
 def test_few_faults_are_told_and_many_end_the_run(rank, watched):
