@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from rlinf_vl.rewards.latex import depths, key, split_equation, split_list, split_unit
-from rlinf_vl.rewards.numbers import parse_number, same_number
+from rlinf_vl.rewards.numbers import parse_number, parse_scientific, same_number
 
 Algebra = Callable[[str, str], bool]
 """Whether two formulas, (response, answer), are the same."""
@@ -43,11 +43,14 @@ def same(response: str, answer: str, algebra: Algebra) -> bool:
 
 
 def _same_at_sight(response: str, answer: str) -> bool | None:
-    """Whether two equal strings or two plain numbers are the same; None for others."""
+    """Whether two equal strings or two plain numbers are the same; None for others, and where 2e-1 is no 0.2."""
     if key(response) == key(answer):
         return True
     given, wanted = parse_number(response), parse_number(answer)
-    return same_number(given, wanted) if given and wanted else None
+    if given and wanted:
+        return same_number(given, wanted)
+    given, wanted = given or parse_scientific(response), wanted or parse_scientific(answer)
+    return True if given and wanted and same_number(given, wanted) else None
 
 
 def _one_value(text: str) -> bool:

@@ -19,6 +19,8 @@ _REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\overline\{([0-9]+)\}")
 _FRACTION = re.compile(r"([+-]?) ?([0-9]*) ?\\frac ?\{ ?([+-]?[0-9]+) ?\} ?\{ ?([+-]?[0-9]+) ?\}")
 _SLASH = re.compile(r"([+-]?)(?:([0-9]+) )?([0-9]+) ?/ ?([0-9]+)")
 
+_SCIENTIFIC = re.compile(r"([+-]?[0-9]+)(?:\.([0-9]*))?[eE]([+-]?[0-9]{1,3})")
+
 
 @dataclass(frozen=True, slots=True)
 class Number:
@@ -61,6 +63,15 @@ def parse_number(text: str) -> Number | None:
             value += int(whole)
         return Number(-value if sign == "-" else value)
     return None
+
+
+def parse_scientific(text: str) -> Number | None:
+    """A number as programs write it (1e-05, 2e+16, 1.5E3); None for anything else. To a reader of formulas, 2e-1 may be 2e - 1."""
+    if (match := _SCIENTIFIC.fullmatch(text)) is None:
+        return None
+    behind = match[2] or ""
+    digits, places = match[1] + behind, len(behind) - int(match[3])
+    return Number(int(digits) * Fraction(10) ** -places, max(0, places), len(digits.lstrip("+-0")), places <= 0)
 
 
 def same_number(response: Number, answer: Number) -> bool:

@@ -26,6 +26,11 @@ RIGHT = [
     ("{6}", "6", "a group"),
     ("(6)", "6", "parentheses"),
     (r"\text{6}", "6", "text"),
+    ("1e-05", "0.00001", "a number as Python writes it"),
+    ("0.00001", "1e-05", "a number as Python writes it in the reference"),
+    ("2e+16", "20000000000000000", "a large number as Python writes it"),
+    ("1.5E3", "1500", "a capital E"),
+    ("4.437", "2e-1", "but 2e - 1 is a formula, too"),
     # --- fractions
     (r"\frac{1}{2}", "0.5", "a fraction for a decimal"),
     ("0.5", r"\frac{1}{2}", "a decimal for a fraction"),

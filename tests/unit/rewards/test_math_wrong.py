@@ -7,6 +7,8 @@ from rlinf_vl.rewards import math_verdict
 WRONG = [
     # --- other numbers
     ("7", "6", "another number"),
+    ("1e-05", "0.0001", "another power of ten"),
+    ("2e3", "1999", "not the integer, though within a thousandth"),
     ("-6", "6", "the sign"),
     ("500", "5", "100 times the answer"),
     ("0.05", "5", "a hundredth of the answer"),
