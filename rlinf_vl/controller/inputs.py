@@ -18,7 +18,7 @@ from rlinf_vl.config import Config, ConfigError, placement_slots
 from rlinf_vl.config.keys import nearest
 from rlinf_vl.config.validate import CHOICES
 from rlinf_vl.controller.cluster import cluster_to_join
-from rlinf_vl.controller.run_folder import STATE_FILE
+from rlinf_vl.controller.run_folder import ACTOR_FOLDER, STATE_FILE
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.peek import TOY, peek
 from rlinf_vl.rollout.sglang_cuda import missing_tools
@@ -218,11 +218,13 @@ def _folders(config: Config) -> Iterator[str]:
     if reason := _unwritable(folder):
         yield f"runner.output_dir: {runner.output_dir!r}: {folder} can't be written ({reason}); name another folder"
     resume = runner.resume_dir
-    if resume not in (None, "auto") and Path(resume).is_dir() and not (Path(resume) / STATE_FILE).is_file():
-        yield (
-            f"runner.resume_dir: {resume!r} is no complete checkpoint (no {STATE_FILE} in it); name a checkpoints/global_step_N "
-            "folder of a run, or auto"
-        )
+    if resume not in (None, "auto") and Path(resume).is_dir():
+        lacking = [name for name in (STATE_FILE, f"{ACTOR_FOLDER}/.metadata") if not (Path(resume) / name).is_file()]
+        if lacking:
+            yield (
+                f"runner.resume_dir: {resume!r} is no complete checkpoint (no {lacking[0]} in it); name a "
+                "checkpoints/global_step_N folder of a run, or auto"
+            )
     toy = "toy" in [config.rollout.model.model_path, *data.train_data_paths, *data.val_data_paths]
     if (toy or data.image_hosts) and (reason := _unwritable(cache_root())):
         yield f"the cache folder {cache_root()} can't be written ({reason}); set RLINF_VL_CACHE to another one"

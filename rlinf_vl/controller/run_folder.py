@@ -152,8 +152,17 @@ def find_checkpoint(run_dir: Path, resume_dir: str | None) -> Path | None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The controller's part of a checkpoint."""
-    return json.loads((folder / STATE_FILE).read_text())
+    """The controller's part of a checkpoint.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    try:
+        return json.loads((folder / STATE_FILE).read_text())
+    except ValueError as error:
+        raise ConfigError(
+            f"runner.resume_dir: the checkpoint {folder} is damaged ({STATE_FILE}: {error}); move it away or name another one"
+        ) from None
 
 
 def write_baselines(run_dir: Path, answers: Counter[str]) -> None:

@@ -54,6 +54,8 @@ def files(tmp_path_factory) -> Path:
         "shards/tokenizer.json": "",
         "shards/preprocessor_config.json": "[]",
         "checkpoint/README.md": "",
+        "copied/controller.json": '{"step": 2}',
+        "copied/actor/__0_0.distcp": "",
         "a-file": "",
     }
     for name, content in text.items():
@@ -113,6 +115,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["runner.output_dir=/proc/runs"], ["runner.output_dir: '/proc/runs'", "can't be written", "another folder"]),
     ([f"runner.experiment_name={'x' * 256}"], ["runner.experiment_name: 'xxx", "256 bytes", "shorten it"]),
     (["runner.resume_dir=FILES/checkpoint"], ["runner.resume_dir: 'FILES/checkpoint'", STATE_FILE, "global_step_N"]),
+    (["runner.resume_dir=FILES/copied"], ["runner.resume_dir: 'FILES/copied'", "no actor/.metadata", "global_step_N"]),
     (["runner.resume_dir=FILES/gone"], ["runner.resume_dir: no folder 'FILES/gone'", "auto or null"]),
     # the machine
     (["cluster.object_store_memory=1000000000000000"], ["cluster.object_store_memory: 1000000000000000", "lower it"]),

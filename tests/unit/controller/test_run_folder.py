@@ -60,6 +60,13 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
         find_checkpoint(tmp_path, str(tmp_path))
 
 
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
+    folder = save_checkpoint(tmp_path, 2, write, {"step": 2}, keep_last=1)
+    (folder / "controller.json").write_bytes(b'{"step": \x00')
+    with pytest.raises(ConfigError, match=r"runner\.resume_dir: .*global_step_2 is damaged .*name another"):
+        load_state(find_checkpoint(tmp_path, "auto"))
+
+
 def test_saving_a_step_again_replaces_it(tmp_path):
     save_checkpoint(tmp_path, 3, write, {"a": 1}, keep_last=-1)
     save_checkpoint(tmp_path, 3, write, {"a": 2}, keep_last=-1)
