@@ -72,6 +72,25 @@ def shares_slots(component_placement: Mapping[str, Any]) -> bool:
     return actor is None or rollout is None or bool(set(actor) & set(rollout))
 
 
+def engine_slots(slots: tuple[int, ...], size: int, shared: bool) -> list[tuple[int, ...]]:
+    """The slots of each engine, `size` apiece.
+
+    Raises:
+        ConfigError: they do not come out even, or engines of several slots share them with actor ranks.
+    """
+    if size > 1 and shared:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size: {size} needs slots of its own, but cluster.component_placement puts actor and "
+            "rollout on the same ones; split them, as in {actor: 0-3, rollout: 4-7}"
+        )
+    if len(slots) % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size: {size} does not divide the {len(slots)} slots of rollout in "
+            "cluster.component_placement"
+        )
+    return [tuple(slots[i : i + size]) for i in range(0, len(slots), size)]
+
+
 def _parse_slots(names: str, value: Any) -> tuple[int, ...] | None:
     text = str(value).replace(" ", "")
     if text == "all":

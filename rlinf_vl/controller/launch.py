@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlinf_vl.config.keys import ConfigError
-from rlinf_vl.config.placement import parse_placement, placement_slots
+from rlinf_vl.config.placement import engine_slots, parse_placement, placement_slots
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.controller import interpreter
 from rlinf_vl.controller.cluster import cluster_to_join, reachable
@@ -149,7 +149,7 @@ def place(config: Config) -> Iterator[Placement]:
     offered = int(ray.cluster_resources().get(resource, 0))
     slots = placement_slots(cluster.component_placement, offered)
     shared = bool(set(slots["actor"]) & set(slots["rollout"]))
-    engines = _chunks(slots["rollout"], config.rollout.tensor_parallel_size, shared)
+    engines = engine_slots(slots["rollout"], config.rollout.tensor_parallel_size, shared)
     seats = {"actor": [(slot,) for slot in slots["actor"]], "rollout": engines}
     used = sorted({seat for component in seats.values() for seat in component})  # one bundle each
     kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
@@ -187,25 +187,6 @@ def place(config: Config) -> Iterator[Placement]:
         yield Placement(device, options("actor"), options("rollout"), shared, beside_actors)
     finally:
         remove_placement_group(group)
-
-
-def _chunks(slots: tuple[int, ...], size: int, shared: bool) -> list[tuple[int, ...]]:
-    """The slots of each engine, `size` apiece.
-
-    Raises:
-        ConfigError: they do not come out even, or engines of several slots share them with actor ranks.
-    """
-    if size > 1 and shared:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size: {size} needs slots of its own, but cluster.component_placement puts actor and "
-            "rollout on the same ones; split them, as in {actor: 0-3, rollout: 4-7}"
-        )
-    if len(slots) % size:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size: {size} does not divide the {len(slots)} slots of rollout in "
-            "cluster.component_placement"
-        )
-    return [tuple(slots[i : i + size]) for i in range(0, len(slots), size)]
 
 
 def settle_memory(config: Config, model_path: str, placement: Placement) -> None:

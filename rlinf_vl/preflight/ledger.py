@@ -17,7 +17,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from rlinf_vl.config.placement import placement_slots
+from rlinf_vl.config.keys import ConfigError
+from rlinf_vl.config.placement import engine_slots, placement_slots
 from rlinf_vl.config.schema import Config
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES
@@ -41,6 +42,9 @@ RESIDUE_BYTES = int(0.5 * GIB)
 RESERVE_BYTES = GIB
 #: Above this, SGLang's activations and graphs have too little room by its own rules.
 MOST_SHARE = 0.85
+
+#: More in a micro-batch are not even traced, which would take as many steps of the CPU.
+MOST_TOKENS = 2**21
 
 #: What a phase is made of, as a table has it: a rank's, then an engine's.
 PARTS = (
@@ -123,6 +127,11 @@ class Model:
 
         @cache
         def step(tokens: int) -> Trace:
+            if tokens > MOST_TOKENS:
+                raise ConfigError(
+                    f"runner.max_tokens_per_mbs: {tokens} tokens in a micro-batch are more than any GPU holds; set it to "
+                    "16384, or to what 'python -m rlinf_vl preflight' then says is the largest that fits"
+                )
             with pretend_cuda():
                 return trace_step(made, self.family, tokens, longest=longest, chunk=chunk)
 
@@ -146,8 +155,9 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
         ConfigError: the placement does not fit the cluster, or the model's shape is unknown.
     """
     slots = placement_slots(config.cluster.component_placement, hardware.gpus * hardware.nodes)
-    model = model or Model(config)
     ranks, shared = len(slots["actor"]), bool(set(slots["actor"]) & set(slots["rollout"]))
+    engine_slots(slots["rollout"], config.rollout.tensor_parallel_size, shared)
+    model = model or Model(config)
     collocated = set(slots["rollout"]) <= set(slots["actor"])
     way = choose(config.rollout.weight_sync, "cuda", shared, collocated)
     rank = _rank(config, model, ranks, way)
@@ -264,6 +274,11 @@ def _judged(made: Ledger, model: Model, fits: float, least: float) -> Ledger:
     usable, problems = made.hardware.usable, []
     more_room = "set actor.enable_offload=true, lower actor.vision_cache_gb, or take more GPUs"
     share = f"set rollout.gpu_memory_utilization to {fits:.2f} or auto" if fits >= least else more_room
+    fsdp = made.config.actor.fsdp_config
+    left = [f"{key}=true" for key in ("gradient_checkpointing", "cpu_offload") if not getattr(fsdp, key)]
+    less_of_it = (
+        f"set actor.fsdp_config.{' and '.join(left)}, or take more GPUs" if left else "take more or larger GPUs"
+    )
     for gpu in made.gpus:
         totals = {phase: sum(parts.values()) for phase, parts in gpu.phases.items()}
         for phases, way_out in (
@@ -276,9 +291,7 @@ def _judged(made: Ledger, model: Model, fits: float, least: float) -> Ledger:
                 continue
             if not way_out:
                 budget = largest_budget(made, model)
-                way_out = f"set runner.max_tokens_per_mbs to {budget}" if budget else (
-                    "set actor.fsdp_config.gradient_checkpointing=true or cpu_offload=true, or take more GPUs"
-                )  # fmt: skip
+                way_out = f"set runner.max_tokens_per_mbs to {budget}" if budget else less_of_it
             problems.append(
                 f"{phase} needs {totals[phase] / GIB:.1f} of {usable / GIB:.1f} GiB on a GPU ({gpu.role}); {way_out}"
             )

@@ -57,6 +57,13 @@ def main(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     if config.cluster.device == "cpu":
         raise ConfigError("cluster.device: cpu; preflight counts the memory of GPUs: add cluster.device=cuda")
+    # no GPU at all is the placement's to refuse
+    asked = ("gpus", arguments.gpus, 0), ("gpu-memory", arguments.gpu_memory, 1), ("nodes", arguments.nodes, 1)
+    for option, value, least in asked:
+        if not least <= value < 1e6:  # "nan", too
+            raise ConfigError(
+                f"--{option} {value}: give a number from {least} on, as in --gpus 8 --gpu-memory 80 --nodes 2"
+            )
     hardware = Hardware.named(arguments.gpus, arguments.gpu_memory, arguments.nodes)
     model = Model(config)
     made = ledger(config, hardware, model)

@@ -7,12 +7,13 @@ import pytest
 from ray._private import services
 
 from rlinf_vl.config import ConfigError, load_config
-from rlinf_vl.controller.launch import _chunks, _own_sessions, ray_cluster
+from rlinf_vl.config.placement import engine_slots
+from rlinf_vl.controller.launch import _own_sessions, ray_cluster
 
 
-def test_chunks():
-    assert _chunks((0, 1, 2), 1, shared=True) == [(0,), (1,), (2,)]
-    assert _chunks((4, 5, 6, 7), 2, shared=False) == [(4, 5), (6, 7)]
+def testengine_slots():
+    assert engine_slots((0, 1, 2), 1, shared=True) == [(0,), (1,), (2,)]
+    assert engine_slots((4, 5, 6, 7), 2, shared=False) == [(4, 5), (6, 7)]
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ def test_chunks():
 )
 def test_what_does_not_work_is_refused(slots, shared, says):
     with pytest.raises(ConfigError, match=says):
-        _chunks(slots, 2, shared)
+        engine_slots(slots, 2, shared)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from rlinf_vl.__main__ import main
+from rlinf_vl.config import ConfigError
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.preflight import Hardware, Model, largest_budget, ledger, render
 
@@ -154,3 +155,29 @@ def test_a_table_has_every_part(model):
     for part in {part for phase in found.gpus[0].phases.values() for part, size in phase.items() if size}:
         assert f"| {part}" in text
     assert dataclasses.replace(found, problems=("x",)) != found
+
+
+@pytest.mark.parametrize("asked", ["--gpus=-1", "--nodes=0", "--gpu-memory=0", "--gpu-memory=nan"])
+def test_hardware_that_is_none_is_refused(asked, capsys):
+    assert main(["preflight", FLAGSHIP, asked]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {asked.partition('=')[0]}") and not said.out
+
+
+def test_engines_that_could_not_be_placed_are_refused(model):
+    two = "rollout.tensor_parallel_size=2"
+    with pytest.raises(ConfigError, match="needs slots of its own"):
+        made(model, two, on=CLUSTERS[1])
+    with pytest.raises(ConfigError, match="does not divide the 3 slots"):
+        made(model, two, "cluster.component_placement={actor: 0-3, rollout: 4-6}", on=CLUSTERS[1])
+
+
+def test_a_budget_beyond_all_gpus_is_refused_before_it_is_traced(model):
+    with pytest.raises(ConfigError, match="runner.max_tokens_per_mbs: 100000000"):
+        made(model, "runner.max_tokens_per_mbs=100000000")
+
+
+def test_a_way_out_is_not_what_is_set_already(model):
+    small = Hardware.named(1, 24)
+    (train,) = [x for x in made(model, on=small).problems if x.startswith("train")]
+    assert "cpu_offload=true" in train and "gradient_checkpointing" not in train
