@@ -22,7 +22,7 @@ from rlinf_vl.controller.run_folder import ACTOR_FOLDER, STATE_FILE
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.peek import TOY, peek
 from rlinf_vl.rollout.sglang_cuda import missing_tools
-from rlinf_vl.rollout.sglang_version import require_sglang
+from rlinf_vl.rollout.sglang_version import require_sglang, server_argument_names
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ HUB_TIMEOUT_S = 5.0
 
 def problems_here(config: Config) -> Iterator[str]:
     """What of the things that a config names would stop its run on this machine, each with the key, its value and the way out."""
-    for rule in (_data, _model, _folders, _object_store, _gpus):
+    for rule in (_data, _model, _server_arguments, _folders, _object_store, _gpus):
         yield from rule(config)
 
 
@@ -210,6 +210,17 @@ def _ask_hub(kind: str, name: str, cached: bool = False) -> tuple[str | None, st
             return model_type, None
         fetch = f"hf download {name}" + (" --repo-type dataset --local-dir DIR" if kind == "data set" else "")
         return None, f"not in the cache here, and the hub can't be reached ({reason}); run '{fetch}' where it can"
+
+
+def _server_arguments(config: Config) -> Iterator[str]:
+    """Names only, where SGLang is installed: an engine would refuse them after Ray has started."""
+    asked = config.rollout.sglang.server_args if config.rollout.rollout_backend == "sglang" else {}
+    if asked and (known := server_argument_names()):
+        for name in asked.keys() - known:
+            yield (
+                f"rollout.sglang.server_args: SGLang has no argument {name!r}; write it as in its ServerArgs, with underscores;"
+                f"{nearest(str(name), sorted(known))}"
+            ).rstrip(";")
 
 
 def _folders(config: Config) -> Iterator[str]:

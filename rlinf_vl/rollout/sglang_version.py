@@ -1,6 +1,9 @@
 """Which SGLang this package is made for. It is not imported by this, and neither is torch."""
 
+import ast
+import importlib.util
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from packaging.version import Version
 
@@ -23,3 +26,18 @@ def require_sglang() -> None:
         raise ImportError(
             f"rollout.rollout_backend: sglang {found} is installed here, and {OLDEST} or newer is needed; {way_out}"
         )
+
+
+def server_argument_names() -> set[str]:
+    """Names of SGLang's server arguments, read in its sources: importing it takes half a minute. Empty where it isn't installed,
+    or a newer one has them elsewhere."""
+    spec = importlib.util.find_spec("sglang")
+    names = set()
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for file in Path(folder).glob("srt/arg_groups/fields/*.py"):
+            for node in ast.parse(file.read_text("utf-8")).body:
+                fields = node.body if isinstance(node, ast.ClassDef) else ()
+                names |= {
+                    f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
+                }
+    return names

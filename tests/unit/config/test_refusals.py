@@ -227,6 +227,20 @@ def test_a_check_does_not_ask_for_the_engine(main):
     assert main(["train", "--check", "toy-grpo-cpu", "rollout.rollout_backend=sglang"]) == 0
 
 
+def test_a_name_that_sglang_does_not_have(main, capsys, monkeypatch, tmp_path):
+    fields = tmp_path / "site/sglang/srt/arg_groups/fields"
+    fields.mkdir(parents=True)
+    (tmp_path / "site/sglang/__init__.py").write_text("raise AssertionError('imported')")
+    (fields / "memory.py").write_text("class Memory:\n    page_size: int = 1\n    disable_radix_cache: bool = False\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    asked = ["train", "--check", "toy-grpo-cpu", "rollout.rollout_backend=sglang"]
+    assert main([*asked, "rollout.sglang.server_args={disable_radix_cache: true}"]) == 0
+    assert main([*asked, "rollout.sglang.server_args={disable_radix_cach: true}"]) == 2
+    said = capsys.readouterr().err
+    assert "rollout.sglang.server_args: SGLang has no argument 'disable_radix_cach'" in said
+    assert "did you mean 'disable_radix_cache'" in said
+
+
 def test_sglang_of_another_version_and_without_its_tools(files, main, capsys, monkeypatch, tmp_path):
     overrides = [f"data.train_data_paths=[{files}/good.jsonl]", "data.val_data_paths=[]", NO_IMAGES]
     overrides += ["rollout.rollout_backend=sglang", "cluster.device=cuda"]
