@@ -7,6 +7,7 @@ advise to add it with '+'.
 
 import difflib
 import json
+import os
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -86,9 +87,9 @@ def changed_keys(config: Config, path: Path) -> list[str]:
 
 
 def _find(config_name: str, config_dir: Path | None) -> Path:
-    named = Path(config_name).expanduser()
+    named = Path(os.path.expanduser(config_name))
     if named.name != config_name:  # a path, not a bare name
-        if not named.is_file() or named.suffix != ".yaml":
+        if not os.path.isfile(named) or named.suffix != ".yaml":
             raise ConfigError(f"config {config_name!r}: no such .yaml file")
         return named.resolve()
     folders = [Path(config_dir)] if config_dir else [EXAMPLES_DIR, Path.cwd()]
@@ -112,7 +113,7 @@ def _compose(path: Path) -> dict[str, Any]:
     try:
         with initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
             config = compose(path.stem, overrides=[f"hydra.searchpath=['file://{EXAMPLES_DIR}']"])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: {error}") from error
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
@@ -129,6 +130,7 @@ def _apply_overrides(written: dict[str, Any], overrides: Sequence[str]) -> list[
             reason = str(error).splitlines()[0]
             problems.append(
                 f"override {text!r}: can't be read ({reason}); write key=value, and quote '{{…}}' and '[…]'"
+                + _in_quotes(text)
             )
             continue
         key, refusal = override.key_or_group, _refusal(override)
@@ -143,6 +145,21 @@ def _apply_overrides(written: dict[str, Any], overrides: Sequence[str]) -> list[
             section = section[name]
         _set(section, leaf, override.value(), key)
     return problems
+
+
+def _in_quotes(text: str) -> str:
+    """How to write an override whose value Hydra's grammar takes only in quotes of its own, such as ~/runs; "" for others."""
+    key, equals, value = text.partition("=")
+    if (
+        not equals
+        or key.strip() not in config_keys()
+        or not value.strip()
+        or value.lstrip()[0] in "[{'\""
+        or '"' in value
+    ):
+        return ""
+    quoted = f"'{value.strip()}'" if "'" not in value else f'\\"{value.strip()}\\"'
+    return f'; a value of other characters than letters, digits and -_./:+%@? has quotes of its own: "{key.strip()}={quoted}"'
 
 
 def _refusal(override: Override) -> str:
@@ -241,6 +258,10 @@ def _type_name(annotation: Any) -> str:
     return _TYPE_NAMES[get_origin(annotation) or annotation]
 
 
+def _absolute(path: str) -> str:
+    return str(Path(os.path.expanduser(path)).absolute())
+
+
 def _normalise(config: Config) -> None:
     """One spelling for every meaning, in place."""
     algorithm = config.algorithm
@@ -251,15 +272,12 @@ def _normalise(config: Config) -> None:
             sampling.max_new_tokens = config.runner.seq_length - config.data.max_prompt_length
     # Workers may have another working folder. A model that is no folder here is a name on the hub.
     model = config.rollout.model
-    if model.model_path not in ("", "toy") and Path(model.model_path).expanduser().is_dir():
-        model.model_path = str(Path(model.model_path).expanduser().absolute())
+    if model.model_path not in ("", "toy") and os.path.isdir(os.path.expanduser(model.model_path)):
+        model.model_path = _absolute(model.model_path)
     if config.runner.resume_dir not in (None, "auto"):
-        config.runner.resume_dir = str(Path(config.runner.resume_dir).expanduser().absolute())
+        config.runner.resume_dir = _absolute(config.runner.resume_dir)
     for paths in (config.data.train_data_paths, config.data.val_data_paths):
-        paths[:] = [
-            path if path == "toy" or path.startswith("hf://") else str(Path(path).expanduser().absolute())
-            for path in paths
-        ]
-    config.runner.output_dir = str(Path(config.runner.output_dir).expanduser())
+        paths[:] = [path if path in ("", "toy") or "://" in path else _absolute(path) for path in paths]
+    config.runner.output_dir = os.path.expanduser(config.runner.output_dir)
     placement = config.cluster.component_placement
     config.cluster.component_placement = {names: slots for names, slots in placement.items() if slots is not None}

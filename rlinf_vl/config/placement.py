@@ -8,6 +8,8 @@ from rlinf_vl.config.keys import ConfigError, nearest
 
 COMPONENTS = ("actor", "rollout")
 _KEY = "cluster.component_placement"
+#: More than any cluster has; a longer range would fill the memory before it was found out.
+_MOST_SLOTS = 100_000
 _EXAMPLE = "for example {actor: all, rollout: all}, or {actor: 0-3, rollout: 4-7}"
 
 
@@ -101,6 +103,8 @@ def _parse_slots(names: str, value: Any) -> tuple[int, ...] | None:
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if last < first:
             raise ConfigError(f"{_KEY}: '{names}: {value}' isn't all, a slot, or ranges such as 0-3 or 0-1,4")
+        if last >= _MOST_SLOTS:
+            raise ConfigError(f"{_KEY}: '{names}: {value}' names a slot that no cluster has; slots are numbered from 0")
         slots.extend(range(first, last + 1))
     if len(set(slots)) < len(slots):
         raise ConfigError(f"{_KEY}: '{names}: {value}' names a slot twice; name every slot once")

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 from rlinf_vl.config.keys import ConfigError, config_keys, nearest
@@ -185,12 +184,13 @@ def _runner(config: Config) -> Iterator[str]:
             "runner.mismatch_check_interval would stop the run for; set runner.mismatch_check_interval=-1"
         )
     name = runner.experiment_name
-    if name in ("", ".", "..") or "/" in name or "\\" in name:
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         yield f"runner.experiment_name: {name!r} is not a plain folder name; put folders into runner.output_dir"
     elif len(os.fsencode(name)) > 230:  # of 255 that a file's name may have, with what is put around it
         yield f"runner.experiment_name: {name[:20] + '…'!r} has {len(os.fsencode(name))} bytes; shorten it to 230 or fewer"
-    if runner.resume_dir not in (None, "auto") and not Path(runner.resume_dir).is_dir():
-        yield f"runner.resume_dir: no folder {runner.resume_dir!r}; give a checkpoint's path, auto or null"
+    if runner.resume_dir not in (None, "auto") and not os.path.isdir(runner.resume_dir):
+        why = why_absent(runner.resume_dir)
+        yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; give a checkpoint's path, auto or null"
     for backend in ("wandb", "trackio"):
         if backend in runner.logger.logger_backends and importlib.util.find_spec(backend) is None:
             yield (
@@ -299,8 +299,8 @@ def _data(config: Config) -> Iterator[str]:
         yield "data.train_data_paths: empty; name at least one file, hf://owner/name:split, or toy"
     for key, paths in (("data.train_data_paths", data.train_data_paths), ("data.val_data_paths", data.val_data_paths)):
         for path in paths:
-            if path != "toy" and not path.startswith("hf://") and not Path(path).expanduser().exists():
-                yield f"{key}: no file {path!r}; a dataset of the hub is written hf://owner/name:split"
+            if path != "toy" and not path.startswith("hf://") and not os.path.exists(path):
+                yield f"{key}: no file {path!r}{why_absent(path)}; a dataset of the hub is written hf://owner/name:split"
     repeated = sorted({key for key in data.image_keys if data.image_keys.count(key) > 1})
     if repeated:
         yield f"data.image_keys: {', '.join(repeated)} named twice in {data.image_keys}; name every column once"
@@ -332,6 +332,17 @@ def _actor_and_reward(config: Config) -> Iterator[str]:
             f"reward.reward_max_val={reward.reward_max_val} must exceed reward.reward_min_val={reward.reward_min_val}:"
             f" a right answer has to pay more than a wrong one"
         )
+
+
+def why_absent(path: str) -> str:
+    """In brackets, why a path can't be looked at, if not because nothing is there: no permission, a name that is too long."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return ""
+    except OSError as error:
+        return f" ({error.strerror})"
+    return ""
 
 
 def _get(config: Any, key: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlinf_vl.config import Config, ConfigError, placement_slots
 from rlinf_vl.config.keys import nearest
-from rlinf_vl.config.validate import CHOICES
+from rlinf_vl.config.validate import CHOICES, why_absent
 from rlinf_vl.controller.cluster import cluster_to_join
 from rlinf_vl.controller.run_folder import ACTOR_FOLDER, STATE_FILE
 from rlinf_vl.data.cache import cache_root
@@ -58,7 +58,7 @@ def _data(config: Config) -> Iterator[str]:
                 columns, rows = TOY["train" if key == "data.train_data_paths" else "val"]
             elif path.startswith("hf://"):
                 yield from _hub_data(key, path)
-            elif Path(path).exists():
+            elif os.path.exists(path):
                 try:
                     columns, rows = peek(Path(path))
                 except ValueError as error:
@@ -107,9 +107,12 @@ def _model(config: Config) -> Iterator[str]:
     if not path:
         yield f"{key}: empty; give a checkpoint's folder, a name on the Hugging Face hub (owner/name), or toy"
         return
-    if not folder.is_dir():
+    if not os.path.isdir(path):
         if path.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or _parent_is_here(folder):
-            yield f"{key}: no folder {path!r}; give a checkpoint's folder, a name on the Hugging Face hub (owner/name), or toy"
+            yield (
+                f"{key}: no folder {path!r}{why_absent(path)}; give a checkpoint's folder, a name on the Hugging Face hub "
+                "(owner/name), or toy"
+            )
             return
         known, problem = _ask_hub("model", path)
         if problem:
@@ -143,14 +146,36 @@ def _model(config: Config) -> Iterator[str]:
         pass
     if missing:
         yield f"{key}: {path} lacks {', '.join(missing)}; fetch or copy the checkpoint whole"
+    for damaged, why in _damaged(folder):
+        yield f"{key}: {path}: {damaged} is damaged or fetched in part ({why}); fetch or copy it anew"
     try:
         yield from _pixels(config, json.loads((folder / "preprocessor_config.json").read_bytes()))
     except (OSError, ValueError, TypeError, AttributeError):
         pass
 
 
+def _damaged(folder: Path) -> Iterator[tuple[str, str]]:
+    """(name, what is wrong) of files of a checkpoint's folder that their readers would stumble over; of weights only what shows
+    in the first bytes."""
+    for name in ("tokenizer.json", "preprocessor_config.json", "model.safetensors.index.json"):
+        try:
+            json.loads((folder / name).read_bytes())
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            yield name, str(error)
+    for weights in sorted(folder.glob("*.safetensors")):
+        try:
+            with weights.open("rb") as file:
+                start = file.read(20)
+            if len(start) < 8 or start.startswith(b"version https://"):
+                yield weights.name, "a pointer of Git LFS" if start else "it is empty"
+        except OSError as error:
+            yield weights.name, str(error)
+
+
 def _parent_is_here(path: Path) -> bool:
-    return path.parent != Path(".") and path.parent.is_dir()
+    return path.parent != Path(".") and os.path.isdir(path.parent)
 
 
 def _family(config: Config, of_checkpoint: str) -> Iterator[str]:
@@ -185,7 +210,13 @@ def _ask_hub(kind: str, name: str, cached: bool = False) -> tuple[str | None, st
     """(model_type of a model where it is known, why a name can't be had). Where the hub can't be reached and the cache has what is
     named, the run is told to do without the hub: transformers would ask six times for each of a dozen files."""
     import huggingface_hub as hub
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None, "neither a folder here nor a name that the hub allows; write owner/name"
     model_type = None
     if kind == "model" and isinstance(config := hub.try_to_load_from_cache(name, "config.json"), str):
         cached, model_type = True, json.loads(Path(config).read_bytes()).get("model_type")
@@ -229,8 +260,10 @@ def _folders(config: Config) -> Iterator[str]:
     if reason := _unwritable(folder):
         yield f"runner.output_dir: {runner.output_dir!r}: {folder} can't be written ({reason}); name another folder"
     resume = runner.resume_dir
-    if resume not in (None, "auto") and Path(resume).is_dir():
-        lacking = [name for name in (STATE_FILE, f"{ACTOR_FOLDER}/.metadata") if not (Path(resume) / name).is_file()]
+    if resume not in (None, "auto") and os.path.isdir(resume):
+        lacking = [
+            name for name in (STATE_FILE, f"{ACTOR_FOLDER}/.metadata") if not os.path.isfile(Path(resume) / name)
+        ]
         if lacking:
             yield (
                 f"runner.resume_dir: {resume!r} is no complete checkpoint (no {lacking[0]} in it); name a "
@@ -243,7 +276,13 @@ def _folders(config: Config) -> Iterator[str]:
 
 def _unwritable(folder: Path) -> str | None:
     """Why nothing can be written to a folder that may not be there yet; None if it can. Nothing is left behind."""
-    while not folder.exists() and folder != folder.parent:
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        return f"{str(folder)!r}: {getattr(error, 'strerror', None) or error}"
+    while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder):

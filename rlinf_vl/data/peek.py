@@ -1,12 +1,16 @@
 """What columns and how many rows a file has, told in a fraction of a second: `datasets` takes one to be imported alone."""
 
+import itertools
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 #: Bytes of a JSON file that are looked at before a run; a damaged line beyond them is found when the file is loaded.
 SCANNED = 2**25
+#: Files of a folder that are looked at before a run; one with more is left to `datasets`.
+_LOOKED_AT = 64
 
 
 class Peek(NamedTuple):
@@ -101,13 +105,35 @@ def _columns(rows: list, unit: str) -> list[str]:
 
 
 def _folder(path: Path) -> Peek:
-    """Of a folder that `save_to_disk` wrote the columns are known; what another one holds is for `datasets` to say."""
-    if not any(file.is_file() for file in path.rglob("*")):
+    """The columns of a folder that `save_to_disk` wrote, and of one with files of one of our formats alone; what another one
+    holds is for `datasets` to say."""
+    try:
+        found = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+        files = sorted(itertools.islice(found, _LOOKED_AT))
+        os.listdir(path)  # which rglob passes over where it may not look
+    except OSError as error:
+        raise ValueError(f"can't be read: {error.strerror or error}") from error
+    if not files:
         raise ValueError("holds no files; name a folder with some, or a file")
     for info in [path / "dataset_info.json", *path.glob("*/dataset_info.json")]:
         if (info.parent / "state.json").is_file() and info.is_file():
             return Peek(list(json.loads(info.read_bytes()).get("features") or ()) or None, None)
-    return Peek(None, None)
+    if {file.suffix for file in files} <= {".txt", ".md"}:
+        raise ValueError(f"holds no file of rows ({', '.join(FILE_FORMATS)}); name a folder with some, or a file")
+    rows = [file for file in files if file.suffix != ".md" and file.stat().st_size]
+    kinds = {file.suffix for file in rows}
+    if len(files) == _LOOKED_AT or len(kinds) != 1 or not kinds <= FILE_FORMATS.keys():
+        return Peek(None, None)
+    columns: dict[str, None] = {}
+    for file in rows:
+        try:
+            named = peek(file, scanned=2**20).columns
+        except ValueError as error:
+            raise ValueError(f"holds {file.relative_to(path)}, which {error}") from error
+        if named is None:
+            return Peek(None, None)
+        columns.update(dict.fromkeys(named))
+    return Peek(list(columns), None)
 
 
 def _why(error: Exception) -> str:

@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -53,6 +55,13 @@ def files(tmp_path_factory) -> Path:
         "shards/model-1.safetensors": "",
         "shards/tokenizer.json": "",
         "shards/preprocessor_config.json": "[]",
+        "pointers/config.json": '{"model_type": "qwen3_vl"}',
+        "pointers/model.safetensors": "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2\nsize 4000000\n",
+        "pointers/tokenizer.json": "version https://git-lfs.github.com/spec/v1\n",
+        "pointers/preprocessor_config.json": "{}",
+        "texts/one.txt": "1 + 1?",
+        "folder/train.jsonl": json.dumps(row),
+        "folder/README.md": "Sums.",
         "checkpoint/README.md": "",
         "copied/controller.json": '{"step": 2}',
         "copied/actor/__0_0.distcp": "",
@@ -89,6 +98,12 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ([train_on("empty.parquet")], ["FILES/empty.parquet is empty", "leave it out"]),
     ([train_on("no-rows.parquet")], ["FILES/no-rows.parquet is empty", "leave it out"]),
     ([train_on("nothing-in-it")], ["FILES/nothing-in-it holds no files", "name a folder"]),
+    ([train_on("texts")], ["FILES/texts holds no file of rows (.parquet, .json, .jsonl)", "name a folder"]),
+    ([train_on("folder"), NO_IMAGES, "data.answer_key=answr"], ["data.answer_key: column 'answr' not in FILES/folder", "'answer'?"]),
+    (["data.train_data_paths=['']"], ["data.train_data_paths: no file ''"]),
+    (["data.train_data_paths=['https://a.org/x.parquet']"], ["no file 'https://a.org/x.parquet'", "hf://owner/name"]),
+    (["data.train_data_paths=['~nobody-at-all/x']"], ["data.train_data_paths: no file '", "~nobody-at-all/x'"]),
+    ([f"data.train_data_paths=[/tmp/{'x' * 300}]"], ["data.train_data_paths: no file '/tmp/xxx", "(File name too long)"]),
     (["data.val_data_paths=[FILES/gone.jsonl]"], ["data.val_data_paths: no file 'FILES/gone.jsonl'", "hf://"]),
     (["data.train_data_paths=[owner/name]"], ["data.train_data_paths: no file", "hf://owner/name"]),
     (["data.train_data_paths=[hf://]"], ["data.train_data_paths: 'hf://'", "hf://owner/name:split"]),
@@ -105,6 +120,9 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["rollout.model.model_path=FILES/llama"], ["the checkpoint at FILES/llama is of type 'llama'", "supported: qwen3_vl"]),
     (["rollout.model.model_path=FILES/bare"], ["FILES/bare lacks weights (*.safetensors), a tokenizer", "copy"]),
     (["rollout.model.model_path=FILES/shards"], ["FILES/shards lacks model-2.safetensors", "fetch or copy"]),
+    (["rollout.model.model_path=FILES/pointers"], ["FILES/pointers: model.safetensors is damaged", "tokenizer.json is", "anew"]),
+    ([f"rollout.model.model_path={'x' * 300}"], ["rollout.model.model_path: xxx", "nor a name that the hub allows", "owner/name"]),
+    (["data.train_data_paths=[hf://a--b/c]"], ["data.train_data_paths: hf://a--b/c: neither", "owner/name"]),
     (["rollout.model.model_type=qwen2_vl"], ["rollout.model.model_type: 'qwen2_vl' is unknown", "'qwen3_vl'?"]),
     (["data.image_max_pixels=100"], ["data.image_max_pixels: 100", "256 pixels", "set it to 256 or more"]),
     (["data.image_max_pixels=0"], ["data.image_max_pixels: 0 must be at least 1"]),
@@ -114,6 +132,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["runner.output_dir=FILES/a-file"], ["runner.output_dir: 'FILES/a-file'", "Not a directory", "another folder"]),
     (["runner.output_dir=/proc/runs"], ["runner.output_dir: '/proc/runs'", "can't be written", "another folder"]),
     ([f"runner.experiment_name={'x' * 256}"], ["runner.experiment_name: 'xxx", "256 bytes", "shorten it"]),
+    ([f"runner.output_dir={'x' * 300}"], ["runner.output_dir: 'xxx", "can't be written", "File name too long"]),
+    (["runner.output_dir=~/runs"], ["override 'runner.output_dir=~/runs'", "write", "\"runner.output_dir='~/runs'\""]),
+    (["runner.experiment_name=über"], ["can't be read", "\"runner.experiment_name='über'\""]),
+    (["runner.experiment_name='a\nb'"], ["runner.experiment_name: 'a\\nb' is not a plain folder name"]),
     (["runner.resume_dir=FILES/checkpoint"], ["runner.resume_dir: 'FILES/checkpoint'", STATE_FILE, "global_step_N"]),
     (["runner.resume_dir=FILES/copied"], ["runner.resume_dir: 'FILES/copied'", "no actor/.metadata", "global_step_N"]),
     (["runner.resume_dir=FILES/gone"], ["runner.resume_dir: no folder 'FILES/gone'", "auto or null"]),
@@ -124,6 +146,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["cluster.device=cuda"], ["cluster.device: cuda", "no CUDA device here", "set cluster.device=cpu"]),
     (["cluster.device=gpu"], ["cluster.device: 'gpu'", "auto, cpu, cuda"]),
     (["cluster.component_placement={actor: 0-x}"], ["cluster.component_placement", "'actor: 0-x'", "0-3 or 0-1,4"]),
+    (["cluster.component_placement={actor: 0-99999999999}"], ["'actor: 0-99999999999' names a slot that no cluster has"]),
     (["rollout.rollout_backend=sglang"], ["rollout.rollout_backend: sglang is not installed", "install.sh --sglang"]),
     (["runner.logger.logger_backends=[wandb]"], ["runner.logger.logger_backends: wandb is not installed", "pip install"]),
     # single values
@@ -221,6 +244,37 @@ def test_what_is_right_goes_on(files, main, capsys, tmp_path):
     assert error == "error: AssertionError: not refused", "what follows the checks was reached"
     assert where == f"The whole of it is in {tmp_path}/results/toy-grpo-cpu/error.txt"
     assert "in goes_on" in (tmp_path / "results/toy-grpo-cpu/error.txt").read_text()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's rights")
+def test_what_may_not_be_read_is_named():
+    folder = Path(tempfile.mkdtemp())
+    (folder / "rows.jsonl").touch()
+    folder.chmod(0o700)
+    keys = ["data.train_data_paths=[%s/rows.jsonl]", "rollout.model.model_path=%s/m", "runner.output_dir=%s/runs"]
+    keys += ["runner.resume_dir=%s/checkpoint"]
+    program = (
+        "import os, sys; from rlinf_vl.config import validate_config; from rlinf_vl.config.load import parse_config\n"
+        "from rlinf_vl.controller.inputs import problems_here\n"
+        "config = parse_config('toy-grpo-cpu', sys.argv[1:]); os.seteuid(65534)\n"
+        "try: validate_config(config, [problems_here])\n"
+        "except ValueError as error: print(error)"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *(key % folder for key in keys)],
+            env=os.environ | {"RLINF_VL_CACHE": f"{folder}/cache"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+    finally:
+        shutil.rmtree(folder)
+    said = done.stdout.splitlines()
+    for key in keys:
+        (line,) = [line for line in said if line.startswith(key.partition("=")[0])]
+        assert "(Permission denied)" in line or ": Permission denied)" in line
+    assert "RLINF_VL_CACHE" in done.stdout and not done.stderr
 
 
 def test_a_check_does_not_ask_for_the_engine(main):
