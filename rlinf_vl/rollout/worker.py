@@ -373,6 +373,9 @@ class RolloutRank:
                 found = await asyncio.to_thread(self.engine.fingerprint, [name for name, _, _ in label.entries])
                 if found not in (None, label.fingerprint):
                     raise WeightsDiffer(mismatch(label, found, "in the engine"))
+        if self.device == "cuda":  # this process has copied buckets for SGLang's, and shares its GPU with a rank
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
 
     async def release_tags(self) -> tuple[str, ...]:
         """What this engine gives back while the trainer needs its GPU. On the CPU, where nothing is freed, everything: so

@@ -27,9 +27,9 @@ class Holder:
         return fingerprint(self.weights[name] for name in names) if self.tells else None
 
 
-def take(engine, weights, check=True):
+def take(engine, weights, check=True, device="cpu"):
     rank = object.__new__(RolloutRank)
-    rank.engine, rank.device = engine, "cpu"
+    rank.engine, rank.device = engine, device
 
     async def run():
         labels = []
@@ -56,6 +56,14 @@ def test_an_engine_that_does_not_hold_what_it_got_is_found_on_the_first_sync():
         take(Holder(loses="d"), WEIGHTS)
     take(Holder(loses="d"), WEIGHTS, check=False)  # later ones carry no fingerprints
     take(Holder(loses="d", tells=False), WEIGHTS)  # SGLang can't say
+
+
+def test_memory_of_the_gpu_is_given_back_once_all_is_copied(monkeypatch):
+    calls = []
+    for name in ("synchronize", "ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
+    take(Holder(), WEIGHTS, device="cuda")
+    assert calls == ["synchronize", "ipc_collect", "empty_cache"]
 
 
 def test_an_engine_that_gets_no_memory_counts_as_dead():
