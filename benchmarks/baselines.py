@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rlinf_vl.models.families import Family
+from rlinf_vl.models.kernels.products import matmul
 from rlinf_vl.types import Group, ImageRef
 
 
@@ -156,7 +157,7 @@ def _rate(m: int, k: int, n: int, device: str, dtype: torch.dtype, batch: int | 
     runs = 0
     while runs < 5 or time.perf_counter() < until:
         start = time.perf_counter()
-        a @ b
+        matmul(a, b) if batch is None else a @ b
         if device == "cuda":
             torch.cuda.synchronize()
         best, runs = min(best, time.perf_counter() - start), runs + 1

@@ -42,7 +42,8 @@ def attention_forward(self: Any, hidden_states, position_embeddings, *, context,
     cos, sin = (x.unsqueeze(2) for x in position_embeddings)
     q, k, v = (x.transpose(1, 2) for x in (kernels.rotate(q, cos, sin), kernels.rotate(k, cos, sin), v))
     out = context.attend(self.layer_idx, q, k, v, self.scaling)
-    return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+    (out,) = kernels.projections(out.reshape(*hidden_states.shape[:-1], -1), self.o_proj)
+    return out, None
 
 
 def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, context, **_) -> torch.Tensor:

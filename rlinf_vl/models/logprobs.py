@@ -3,6 +3,7 @@ time. No [T, vocab] tensor is ever whole, in forward or backward: backward compu
 
 import torch
 
+from rlinf_vl.models.kernels.products import add_matmul, matmul
 from rlinf_vl.models.precision import bfloat16_products
 
 #: Bytes of one chunk's float32 logits, by device type, where the caller leaves the chunk open: what a CPU's caches hold, and
@@ -15,7 +16,7 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float
     if hidden_CH.dtype != torch.float32:
         logits = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
     else:
-        logits = hidden_CH @ weight_VH.t()
+        logits = matmul(hidden_CH, weight_VH.t())
     if temperature != 1.0:
         logits = logits.div_(temperature)
     return logits if banned is None else logits.index_fill_(1, banned, -torch.inf)
@@ -73,11 +74,11 @@ class _Head(torch.autograd.Function):
                 )
                 if ctx.temperature != 1.0:
                     grad.div_(ctx.temperature)
-                grad_hidden[part] = grad.to(kept.dtype) @ kept_weight
+                grad_hidden[part] = matmul(grad.to(kept.dtype), kept_weight)
                 if grad_weight is None:
                     continue
                 if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad.t(), hidden[part])
+                    add_matmul(grad_weight, grad.t(), hidden[part])
                 else:
                     grad_weight += torch.mm(grad.to(weight.dtype).t(), hidden[part], out_dtype=torch.float32)
         return grad_hidden, None if grad_weight is None else grad_weight.to(kept_weight.dtype), *[None] * 5

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rlinf_vl.models.kernels.products import add_matmul, matmul
 from rlinf_vl.models.precision import has_bfloat16_units
 
 #: Elements that an element-wise chain in bfloat16 takes at a time, so that what one operation wrote the next finds in the
@@ -125,7 +126,8 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *weights):
         ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(x, weight) for weight in weights)
+        rows = x.flatten(0, -2)
+        return tuple(matmul(rows, weight.t()).view(*x.shape[:-1], -1) for weight in weights)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -133,9 +135,9 @@ class _Projections(torch.autograd.Function):
         rows, grads = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = grads[0] @ weights[0]
+            dx = matmul(grads[0], weights[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                dx.addmm_(grad, weight)
+                add_matmul(dx, grad, weight)
             dx = dx.view_as(x)
         needed = ctx.needs_input_grad[1:]
         made = _weight_gradients(rows, [grad for grad, n in zip(grads, needed, strict=True) if n])
@@ -156,7 +158,7 @@ def _weight_gradients(x: torch.Tensor, grads: list[torch.Tensor]) -> Iterator[to
         x_WT = _transposed(x)
         yield from (_transposed(x_WT @ grad) for grad in grads)
     else:
-        yield from (grad.t() @ x for grad in grads)
+        yield from (matmul(grad.t(), x) for grad in grads)
 
 
 def _transposed(x: torch.Tensor) -> torch.Tensor:
