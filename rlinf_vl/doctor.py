@@ -255,13 +255,11 @@ def _wanted(found: Findings, machine: Machine, config: Config, cuda: bool) -> No
         "memory", said, loading > 0.7 * machine.total_memory and "take fewer slots a machine, or more memory", "warn"
     )
     size = 4 * weights.total + 8 * weights.trained
-    said = (
-        f"{machine.run_disk / GIB:.0f} GiB free for runs, where {kept} checkpoints of {size / GIB:.1f} GiB lie at once"
-    )
+    said = f"{_size(machine.run_disk)} free for runs, where {kept} checkpoints of {_size(size)} lie at once"
     way_out = "make room, set runner.output_dir to a larger disk, or lower runner.keep_last"
     status = "fail" if machine.run_disk < size else "warn"
     found.add("disk", said, machine.run_disk < kept * size and way_out, status)
-    model_size, cached = 2 * weights.total, f"{machine.cache_disk / GIB:.0f} GiB free for the cache"
+    model_size, cached = 2 * weights.total, f"{_size(machine.cache_disk)} free for the cache"
     found.add(
         "cache", cached, machine.cache_disk < model_size and "set RLINF_VL_CACHE and HF_HOME to a larger disk", "warn"
     )
@@ -342,6 +340,11 @@ def _missing_libraries() -> tuple[str, ...]:
     environment = os.environ | cuda_environment(shared_gpu=True)
     said = subprocess.run(["ldd", library], capture_output=True, text=True, env=environment).stdout
     return tuple(re.findall(r"(\S+) => not found", said))
+
+
+def _size(n: float) -> str:
+    """Bytes as people write them, such as 9 MiB or 12.5 GiB."""
+    return f"{n / GIB:.3g} GiB" if n >= GIB else f"{n / 2**20:.0f} MiB"
 
 
 def _free(path: Path) -> int:

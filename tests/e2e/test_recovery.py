@@ -157,7 +157,7 @@ def small_disk(tmp_path):
         subprocess.run(["mount", "-o", f"remount,size={megabytes}m", folder], check=True)
 
     try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder], check=True, capture_output=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "tmpfs", folder], check=True, capture_output=True)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"no disk can be mounted here: {error.stderr}")
     yield folder, resize
@@ -168,6 +168,8 @@ def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_what_is_needed(undi
     """One checkpoint is 9 MB: the first is too large in the writing, the second fits, for the third there is no room."""
     folder, resize = small_disk
     run = Run(folder, *OVERRIDES, "runner.logger.logger_backends=[]")
+    run.until((run.folder / "config.yaml").exists)  # a disk that holds no checkpoint would be refused before that
+    resize(5)
     run.until(lambda: events(run, "checkpoint_failed"))
     resize(15)
     output = run.finish(expect=1)
