@@ -16,6 +16,7 @@ from typing import Any
 
 from rlinf_vl.config import Config, ConfigError, placement_slots
 from rlinf_vl.config.keys import nearest
+from rlinf_vl.config.placement import engine_slots
 from rlinf_vl.config.validate import CHOICES, why_absent
 from rlinf_vl.controller.cluster import cluster_to_join
 from rlinf_vl.controller.run_folder import ACTOR_FOLDER, STATE_FILE
@@ -317,7 +318,9 @@ def _gpus(config: Config) -> Iterator[str]:
         )
         return
     try:
-        placement_slots(config.cluster.component_placement, count)
+        slots = placement_slots(config.cluster.component_placement, count)
+        shared = bool(set(slots["actor"]) & set(slots["rollout"]))
+        engine_slots(slots["rollout"], config.rollout.tensor_parallel_size, shared)
     except ConfigError as error:
         yield from error.problems
 

@@ -281,6 +281,15 @@ def test_a_check_does_not_ask_for_the_engine(main):
     assert main(["train", "--check", "toy-grpo-cpu", "rollout.rollout_backend=sglang"]) == 0
 
 
+def test_engines_that_could_not_be_placed(main, capsys, monkeypatch):
+    monkeypatch.setattr(inputs, "gpu_count", lambda: 8)
+    asked = ["train", "--check", "toy-grpo-cpu", "rollout.rollout_backend=sglang", "cluster.device=cuda"]
+    asked += ["rollout.tensor_parallel_size=2"]
+    assert main([*asked, "cluster.component_placement={actor: 0-3, rollout: 4-7}"]) == 0
+    assert main([*asked, "cluster.component_placement={actor: all, rollout: all}"]) == 2
+    assert "rollout.tensor_parallel_size: 2 needs slots of its own" in capsys.readouterr().err
+
+
 def test_a_name_that_sglang_does_not_have(main, capsys, monkeypatch, tmp_path):
     fields = tmp_path / "site/sglang/srt/arg_groups/fields"
     fields.mkdir(parents=True)
