@@ -331,11 +331,13 @@ def _gpu_memory() -> tuple[int, ...]:
 
 
 def _missing_libraries() -> tuple[str, ...]:
-    """What `ldd` misses for the memory saver's library as the engine's processes would load it."""
+    """What `ldd` misses for the memory saver's library as the engine's processes would load it; the library itself where there is none."""
     from rlinf_vl.rollout.sglang_cuda import cuda_environment
 
     library = next((path for folder in sys.path if (path := Path(folder) / HOOK).is_file()), None)
-    if library is None or shutil.which("ldd") is None:
+    if library is None:
+        return (HOOK,)
+    if shutil.which("ldd") is None:
         return ()
     environment = os.environ | cuda_environment(shared_gpu=True)
     said = subprocess.run(["ldd", library], capture_output=True, text=True, env=environment).stdout
