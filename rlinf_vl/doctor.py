@@ -21,7 +21,7 @@ import psutil
 
 from rlinf_vl.config import Config, ConfigError
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.config.placement import placement_slots
+from rlinf_vl.config.placement import placement_slots, slots_named
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.controller.cluster import cluster_to_join, reachable
 from rlinf_vl.controller.inputs import gpu_count, packages_missing, problems_here
@@ -233,6 +233,8 @@ def _wanted(found: Findings, machine: Machine, config: Config, cuda: bool) -> No
 
     nodes, slots = config.cluster.num_nodes, max(1, len(machine.gpus) if cuda else machine.cores)
     try:
+        if not cuda and not machine.cluster:  # a private cluster of processes has as many as are asked for
+            slots = max(slots, slots_named(config.cluster.component_placement))
         placed = placement_slots(config.cluster.component_placement, slots * nodes)
     except ConfigError as error:
         found.add(
@@ -331,7 +333,7 @@ def _gpu_memory() -> tuple[int, ...]:
 
 
 def _missing_libraries() -> tuple[str, ...]:
-    """What `ldd` misses for the memory saver's library as the engine's processes would load it; the library itself where there is none."""
+    """What `ldd` misses for the memory saver's library as the engine's processes would load it, or the library itself."""
     from rlinf_vl.rollout.sglang_cuda import cuda_environment
 
     library = next((path for folder in sys.path if (path := Path(folder) / HOOK).is_file()), None)

@@ -67,6 +67,11 @@ def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, tuple[i
     return {component: placed[component] for component in COMPONENTS}
 
 
+def slots_named(component_placement: Mapping[str, Any]) -> int:
+    """Slots that the placement names by number, which a private CPU cluster is given; `all` names none."""
+    return max((max(slots) + 1 for slots in parse_placement(component_placement).values() if slots), default=0)
+
+
 def shares_slots(component_placement: Mapping[str, Any]) -> bool:
     """Whether an actor rank and an engine sit on the same slot, so that they take turns with its memory."""
     placed = parse_placement(component_placement)

@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlinf_vl.config.keys import ConfigError
-from rlinf_vl.config.placement import engine_slots, parse_placement, placement_slots
+from rlinf_vl.config.placement import engine_slots, placement_slots, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.controller import interpreter
 from rlinf_vl.controller.cluster import cluster_to_join, reachable
@@ -85,7 +85,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
         with _own_sessions():
             ray.init(
                 address="local",
-                num_cpus=max(os.cpu_count() or 1, _slots_named(cluster)),
+                num_cpus=max(os.cpu_count() or 1, slots_named(cluster.component_placement)),
                 object_store_memory=cluster.object_store_memory,
                 include_dashboard=False,
                 **quiet,
@@ -112,11 +112,6 @@ def _own_sessions() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
-
-
-def _slots_named(cluster: ClusterConfig) -> int:
-    """Slots that the placement names by number; `all` names none."""
-    return max((max(slots) + 1 for slots in parse_placement(cluster.component_placement).values() if slots), default=0)
 
 
 def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:

@@ -59,6 +59,14 @@ def test_each_fault_has_a_line(fault, subject, status, said):
     assert others <= {subject} | ({"cores", "memory", "slots"} if "gpus" in fault else set())
 
 
+def test_a_cpu_cluster_has_the_slots_that_are_named():
+    split = "cluster.component_placement={actor: 0-1, rollout: 2}"
+    found = lines(dataclasses.replace(CPU, cores=2), split, config="toy-grpo-cpu")
+    assert not [line for line in found.values() if line.status == "fail"] and found["cores"].status == "warn"
+    there = dataclasses.replace(CPU, cores=2, cluster="10.0.0.1:6379", cluster_answers=True)
+    assert lines(there, split, config="toy-grpo-cpu")["slots"].status == "warn"  # one that is joined has what it has
+
+
 def test_allocator_settings_that_the_memory_saver_refuses():
     for value, status in (("max_split_size_mb:64", None), ("expandable_segments:True", "warn")):
         found = lines(dataclasses.replace(GPUS, environment={"PYTORCH_ALLOC_CONF": value}))
