@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_vl.config.keys import ConfigError
+from rlinf_vl.data.cache import make_durable
 from rlinf_vl.errors import RunError
 
 log = logging.getLogger(__name__)
@@ -59,13 +60,13 @@ def save_checkpoint(
         write_actor(str(aside / ACTOR_FOLDER))
         (aside / STATE_FILE).write_text(json.dumps(state, indent=1))
         for path in aside.rglob("*"):
-            _sync(path)
-        _sync(aside)
+            make_durable(path)
+        make_durable(aside)
         replaced = final.with_name(f".{final.name}{_REPLACED}")
         if final.exists():  # a resumed run that comes by a step again
             os.rename(final, replaced)
         os.rename(aside, final)  # a crash before this one: `recover_checkpoints`
-        _sync(final.parent)
+        make_durable(final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         needed = max([*former, size_of(aside)])
@@ -171,11 +172,3 @@ def write_baselines(run_dir: Path, answers: Counter[str]) -> None:
         ((answer, count),) = answers.most_common(1)
         baselines = {f"always {answer}": count / answers.total()}
         (run_dir / "baselines.json").write_text(json.dumps(baselines, indent=1) + "\n")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

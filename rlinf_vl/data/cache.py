@@ -42,15 +42,16 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
             made = aside / target.name
             build(made)
             for path in [made, *made.rglob("*"), aside]:
-                _sync(path)
+                make_durable(path)
             made.rename(target)
-            _sync(target.parent)
+            make_durable(target.parent)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
-def _sync(path: Path) -> None:
+def make_durable(path: Path) -> None:
+    """fsync a file, or a folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
