@@ -25,7 +25,7 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from rlinf_vl.rollout.exchange import GroupStore, fetch
+from rlinf_vl.transport.groups import GroupStore, fetch
 from rlinf_vl.types import Group, GroupSummary, ImageRef, Trajectory
 
 #: Values of a patch: 3 channels, 2 frames, 16 x 16 pixels.

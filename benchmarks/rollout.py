@@ -28,10 +28,10 @@ from rich.table import Table
 from transformers import AutoModelForImageTextToText
 
 from rlinf_vl.data.dataset import ProblemDataset
+from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.rollout.torch_engine import TorchEngine
 from rlinf_vl.types import Request, SamplingParams
 
 
@@ -80,7 +80,7 @@ def main() -> None:
 
     path = args.model
     if path == "toy":
-        from rlinf_vl.models.toy import toy_checkpoint_path
+        from rlinf_vl.toy.model import toy_checkpoint_path
 
         path = str(toy_checkpoint_path())
     family = family_of("qwen3_vl")
@@ -108,7 +108,7 @@ def main() -> None:
     )
     engines = {"torch engine": engine}
     if args.sglang:
-        from rlinf_vl.rollout.sglang_engine import SglangEngine
+        from rlinf_vl.engines.sglang.engine import SglangEngine
 
         engines["SGLang"] = SglangEngine(
             path,

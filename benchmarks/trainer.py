@@ -42,13 +42,13 @@ from rlinf_vl.actor.batches import BatchMaker
 from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, shard
 from rlinf_vl.actor.update import LossSettings, update
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
+from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, freeze_vision, load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator
-from rlinf_vl.rollout.torch_engine import TorchEngine
 from rlinf_vl.types import Group, GroupSummary, ImageRef, Request, SamplingParams
 
 FAMILY = family_of("qwen3_vl")

@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf_vl.rollout.worker import RolloutRank
-from rlinf_vl.weights import collective
-from rlinf_vl.weights.collective import CollectiveSender, WeightGroup
-from rlinf_vl.weights.handles import HandleSender
-from rlinf_vl.weights.strategy import ObjectStoreSender
+from rlinf_vl.transport import collective
+from rlinf_vl.transport.collective import CollectiveSender, WeightGroup
+from rlinf_vl.transport.handles import HandleSender
+from rlinf_vl.transport.strategy import ObjectStoreSender
 
 WAYS = ("object_store", "nccl", "cuda_ipc")
 #: Elements of one weight, 16 MiB in float32.
@@ -98,7 +98,7 @@ class Copying:
         self.load_weights(collective.receive(self.group, notices, torch.device("cpu")), version)
 
     def fingerprint(self, names) -> int:
-        from rlinf_vl.weights.buckets import fingerprint
+        from rlinf_vl.transport.buckets import fingerprint
 
         return fingerprint(self.weights[name] for name in names)
 

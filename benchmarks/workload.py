@@ -16,7 +16,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.models.toy_files import (
+from rlinf_vl.toy.files import (
     EOS_TOKEN,
     PAD_TOKEN,
     special_ids,

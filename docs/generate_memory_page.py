@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.doctor import Machine, check
-from rlinf_vl.doctor import render as render_lines
-from rlinf_vl.preflight import Hardware, Ledger, Model, ledger, render
+from rlinf_vl.preflight.doctor import Machine, check
+from rlinf_vl.preflight.doctor import render as render_lines
+from rlinf_vl.preflight.ledger import Hardware, Ledger, Model, ledger
+from rlinf_vl.preflight.table import render
 
 PAGE = Path(__file__).with_name("memory.md")
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"

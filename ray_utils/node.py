@@ -40,7 +40,7 @@ from rendezvous import (
     unreachable,
 )
 
-from rlinf_vl.controller.cluster import MARK, NodeRecord, reachable, read_record, record_path, use_token, write_private
+from rlinf_vl.runtime.cluster import MARK, NodeRecord, reachable, read_record, record_path, use_token, write_private
 
 T = TypeVar("T")
 

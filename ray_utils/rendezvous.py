@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import psutil
 
-from rlinf_vl.controller.cluster import reachable, read_record, record_path, write_private
+from rlinf_vl.runtime.cluster import reachable, read_record, record_path, write_private
 
 
 class NotYet(Exception):

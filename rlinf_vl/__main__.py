@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlinf_vl.config import Config, ConfigError, load_config
-from rlinf_vl.controller.inputs import packages_missing, problems_here
-from rlinf_vl.controller.stop_request import StopRequest
 from rlinf_vl.errors import RunError, reason_of
 from rlinf_vl.observe.progress import RunProgress, setup_logging
 from rlinf_vl.observe.spans import FOLDER as SPANS
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, write_timeline
 from rlinf_vl.observe.status import StatusFile
+from rlinf_vl.preflight.inputs import packages_missing, problems_here
+from rlinf_vl.runtime.stop_request import StopRequest
 
 log = logging.getLogger("rlinf_vl")
 
@@ -123,8 +123,8 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides, further=rules)
     if arguments.check:
         return 0
-    from rlinf_vl.controller.run_folder import find_checkpoint, load_state, recover_checkpoints
-    from rlinf_vl.controller.run_start import locked, open_folder
+    from rlinf_vl.runtime.run_folder import find_checkpoint, load_state, recover_checkpoints
+    from rlinf_vl.runtime.run_start import locked, open_folder
 
     run_dir = run_folder(config)
     config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
@@ -134,7 +134,7 @@ def _train(arguments: argparse.Namespace) -> int:
         if checkpoint and 0 <= config.runner.max_steps <= (step := load_state(checkpoint)["step"]):
             log.info("nothing left: step %d of %d; raise runner.max_steps", step, config.runner.max_steps)
             return 0
-        from rlinf_vl import doctor  # which takes seconds to import
+        from rlinf_vl.preflight import doctor  # which takes seconds to import
 
         doctor.refuse(config)
         return _run(arguments, config, run_dir, open_folder(config, run_dir, checkpoint))
@@ -144,9 +144,9 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
     """Train in a folder that is ready, from a checkpoint or from the start."""
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.grpo import GrpoController
-    from rlinf_vl.controller.launch import place, ray_cluster, settle_memory
-    from rlinf_vl.controller.stop_request import Interrupted
     from rlinf_vl.observe.environment import write_environment
+    from rlinf_vl.runtime.launch import place, ray_cluster, settle_memory
+    from rlinf_vl.runtime.stop_request import Interrupted
 
     arguments.run_dir = run_dir
     model_path = _prepare_toy(config)
@@ -191,7 +191,7 @@ def _report_at_end(run_dir: Path) -> Iterator[None]:
         raise
     finally:
         if not in_a_hurry and (run_dir / "metrics.jsonl").exists():
-            from rlinf_vl.observe.report import build_report
+            from rlinf_vl.report import build_report
 
             try:
                 log.info("the report: %s", build_report([run_dir]))
@@ -202,21 +202,21 @@ def _report_at_end(run_dir: Path) -> Iterator[None]:
 def _prepare_toy(config) -> str:
     """Make the toy's data and checkpoint if the config asks for them; returns the model's path."""
     if "toy" in config.data.train_data_paths + config.data.val_data_paths:
-        from rlinf_vl.data.toy import toy_dataset_path
+        from rlinf_vl.toy.drawings import toy_dataset_path
 
         for split in ("train", "val"):
             toy_dataset_path(split)
     path = config.rollout.model.model_path
     if path != "toy":
         return path
-    from rlinf_vl.models.toy import toy_checkpoint_path
+    from rlinf_vl.toy.model import toy_checkpoint_path
 
     return str(toy_checkpoint_path())
 
 
 def _toy(arguments: argparse.Namespace) -> int:
-    from rlinf_vl.data.toy import toy_dataset_path
-    from rlinf_vl.models.toy import toy_checkpoint_path, toy_summary
+    from rlinf_vl.toy.drawings import toy_dataset_path
+    from rlinf_vl.toy.model import toy_checkpoint_path, toy_summary
 
     print(toy_summary())
     for split in ("train", "val"):
@@ -227,19 +227,19 @@ def _toy(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from rlinf_vl import doctor
+    from rlinf_vl.preflight import doctor
 
     return doctor.main(arguments)
 
 
 def _preflight(arguments: argparse.Namespace) -> int:
-    from rlinf_vl import preflight
+    from rlinf_vl.preflight import table
 
-    return preflight.main(arguments)
+    return table.main(arguments)
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from rlinf_vl.observe.report import build_report
+    from rlinf_vl.report import build_report
 
     try:
         print(build_report(arguments.runs, arguments.output))
@@ -250,7 +250,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from rlinf_vl.observe.watch import watch
+    from rlinf_vl.report.watch import watch
 
     return watch(arguments.run_dir, once=arguments.once)
 

@@ -15,7 +15,7 @@ from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.packing.planner import Prices
-from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, find_dead, kill
+from rlinf_vl.runtime.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, find_dead, kill
 
 
 class ActorsLost(RuntimeError):
@@ -125,7 +125,7 @@ class ActorGroup:
         return [row for rows in self.wait(pending) for row in rows]
 
     def set_weight_sync(self, way: str, bucket_bytes: int) -> None:
-        """How the weights will be sent: a value that `rlinf_vl.weights.choose` returns, and how much at once."""
+        """How the weights will be sent: a value that `rlinf_vl.transport.choose` returns, and how much at once."""
         self.wait([rank.set_weight_sync.remote(way, bucket_bytes) for rank in self.ranks])
 
     def offer_weights(self, check: bool) -> list[Any]:

@@ -37,14 +37,14 @@ from rlinf_vl.observe.profiling import profiler
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.packing.planner import Prices, prices_of
-from rlinf_vl.ray_process import own_process, where
-from rlinf_vl.rollout.exchange import fetch_surviving
+from rlinf_vl.runtime.ray_process import own_process, where
+from rlinf_vl.transport import Sender
+from rlinf_vl.transport.buckets import fingerprint
+from rlinf_vl.transport.collective import CollectiveSender, WeightGroup
+from rlinf_vl.transport.groups import fetch_surviving
+from rlinf_vl.transport.handles import HandleSender
+from rlinf_vl.transport.strategy import ObjectStoreSender
 from rlinf_vl.types import Group, MicroBatch
-from rlinf_vl.weights import Sender
-from rlinf_vl.weights.buckets import fingerprint
-from rlinf_vl.weights.collective import CollectiveSender, WeightGroup
-from rlinf_vl.weights.handles import HandleSender
-from rlinf_vl.weights.strategy import ObjectStoreSender
 
 log = logging.getLogger(__name__)
 
@@ -325,7 +325,7 @@ class ActorRank:
         self.sender.join(group)
 
     def offer_weights(self, check: bool) -> list[Any]:
-        """The first step of a sync (`rlinf_vl.weights.strategy`); collective, like the others."""
+        """The first step of a sync (`rlinf_vl.transport.strategy`); collective, like the others."""
         with torch.no_grad(), span("gather weights"):
             return self.sender.offer(check)
 

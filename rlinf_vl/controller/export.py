@@ -5,9 +5,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from rlinf_vl.actor.checkpoint import load_weights_only
-from rlinf_vl.controller.run_folder import ACTOR_FOLDER, STATE_FILE, checkpoints
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, copy_processor_files, load_model, save_model
+from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, checkpoints
 
 
 def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
@@ -33,7 +33,7 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
     model_config = run_config.rollout.model
     path = model_config.model_path
     if path == "toy":
-        from rlinf_vl.models.toy import toy_checkpoint_path
+        from rlinf_vl.toy.model import toy_checkpoint_path
 
         path = str(toy_checkpoint_path())
     model = load_model(

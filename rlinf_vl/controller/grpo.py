@@ -18,21 +18,12 @@ from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.group import ActorGroup, ActorsLost
 from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.config.schema import Config
-from rlinf_vl.controller.bad_rows import BadRows, check_faults
-from rlinf_vl.controller.launch import Placement
 from rlinf_vl.controller.mismatch import NOISE, Score, judge, pick
 from rlinf_vl.controller.recorder import TrajectoryLog
-from rlinf_vl.controller.run_folder import (
-    ACTOR_FOLDER,
-    CheckpointFailed,
-    load_state,
-    save_checkpoint,
-    write_baselines,
-)
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
-from rlinf_vl.controller.stop_request import Interrupted, StopRequest
 from rlinf_vl.controller.weight_sync import WeightSync
+from rlinf_vl.data.bad_rows import BadRows, check_faults
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.errors import RunError
 from rlinf_vl.models.families import family_of
@@ -44,8 +35,17 @@ from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.rollout.worker import Task
+from rlinf_vl.runtime.launch import Placement
+from rlinf_vl.runtime.run_folder import (
+    ACTOR_FOLDER,
+    CheckpointFailed,
+    load_state,
+    save_checkpoint,
+    write_baselines,
+)
+from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
+from rlinf_vl.transport import choose
 from rlinf_vl.types import GroupSummary
-from rlinf_vl.weights import choose
 
 log = logging.getLogger(__name__)
 

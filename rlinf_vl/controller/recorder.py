@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlinf_vl.config.schema import Config
 from rlinf_vl.observe.samples import make_sample_trackers
 from rlinf_vl.observe.trajectories import TrajectoryStore
-from rlinf_vl.rollout.exchange import fetch_surviving
+from rlinf_vl.transport.groups import fetch_surviving
 from rlinf_vl.types import GroupSummary
 
 #: Group → place → float32 [sampled tokens]: what `ActorRank.kept_logprobs` returns.

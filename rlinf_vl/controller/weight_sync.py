@@ -1,4 +1,4 @@
-"""One weight sync: the actor ranks offer and deliver, every rollout worker takes (`rlinf_vl.weights.strategy`)."""
+"""One weight sync: the actor ranks offer and deliver, every rollout worker takes (`rlinf_vl.transport.strategy`)."""
 
 import logging
 import time
@@ -9,11 +9,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlinf_vl.actor.group import ActorGroup, ActorsLost
-from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, find_dead
-from rlinf_vl.rollout.engine import EngineDied
+from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.pool import RolloutPool
-from rlinf_vl.weights.buckets import BUCKET_BYTES, WeightsDiffer
-from rlinf_vl.weights.collective import TIMEOUT, WeightGroup
+from rlinf_vl.runtime.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, find_dead
+from rlinf_vl.transport.buckets import BUCKET_BYTES, WeightsDiffer
+from rlinf_vl.transport.collective import TIMEOUT, WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class WeightSync:
         heartbeat_timeout: float = 120.0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`way`: as from `rlinf_vl.weights.choose`; `engine_ranks`: processes of one engine that hold weights;
+        """`way`: as from `rlinf_vl.transport.choose`; `engine_ranks`: processes of one engine that hold weights;
         `heartbeat_timeout`: seconds after which a silent member is taken for hung. Actors and pool have started."""
         self.way, self.actors, self.pool = way, actors, pool
         self._backend, self._engine_ranks = "nccl" if device == "cuda" else "gloo", engine_ranks

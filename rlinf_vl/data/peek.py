@@ -20,7 +20,7 @@ class Peek(NamedTuple):
     rows: int | None
 
 
-#: What the embedded task has (`rlinf_vl.data.toy`, which may have to be made first), by split.
+#: What the embedded task has (`rlinf_vl.toy.drawings`, which may have to be made first), by split.
 TOY = {split: Peek(["id", "problem", "images", "answer"], rows) for split, rows in (("train", 5840), ("val", 152))}
 
 

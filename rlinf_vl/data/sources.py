@@ -70,7 +70,7 @@ def open_source(name: str, split: str) -> Source:
     """
     datasets.disable_progress_bars()
     if name == "toy":
-        from rlinf_vl.data.toy import toy_dataset_path
+        from rlinf_vl.toy.drawings import toy_dataset_path
 
         path = Path(toy_dataset_path("train" if split == "train" else "val"))
         return Source(name, "toy", _load(name, path, split), path if path.is_dir() else path.parent)

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rlinf_vl.models.attention_kernels import Kernel, kernel_for
+from rlinf_vl.models.kernels.attention import Kernel, kernel_for
 from rlinf_vl.models.transfer import on_device
 
 

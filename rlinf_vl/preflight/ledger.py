@@ -20,13 +20,13 @@ from functools import cache
 from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.config.placement import engine_slots, placement_slots
 from rlinf_vl.config.schema import Config
+from rlinf_vl.engines.base import release_tags
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.preflight.model import Weights, meta_model, model_config
 from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
-from rlinf_vl.rollout.engine import release_tags
-from rlinf_vl.weights import choose
-from rlinf_vl.weights.buckets import BUCKET_BYTES
+from rlinf_vl.transport import choose
+from rlinf_vl.transport.buckets import BUCKET_BYTES
 
 GIB = 2**30
 MIB = 2**20

@@ -55,7 +55,7 @@ def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[Pretrai
         ConfigError: there is no such folder, the hub's cache has none of that name, and neither has `KNOWN`.
     """
     if path == "toy":
-        from rlinf_vl.models.toy import toy_config
+        from rlinf_vl.toy.model import toy_config
 
         return toy_config(), "the toy's own"
     try:

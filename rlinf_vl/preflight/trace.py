@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from rlinf_vl.models import attention
-from rlinf_vl.models.attention_kernels import Varlen
 from rlinf_vl.models.families import Family, VisionFeatures
+from rlinf_vl.models.kernels.attention import Varlen
 from rlinf_vl.models.logprobs import CHUNK_BYTES
 from rlinf_vl.models.policy import PolicyModel, is_trained
 from rlinf_vl.types import MicroBatch

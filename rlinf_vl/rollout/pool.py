@@ -18,10 +18,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import BadRow
+from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.errors import RunError
-from rlinf_vl.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, kill
-from rlinf_vl.rollout.engine import MEMORY_TAGS, EngineDied
 from rlinf_vl.rollout.worker import RolloutWorker, Task
+from rlinf_vl.runtime.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, kill
 from rlinf_vl.types import GroupSummary
 
 log = logging.getLogger(__name__)
@@ -334,7 +334,7 @@ class RolloutPool:
                 self._replace(slot, "a rollout worker is replaced during a weight sync", reason)
 
     def release_tags(self) -> tuple[str, ...]:
-        """What engines give back while a trainer needs their GPUs (`rlinf_vl.rollout.engine.release_tags`)."""
+        """What engines give back while a trainer needs their GPUs (`rlinf_vl.engines.base.release_tags`)."""
         wanted = {tag for tags in ray.get([worker.release_tags.remote() for worker in self.workers]) for tag in tags}
         return tuple(tag for tag in MEMORY_TAGS if tag in wanted)
 

@@ -21,16 +21,19 @@ from rlinf_vl.config.schema import Config, SamplingConfig
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
 from rlinf_vl.data.images import ImageError
 from rlinf_vl.data.rows import ANSWER_UNUSABLE, PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError, kind_and_reason
+from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
+from rlinf_vl.engines.make import make_engine, warm_up
 from rlinf_vl.envs import Env, make_env
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
-from rlinf_vl.ray_process import own_process, where
 from rlinf_vl.rewards import REFERENCE_CHECKS, GradingError, grader
-from rlinf_vl.rollout.engine import MEMORY_TAGS, EngineDied, release_tags
-from rlinf_vl.rollout.exchange import GroupStore
-from rlinf_vl.rollout.make_engine import make_engine, warm_up
+from rlinf_vl.runtime.ray_process import own_process, where
+from rlinf_vl.transport import WeightsDiffer, handles, unpack
+from rlinf_vl.transport.buckets import Labelled, mismatch, verify
+from rlinf_vl.transport.collective import WeightGroup
+from rlinf_vl.transport.groups import GroupStore
 from rlinf_vl.types import (
     ENGINE_FAULT,
     ENVIRONMENT_FAULT,
@@ -45,9 +48,6 @@ from rlinf_vl.types import (
     SamplingParams,
     Trajectory,
 )
-from rlinf_vl.weights import WeightsDiffer, handles, unpack
-from rlinf_vl.weights.buckets import Labelled, mismatch, verify
-from rlinf_vl.weights.collective import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -349,7 +349,7 @@ class RolloutRank:
         await asyncio.to_thread(self.engine.join_weight_group, group)
 
     async def take_weights(self, way: str, labels: Sequence[Any], version: int) -> None:
-        """Take the weights of these labels, as `version`: the receiving side of each strategy (`rlinf_vl.weights`).
+        """Take the weights of these labels, as `version`: the receiving side of each strategy (`rlinf_vl.transport`).
 
         Raises:
             WeightsDiffer: a label has a fingerprint, and what came, or what the engine then holds, has another.

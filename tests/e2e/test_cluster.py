@@ -323,7 +323,7 @@ def test_a_run_across_both_hosts(cluster, second, tmp_path):
 
 def test_an_environment_that_a_host_lacks_is_named_with_the_host(cluster, local):
     joining = (
-        "from rlinf_vl.config.load import load_config; from rlinf_vl.controller import interpreter, launch\n"
+        "from rlinf_vl.config.load import load_config; from rlinf_vl.runtime import interpreter, launch\n"
         "interpreter.WORKER_S = 20\n"
         "with launch.ray_cluster(load_config('toy-grpo-cpu', [])): pass"
     )
@@ -338,7 +338,7 @@ def test_an_environment_that_a_host_lacks_is_named_with_the_host(cluster, local)
 def test_a_cluster_that_died_is_not_joined_but_replaced(cluster, head_file):
     """By addresses this time, the token from the environment; and a stranger's Ray on the machine is left alone."""
     head, other = cluster
-    finding = "import os; from rlinf_vl.controller.cluster import cluster_to_join as c; print(c('auto', os.environ))"
+    finding = "import os; from rlinf_vl.runtime.cluster import cluster_to_join as c; print(c('auto', os.environ))"
     asking = [sys.executable, "-c", finding]
     assert head.run(*asking).endswith(f"('{head.ip}:{PORT}', '{head.ip}')\n")
     for host, name in [(head, "gcs_server"), (other, "raylet")]:

@@ -17,7 +17,7 @@ import pytest
 from unit.observe.test_report import HOSTILE, make_run
 from whole_run import Run
 
-from rlinf_vl.observe.report import build_report
+from rlinf_vl.report import build_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]

@@ -10,9 +10,9 @@ import ray
 
 from rlinf_vl.actor.group import ActorsLost
 from rlinf_vl.config.schema import ClusterConfig
-from rlinf_vl.controller.launch import _actor_environment
 from rlinf_vl.controller.weight_sync import WeightSync
-from rlinf_vl.ray_process import own_process, where
+from rlinf_vl.runtime.launch import _actor_environment
+from rlinf_vl.runtime.ray_process import own_process, where
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlinf_vl.config import load_config
-from rlinf_vl.weights import unpack
+from rlinf_vl.transport import unpack
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 @pytest.fixture
 def controller(tmp_path):
     from rlinf_vl.controller.grpo import GrpoController
-    from rlinf_vl.controller.launch import place, ray_cluster
-    from rlinf_vl.models.toy import toy_checkpoint_path
     from rlinf_vl.observe.progress import RunProgress
+    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.toy.model import toy_checkpoint_path
 
     overrides = [
         "runner.max_steps=6",

@@ -35,9 +35,9 @@ def offences(value, path="") -> list[str]:
 
 def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch):
     from rlinf_vl.controller.grpo import GrpoController
-    from rlinf_vl.controller.launch import place, ray_cluster
-    from rlinf_vl.models.toy import toy_checkpoint_path
     from rlinf_vl.observe.progress import RunProgress
+    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.toy.model import toy_checkpoint_path
 
     overrides = [
         "runner.max_steps=1",

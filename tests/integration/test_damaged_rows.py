@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from rlinf_vl.config import load_config
-from rlinf_vl.controller.bad_rows import BadRows, TooManyBadRows
+from rlinf_vl.data.bad_rows import BadRows, TooManyBadRows
 from rlinf_vl.rollout.worker import RolloutRank, Task
 from rlinf_vl.types import GroupSummary
 
@@ -227,8 +227,8 @@ def test_too_long_prompts_are_bad_where_they_are_not_filtered(rank, found, monke
 
 
 def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
-    from rlinf_vl.controller.launch import place, ray_cluster
     from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.runtime.launch import place, ray_cluster
 
     noise = np.random.default_rng(3).integers(0, 256, (6, 30, 40, 3), np.uint8)
     for i in range(6):
@@ -266,8 +266,8 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
 def test_a_run_trains_on_exactly_the_rows_that_are_sound(rank, found, toy_folder, tmp_path):
     """One epoch of all 5,000 rows, through real actors; images that are decoded, tokenized and trained on."""
     from rlinf_vl.controller.grpo import GrpoController
-    from rlinf_vl.controller.launch import place, ray_cluster
     from rlinf_vl.observe.progress import RunProgress
+    from rlinf_vl.runtime.launch import place, ray_cluster
 
     overrides = [
         f"data.train_data_paths={list(rank.config.data.train_data_paths)}",

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from rlinf_vl.config import load_config
-from rlinf_vl.rollout.exchange import GroupStore, StoredImage, fetch
+from rlinf_vl.transport.groups import GroupStore, StoredImage, fetch
 from rlinf_vl.types import Group, ImageRef, Trajectory
 
 pytestmark = pytest.mark.integration
@@ -56,7 +56,7 @@ def look(references) -> list:
 
 @pytest.fixture
 def cluster():
-    from rlinf_vl.controller.launch import ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster
 
     with ray_cluster(load_config("toy-grpo-cpu", [])):
         yield
@@ -111,9 +111,9 @@ def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(clus
 def test_two_hundred_steps_leave_nothing_behind(tmp_path):
     """The whole loop: the driver does not grow, and the object store ends as it began. Weights do not go through it here."""
     from rlinf_vl.controller.grpo import GrpoController
-    from rlinf_vl.controller.launch import place, ray_cluster
-    from rlinf_vl.models.toy import toy_checkpoint_path
     from rlinf_vl.observe.progress import RunProgress
+    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.toy.model import toy_checkpoint_path
 
     overrides = [
         "runner.max_steps=200",

@@ -72,7 +72,7 @@ def unsharded(policy) -> int:
 
 @pytest.mark.parametrize(("ranks", "reshard"), [(1, True), (2, True), (2, False)])
 def test_a_ranks_bytes_are_the_ledgers(ranks, reshard, tmp_path):
-    from rlinf_vl.preflight import Hardware, Model, ledger
+    from rlinf_vl.preflight.ledger import Hardware, Model, ledger
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

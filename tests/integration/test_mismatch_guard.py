@@ -9,13 +9,13 @@ import torch
 
 from rlinf_vl.actor.worker import ActorRank, RankMiniBatch
 from rlinf_vl.config import load_config
-from rlinf_vl.controller.launch import ray_cluster
 from rlinf_vl.controller.mismatch import EngineMismatch, Score, judge, pick
+from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.packing.planner import plan_micro_batches
-from rlinf_vl.rollout.torch_engine import TorchEngine
+from rlinf_vl.runtime.launch import ray_cluster
 from rlinf_vl.types import Group, GroupSummary, Request, SamplingParams, Trajectory
 
 pytestmark = pytest.mark.integration

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def pool(toy_folder):
-    from rlinf_vl.controller.launch import place, ray_cluster
     from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.runtime.launch import place, ray_cluster
 
     overrides = [
         "cluster.component_placement={actor: 0, rollout: 0-1}",
@@ -87,7 +87,7 @@ def test_the_replacement_has_the_current_weights(pool, toy_folder):
 
     from rlinf_vl.models.families import family_of
     from rlinf_vl.models.loading import load_model
-    from rlinf_vl.weights import pack
+    from rlinf_vl.transport import pack
 
     start = generate(pool, 4)
     model = load_model(toy_folder, family_of("qwen3_vl"), torch.float32)
@@ -109,7 +109,7 @@ def test_a_worker_that_dies_or_hangs_in_a_weight_sync_is_replaced(pool, toy_fold
 
     from rlinf_vl.models.families import family_of
     from rlinf_vl.models.loading import load_model
-    from rlinf_vl.weights import pack
+    from rlinf_vl.transport import pack
 
     model = load_model(toy_folder, family_of("qwen3_vl"), torch.float32)
     buckets = [ray.put(bucket) for bucket in pack((name, p.detach()) for name, p in model.named_parameters())]
@@ -190,7 +190,7 @@ def test_a_replacement_that_dies_taking_the_current_weights_is_replaced(pool, to
 
     from rlinf_vl.models.families import family_of
     from rlinf_vl.models.loading import load_model
-    from rlinf_vl.weights import pack
+    from rlinf_vl.transport import pack
 
     model = load_model(toy_folder, family_of("qwen3_vl"), torch.float32)
     buckets = [ray.put(bucket) for bucket in pack((name, p.detach()) for name, p in model.named_parameters())]

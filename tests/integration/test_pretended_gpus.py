@@ -5,8 +5,8 @@ import ray
 
 from rlinf_vl.config import ConfigError
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.controller import launch
-from rlinf_vl.preflight import Hardware, Model, ledger
+from rlinf_vl.preflight.ledger import Hardware, Model, ledger
+from rlinf_vl.runtime import launch
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30

@@ -11,7 +11,7 @@ import torch
 
 from rlinf_vl.config import load_config
 from rlinf_vl.rollout.worker import Task
-from rlinf_vl.weights import pack
+from rlinf_vl.transport import pack
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 WAYS = ["object_store", "nccl", "cuda_ipc"]
@@ -40,8 +40,8 @@ def models(toy_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def parts(toy_folder, models):
     from rlinf_vl.actor.group import ActorGroup
-    from rlinf_vl.controller.launch import place, ray_cluster
     from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.runtime.launch import place, ray_cluster
 
     overrides = [
         "cluster.component_placement={actor: 0-1, rollout: 0-1}",
@@ -155,7 +155,7 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
 @pytest.mark.parametrize("synced", ["cuda_ipc"], indirect=True)
 def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
     """The second offer is a promise, kept by `deliver`; the memory goes with its sender."""
-    from rlinf_vl.weights import handles
+    from rlinf_vl.transport import handles
 
     _, actors, _ = synced
     first = actors.offer_weights(check=True)

@@ -31,7 +31,7 @@ class Toy:
     def __init__(self, path):
         from transformers import AutoModelForImageTextToText
 
-        from rlinf_vl.models.toy import build_toy_checkpoint
+        from rlinf_vl.toy.model import build_toy_checkpoint
 
         build_toy_checkpoint(path, progress=False, steps=1)
         self.path = str(path)
@@ -124,7 +124,7 @@ def toy(tmp_path_factory):
 @pytest.fixture(scope="session")
 def running(toy):
     """The engine. A test that changes its weights puts the toy's own back (fixture `engine`)."""
-    from rlinf_vl.rollout.sglang_engine import SglangEngine
+    from rlinf_vl.engines.sglang.engine import SglangEngine
 
     engine = SglangEngine(
         toy.path,

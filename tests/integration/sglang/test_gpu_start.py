@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from rlinf_vl.config.schema import ClusterConfig
-from rlinf_vl.controller.launch import _actor_environment
+from rlinf_vl.engines.sglang import arguments as sglang_arguments
+from rlinf_vl.engines.sglang import cuda as sglang_cuda
+from rlinf_vl.engines.sglang.engine import SglangEngine
 from rlinf_vl.models.families import family_of
-from rlinf_vl.rollout import sglang_arguments, sglang_cuda
-from rlinf_vl.rollout.sglang_engine import SglangEngine
+from rlinf_vl.runtime.launch import _actor_environment
 
 pytestmark = pytest.mark.integration
 

@@ -21,9 +21,9 @@ HEARTBEAT_TIMEOUT = 20.0
 @pytest.fixture(scope="module")
 def pool(toy):
     """One SGLang worker with weights of its own, as version 7."""
-    from rlinf_vl.controller.launch import place, ray_cluster
     from rlinf_vl.rollout.pool import RolloutPool
-    from rlinf_vl.weights import pack
+    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.transport import pack
 
     overrides = [
         "cluster.component_placement={actor: 0, rollout: 0}",

@@ -14,13 +14,13 @@ import psutil
 import pytest
 import torch
 
+from rlinf_vl.engines.base import EngineDied
+from rlinf_vl.engines.make import warm_up
+from rlinf_vl.engines.sglang.engine import SglangEngine
+from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.engine import EngineDied
-from rlinf_vl.rollout.make_engine import warm_up
-from rlinf_vl.rollout.sglang_engine import SglangEngine
-from rlinf_vl.rollout.torch_engine import TorchEngine
 from rlinf_vl.types import ImageRef, Request, SamplingParams
 
 pytestmark = pytest.mark.integration

@@ -13,8 +13,8 @@ from rlinf_vl.actor.worker import ActorRank, RankMiniBatch
 from rlinf_vl.config import load_config
 from rlinf_vl.controller.step_plan import item_of
 from rlinf_vl.packing.planner import plan_micro_batches
+from rlinf_vl.transport import unpack
 from rlinf_vl.types import Group, GroupSummary, Trajectory
-from rlinf_vl.weights import unpack
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-4  # nats, the mean over a group's tokens
@@ -36,7 +36,7 @@ def config_of(toy, temperature):
 
 @pytest.fixture(scope="module")
 def cluster(toy):
-    from rlinf_vl.controller.launch import ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster
 
     with ray_cluster(config_of(toy, 1.0)):
         yield

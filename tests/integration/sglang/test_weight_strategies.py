@@ -10,7 +10,7 @@ import ray
 
 from rlinf_vl.config import load_config
 from rlinf_vl.rollout.worker import Task
-from rlinf_vl.weights import pack
+from rlinf_vl.transport import pack
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # engines start, one after the other
 #: Several buckets even for the toy.
@@ -27,8 +27,8 @@ def other(toy):
 def parts(toy, other, tmp_path_factory):
     """Actors that hold the other model, and a pool of one worker that starts with the toy's."""
     from rlinf_vl.actor.group import ActorGroup
-    from rlinf_vl.controller.launch import place, ray_cluster
     from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.runtime.launch import place, ray_cluster
 
     folder = tmp_path_factory.mktemp("other") / "checkpoint"
     shutil.copytree(toy.path, folder)

@@ -141,7 +141,7 @@ def offered(rank, monkeypatch):
     """The weights that a sync would send."""
     import ray
 
-    from rlinf_vl.weights import unpack
+    from rlinf_vl.transport import unpack
 
     monkeypatch.setattr(ray, "put", lambda bucket: bucket)
     rank.set_weight_sync("object_store", 2**28)

@@ -13,8 +13,8 @@ from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler
 from rlinf_vl.actor.update import LossSettings, MiniBatch, micro_batch_loss, update
 from rlinf_vl.algorithms import AGGREGATION_MODES, IMPORTANCE_LEVELS
 from rlinf_vl.models import attention
-from rlinf_vl.models.attention_kernels import Matmul, Varlen
 from rlinf_vl.models.families import VisionFeatures, family_of
+from rlinf_vl.models.kernels.attention import Matmul, Varlen
 from rlinf_vl.models.loading import freeze_vision, use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.observe.metrics import MetricSums

@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlinf_vl import __main__ as command_line
-from rlinf_vl.controller import inputs
-from rlinf_vl.controller.run_folder import STATE_FILE
 from rlinf_vl.data.peek import TOY, peek
-from rlinf_vl.data.toy import write_toy_dataset
+from rlinf_vl.engines.sglang import version as sglang_version
 from rlinf_vl.models.families import FAMILIES
-from rlinf_vl.rollout import sglang_version
+from rlinf_vl.preflight import inputs
+from rlinf_vl.runtime.run_folder import STATE_FILE
+from rlinf_vl.toy.drawings import write_toy_dataset
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_IMAGES = "data.image_keys=[]"
@@ -255,7 +255,7 @@ def test_what_may_not_be_read_is_named():
     keys += ["runner.resume_dir=%s/checkpoint"]
     program = (
         "import os, sys; from rlinf_vl.config import validate_config; from rlinf_vl.config.load import parse_config\n"
-        "from rlinf_vl.controller.inputs import problems_here\n"
+        "from rlinf_vl.preflight.inputs import problems_here\n"
         "config = parse_config('toy-grpo-cpu', sys.argv[1:]); os.seteuid(65534)\n"
         "try: validate_config(config, [problems_here])\n"
         "except ValueError as error: print(error)"

@@ -1,8 +1,8 @@
 """Variables that every actor's process is started with."""
 
 from rlinf_vl.config.schema import ClusterConfig
-from rlinf_vl.controller.launch import _actor_environment
-from rlinf_vl.ray_process import threads_beside
+from rlinf_vl.runtime.launch import _actor_environment
+from rlinf_vl.runtime.ray_process import threads_beside
 
 
 def test_nccl_is_set_alike_for_ranks_and_engines(monkeypatch):

@@ -10,7 +10,7 @@ import tiny
 from numpy.random import default_rng
 
 from rlinf_vl.config import load_config
-from rlinf_vl.controller.bad_rows import BadRows, TooManyBadRows
+from rlinf_vl.data.bad_rows import BadRows, TooManyBadRows
 from rlinf_vl.data.dataset import BadRow
 from rlinf_vl.types import GroupSummary
 

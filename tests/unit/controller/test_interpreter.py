@@ -7,7 +7,7 @@ import ray
 from ray._private.utils import check_version_info
 
 from rlinf_vl.config.keys import ConfigError
-from rlinf_vl.controller.interpreter import explain_versions
+from rlinf_vl.runtime.interpreter import explain_versions
 
 
 @pytest.mark.parametrize("python", ["3.9.2", sys.version.split()[0]])

@@ -8,7 +8,7 @@ from ray._private import services
 
 from rlinf_vl.config import ConfigError, load_config
 from rlinf_vl.config.placement import engine_slots
-from rlinf_vl.controller.launch import _own_sessions, ray_cluster
+from rlinf_vl.runtime.launch import _own_sessions, ray_cluster
 
 
 def testengine_slots():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlinf_vl.config import ConfigError
-from rlinf_vl.controller.run_folder import (
+from rlinf_vl.runtime.run_folder import (
     ACTOR_FOLDER,
     CheckpointFailed,
     checkpoints,

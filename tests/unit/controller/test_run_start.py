@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from rlinf_vl.config import ConfigError, load_config
-from rlinf_vl.controller.run_folder import checkpoints, find_checkpoint, load_state, save_checkpoint
-from rlinf_vl.controller.run_start import locked, open_folder
-from rlinf_vl.observe.report.run_folder import read_run
 from rlinf_vl.observe.spans import run_folder
+from rlinf_vl.report.run_folder import read_run
+from rlinf_vl.runtime.run_folder import checkpoints, find_checkpoint, load_state, save_checkpoint
+from rlinf_vl.runtime.run_start import locked, open_folder
 
 
 def configured(tmp_path, *overrides):
@@ -197,7 +197,7 @@ def test_nothing_left_is_said_and_changes_nothing(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from rlinf_vl.controller.run_start import locked
+from rlinf_vl.runtime.run_start import locked
 with locked(Path(sys.argv[1])):
     print("has it", flush=True)
     time.sleep(600)

@@ -3,7 +3,7 @@
 import pytest
 
 from rlinf_vl.controller.shared_gpu import SharedGpu
-from rlinf_vl.rollout.engine import MEMORY_TAGS, release_tags
+from rlinf_vl.engines.base import MEMORY_TAGS, release_tags
 
 
 class Engines:

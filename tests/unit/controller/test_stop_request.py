@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rlinf_vl.controller.stop_request import Interrupted, StopRequest
+from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
 
 @pytest.fixture

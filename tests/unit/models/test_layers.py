@@ -11,9 +11,9 @@ from tiny import IMAGE_ID, MERGE, PAD, PATCH_DIM, banned, group, pixels, tiny_mo
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm, apply_rotary_pos_emb
 
 from rlinf_vl.models import layers
-from rlinf_vl.models.attention_kernels import KERNELS
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.kernels import cpu, cuda
+from rlinf_vl.models.kernels.attention import KERNELS
 from rlinf_vl.models.kernels.cpu import projections, rms_norm, rotate, swiglu
 from rlinf_vl.models.loading import use_packed_attention
 from rlinf_vl.models.policy import PolicyModel, encode_images

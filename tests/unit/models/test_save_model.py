@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from rlinf_vl.models.loading import copy_processor_files, save_model
-from rlinf_vl.models.toy_files import write_toy_processor
+from rlinf_vl.toy.files import write_toy_processor
 from tests.tiny import tiny_model
 
 

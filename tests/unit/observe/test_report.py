@@ -19,9 +19,9 @@ from PIL import Image, ImageDraw
 
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress
-from rlinf_vl.observe.report import build_report
-from rlinf_vl.observe.report.run_folder import flatten, read_run
 from rlinf_vl.observe.status import StatusFile
+from rlinf_vl.report import build_report
+from rlinf_vl.report.run_folder import flatten, read_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\u202e{{ 7*7 }}<!--\\boxed{4}"
 COLORS = ("#b3261e", "#1a5fb4", "#26734d", "#8a5a00", "#6d3a9c")

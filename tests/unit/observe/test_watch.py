@@ -10,8 +10,8 @@ import time
 import pytest
 from rich.console import Console
 
-from rlinf_vl.observe import watch as watch_module
-from rlinf_vl.observe.watch import Curve, RunPage, watch
+from rlinf_vl.report import watch as watch_module
+from rlinf_vl.report.watch import Curve, RunPage, watch
 
 NOW = 1_800_000_000.0
 

@@ -7,8 +7,8 @@ import torch
 from tiny import tiny_model
 
 from rlinf_vl.models import attention
-from rlinf_vl.models.attention_kernels import Matmul
 from rlinf_vl.models.families import family_of
+from rlinf_vl.models.kernels.attention import Matmul
 from rlinf_vl.models.loading import freeze_vision, use_packed_attention
 from rlinf_vl.preflight.model import Weights, meta_model, model_config
 from rlinf_vl.preflight.trace import LiveBytes, pretend_cuda, trace_images, trace_step

@@ -11,11 +11,10 @@ from rlinf_vl.actor.group import ActorsLost
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.controller import grpo
 from rlinf_vl.controller.shared_gpu import SharedGpu
-from rlinf_vl.controller.stop_request import StopRequest
+from rlinf_vl.engines.base import MEMORY_TAGS, release_tags
 from rlinf_vl.observe.lines import EventLog
-from rlinf_vl.preflight import Hardware, Ledger, Model, ledger
-from rlinf_vl.preflight.ledger import PARTS
-from rlinf_vl.rollout.engine import MEMORY_TAGS, release_tags
+from rlinf_vl.preflight.ledger import PARTS, Hardware, Ledger, Model, ledger
+from rlinf_vl.runtime.stop_request import StopRequest
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30

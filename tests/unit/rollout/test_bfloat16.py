@@ -8,12 +8,12 @@ from tiny import EOS, IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlinf_vl.actor.fsdp import shard
+from rlinf_vl.engines.torch.decode import DecodeCache
+from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, use_packed_attention
 from rlinf_vl.models.policy import PolicyModel, encode_images
 from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.rollout.torch_decode import DecodeCache
-from rlinf_vl.rollout.torch_engine import TorchEngine
 from rlinf_vl.types import Group, Request, SamplingParams, Trajectory
 
 FAMILY = family_of("qwen3_vl")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf_vl.rollout.sampling import Sampler, uniforms
+from rlinf_vl.engines.torch.sampling import Sampler, uniforms
 from rlinf_vl.types import SamplingParams
 
 P = torch.tensor([0.0, 0.35, 0.0, 0.25, 0.02, 0.0, 0.2, 0.08, 0.1, 0.0])

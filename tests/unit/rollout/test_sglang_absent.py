@@ -17,7 +17,7 @@ def from_name(cls, name):
     return type("SGLang", (), {"version": %r})
 Distribution.from_name = classmethod(from_name)
 from rlinf_vl.models.families import family_of
-from rlinf_vl.rollout.sglang_engine import SglangEngine
+from rlinf_vl.engines.sglang.engine import SglangEngine
 assert not [m for m in sys.modules if m.split(".")[0] == "sglang"]
 SglangEngine(
     "nowhere", family_of("qwen3_vl"), banned=None, pixels=None, context_length=8, max_running=1, deterministic=%s

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.rollout import sglang_cuda
+from rlinf_vl.engines.sglang import cuda as sglang_cuda
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from rlinf_vl.rollout import sglang_wire as wire
-from rlinf_vl.rollout.sglang_pixels import PixelFile
+from rlinf_vl.engines.sglang import wire as wire
+from rlinf_vl.engines.sglang.pixels import PixelFile
 from rlinf_vl.types import ImageRef, Request, SamplingParams
 
 PAD = 9

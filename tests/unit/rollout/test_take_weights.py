@@ -5,10 +5,10 @@ import asyncio
 import pytest
 import torch
 
-from rlinf_vl.rollout.engine import EngineDied
+from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.worker import RolloutRank
-from rlinf_vl.weights import WeightsDiffer, pack
-from rlinf_vl.weights.buckets import fingerprint
+from rlinf_vl.transport import WeightsDiffer, pack
+from rlinf_vl.transport.buckets import fingerprint
 
 
 class Holder:

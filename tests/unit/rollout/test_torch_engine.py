@@ -8,9 +8,9 @@ import torch
 from tiny import EOS, IMAGE_ID, MERGE, PAD, VOCAB, banned, group, pixels, tiny_model, transformers_logprobs
 
 from rlinf_vl.controller.mismatch import Score, judge
+from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import use_packed_attention
-from rlinf_vl.rollout.torch_engine import TorchEngine
 from rlinf_vl.types import Group, Request, SamplingParams, Trajectory
 
 FAMILY = family_of("qwen3_vl")

@@ -10,11 +10,11 @@ import pytest
 import ray
 
 from rlinf_vl.config import load_config
-from rlinf_vl.controller.bad_rows import BadRows, TooManyFaults, check_faults
+from rlinf_vl.data.bad_rows import BadRows, TooManyFaults, check_faults
+from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.envs import ENVIRONMENTS, StepResult
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import GradingTimeout, stop_grading
-from rlinf_vl.rollout.engine import EngineDied
 from rlinf_vl.rollout.worker import RolloutRank, Task
 
 TOWER = "9^{9^{9^{9}}}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.controller.cluster import MARK, NodeRecord, cluster_to_join, read_record, record_path, write_private
+from rlinf_vl.runtime.cluster import MARK, NodeRecord, cluster_to_join, read_record, record_path, write_private
 
 ROOT = Path(__file__).resolve().parents[3]
 SETTINGS = (

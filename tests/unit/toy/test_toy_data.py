@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rlinf_vl.data import toy
 from rlinf_vl.data.cache import build_once
+from rlinf_vl.toy import drawings as toy
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from rlinf_vl.data import toy as task
-from rlinf_vl.models import toy, toy_files
+from rlinf_vl.toy import drawings as task
+from rlinf_vl.toy import files as toy_files
+from rlinf_vl.toy import model as toy
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 

@@ -1,0 +1,89 @@
+"""What every generation engine offers."""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from rlinf_vl.transport.collective import Notice, WeightGroup
+from rlinf_vl.types import Completion, Request
+
+#: What an engine's device memory holds, by the names that it is released and restored under.
+MEMORY_TAGS = ("weights", "kv_cache")
+
+
+#: Weights that take no more than this share of a GPU stay there while the trainer runs.
+SMALL_WEIGHTS = 0.1
+
+
+def release_tags(weight_bytes: int, gpu_bytes: int) -> tuple[str, ...]:
+    """What an engine gives back while a trainer needs its GPU: the KV cache always, its weights unless they are small.
+
+    Small weights are not worth two copies a step, nor the host memory that they would be kept in.
+
+    Args:
+        weight_bytes: of the engine's weights on one GPU.
+        gpu_bytes: memory of that GPU.
+    """
+    return ("kv_cache",) if weight_bytes <= SMALL_WEIGHTS * gpu_bytes else MEMORY_TAGS
+
+
+class EngineDied(RuntimeError):
+    """The engine is gone, or never came up: it answers nothing any more, and its work must go to another."""
+
+
+class Engine(Protocol):
+    """Samples from the policy. Thread-safe: requests may be submitted while others are running."""
+
+    version: int
+    """Weight version that the next token is sampled with."""
+
+    def submit(self, requests: Sequence[Request]) -> list["Future[Completion]"]:
+        """Queue requests, in order and at once; each future resolves when all samples of its request are done."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Submit and wait."""
+        ...
+
+    def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
+        """Overwrite named weights between two decoding steps; tokens sampled from then on carry `version`.
+
+        Raises ValueError for an unknown name or another shape.
+        """
+
+    def join_weight_group(self, group: WeightGroup) -> None:
+        """Be the members of `group` from `group.rank` on (one, or one per GPU of the engine), in place of the group joined
+        before. Returns when all members have joined."""
+
+    def load_broadcast(self, notices: Sequence[Notice], version: int) -> None:
+        """`load_weights` of what rank 0 of the joined group broadcasts, bucket by bucket as in `notices`."""
+
+    def fingerprint(self, names: Sequence[str]) -> int | None:
+        """`rlinf_vl.transport.buckets.fingerprint` of the engine's own weights; None where it can't be known."""
+        ...
+
+    def pause(self) -> None:
+        """Stop between two decoding steps; running requests keep their place."""
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+
+    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Give the device memory of these `MEMORY_TAGS` back while the trainer runs. Nothing may be running.
+
+        Until all of it is restored, generating is an error of the caller (AssertionError); so is `load_weights` while the
+        weights are released. What was released before stays as it is."""
+
+    def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Take the memory of these tags again. What was not released is left alone: a fresh engine needs no restoring.
+
+        Weights come back as they were; the KV cache comes back empty."""
+
+    def alive(self, timeout_s: float = 30.0) -> bool:
+        """False once the engine can't answer any more, or does not within `timeout_s`."""
+        ...
+
+    def close(self) -> None:
+        """End the engine; unfinished futures fail."""

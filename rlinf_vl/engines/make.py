@@ -1,0 +1,84 @@
+"""`rollout.rollout_backend` → an engine."""
+
+import dataclasses
+import io
+import logging
+from collections.abc import Iterable
+
+from PIL import Image
+from transformers import AutoConfig
+
+from rlinf_vl.config.placement import shares_slots
+from rlinf_vl.config.schema import Config
+from rlinf_vl.engines.base import Engine
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import DTYPES, load_model
+from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.types import ImageRef, Request, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+def make_engine(config: Config, model_path: str, processor: Processor, device: str) -> Engine:
+    """Start the engine that the config asks for, on the checkpoint at `model_path`. Both kinds see the same pixels."""
+    rollout = config.rollout
+    family, dtype = family_of(rollout.model.model_type), DTYPES[rollout.model.precision]
+    trust = rollout.model.trust_remote_code
+    vocab = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
+    common = {
+        "banned": processor.banned_ids(vocab),
+        "pixels": PixelCache(processor.pixels),
+        "max_running": rollout.max_running_requests,
+        "memory_share": rollout.gpu_memory_utilization,
+        "device": device,
+    }
+    if rollout.rollout_backend == "torch":
+        from rlinf_vl.engines.torch.engine import TorchEngine
+
+        return TorchEngine(
+            load_model(model_path, family, dtype, trust_remote_code=trust),
+            family,
+            image_token_id=processor.image_token_id,
+            merge_size=processor.merge_size,
+            **common,
+        )
+    from rlinf_vl.engines.sglang.engine import SglangEngine
+
+    arguments = {"log_level": rollout.sglang.log_level}
+    if rollout.sglang.attention_backend:
+        arguments["attention_backend"] = rollout.sglang.attention_backend
+    return SglangEngine(
+        model_path,
+        family,
+        context_length=config.runner.seq_length,
+        dtype=dtype,
+        shared_gpu=shares_slots(config.cluster.component_placement),
+        tp_size=rollout.tensor_parallel_size,
+        cpu_threads=config.cluster.cpu_threads or 1,
+        request_timeout_s=rollout.request_timeout,
+        deterministic=rollout.deterministic,
+        trust_remote_code=trust,
+        server_arguments=arguments | rollout.sglang.server_args,
+        **common,
+    )
+
+
+def warm_up(engine: Engine, processor: Processor, samplings: Iterable[SamplingParams], longest: int) -> None:
+    """Ask for two tokens in each way of sampling, alone and as a group, with an image and without: SGLang compiles kernels
+    when they are first needed, for minutes, and the first rollout would pass for a hang.
+
+    Args:
+        longest: most tokens of a prompt and its response together; what is longer is left out.
+    """
+    log.info("the engine is warming up; on a GPU that never ran this model it compiles kernels, which takes minutes")
+    picture = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(picture, "PNG")
+    image = ImageRef.of(picture.getvalue())
+    shown = {"type": "image_url", "image_url": {"url": image.url}}
+    requests = []
+    for images, content in (((), "?"), ((image,), [shown, {"type": "text", "text": "?"}])):
+        ids, grids = processor.prompt([{"role": "user", "content": content}], images)
+        for sampling in samplings:
+            brief = dataclasses.replace(sampling, max_new_tokens=2, stop_ids=())
+            requests += [Request(ids, images, grids, brief, seeds) for seeds in ((0,), (0, 1))]
+    engine.generate([request for request in requests if len(request.ids) + 2 <= longest])

@@ -1,0 +1,177 @@
+"""What passes between our types and SGLang's: requests, samples, weights."""
+
+# SGLang has an environment of its own; types are checked in the other.
+# pyright: reportMissingImports=false
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from rlinf_vl.engines.sglang.pixels import MappedPatches
+from rlinf_vl.transport.collective import Notice
+from rlinf_vl.types import Request, Sample, SamplingParams
+
+#: Added to the logits of banned ids: exp of it is exactly 0.
+BAN = -1e9
+
+
+def bans(banned: np.ndarray) -> dict[str, float]:
+    """`logit_bias` that keeps the ids of a bool [V] from being sampled; SGLang's logprobs leave them out too."""
+    return {str(i): BAN for i in np.flatnonzero(banned)}
+
+
+def parameters(sampling: SamplingParams, logit_bias: dict[str, float]) -> dict[str, Any]:
+    """SGLang's sampling parameters. The checkpoint's own end ids, which stop a sample as well, are among
+    `stop_ids` (`Processor.stop_ids`)."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_ids),
+        "logit_bias": logit_bias,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SentImage:
+    """One image of a request, as the engine's own multimodal processor takes it.
+
+    Attributes:
+        patches: what the trainer's image processor made of it.
+        grid: (t, h, w) in patches.
+        run: first and last position of its placeholders in the ids.
+        identity: 32 bytes. Images with one identity are one image to SGLang's prefix cache. (To its cache of embeddings
+            too, which is off: there the identity would have to name the weights of the vision tower as well.)
+    """
+
+    patches: MappedPatches
+    grid: tuple[int, int, int]
+    run: tuple[int, int]
+    identity: bytes
+
+
+def placeholder_runs(request: Request, image_token_id: int, merge_size: int) -> list[tuple[int, int]]:
+    """First and last position of each image's placeholders in the ids.
+
+    Raises:
+        ValueError: there are not as many runs as images, or one is not as long as its image's grid makes it. SGLang would
+            answer without the image, or for the wrong one, and say nothing.
+    """
+    image_ids = np.concatenate([[False], request.ids == image_token_id, [False]])
+    edges = np.flatnonzero(np.diff(image_ids)).reshape(-1, 2)
+    which = f"a request of {len(request.ids)} ids with {len(request.images)} images"
+    if len(edges) != len(request.images):
+        raise ValueError(f"{which} has {len(edges)} runs of image placeholders (id {image_token_id})")
+    runs = [(int(first), int(end) - 1) for first, end in edges]
+    for i, ((first, last), grid) in enumerate(zip(runs, request.image_grids.tolist(), strict=True)):
+        expected = grid[0] * grid[1] * grid[2] // merge_size**2
+        if last - first + 1 != expected:
+            raise ValueError(
+                f"{which}: image {i} ({request.images[i].hash[:12]}) of grid {grid} takes {expected} placeholders, but the"
+                f" run at {first} to {last} has {last - first + 1}"
+            )
+    return runs
+
+
+def sent_images(request: Request, runs: Sequence[tuple[int, int]], patches: Sequence[MappedPatches]) -> list[SentImage]:
+    """The images of a request whose placeholders stand at `runs` and whose patches lie at `patches`."""
+    return [
+        SentImage(where, tuple(grid), run, hashlib.sha256(image.hash.encode()).digest())
+        for image, grid, run, where in zip(request.images, request.image_grids.tolist(), runs, patches, strict=True)
+    ]
+
+
+def generation(request: Request, images: Sequence[SentImage], sampling: dict[str, Any], cache_key: str) -> Any:
+    """A `GenerateReqInput`: expanded ids, and the images as the engine's own processor takes them."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    return GenerateReqInput(
+        input_ids=request.ids.tolist(),
+        image_data=[{"images": images}] if images else None,  # one entry: SGLang takes several for a batch where n > 1
+        sampling_params=sampling,
+        return_logprob=True,
+        logprob_start_len=-1,
+        extra_key=cache_key,
+    )
+
+
+def as_sample(output: dict[str, Any], stop_ids: Sequence[int]) -> Sample:
+    """One of SGLang's outputs."""
+    meta = output["meta_info"]
+    scored = meta.get("output_token_logprobs") or []
+    ids = np.asarray(output["output_ids"], np.int32)
+    assert ids.tolist() == [entry[1] for entry in scored], "ids and logprobs of a sample are not aligned"
+    versions = np.full(len(ids), -1, np.int32)
+    for span in meta.get("weight_versions") or ():
+        versions[span["start"] : span["end"]] = int(span["version"])
+    assert (versions >= 0).all(), f"SGLang did not say which weights sampled each token: {meta.get('weight_versions')}"
+    reason = meta["finish_reason"]["type"]
+    if reason == "length" and len(ids) and int(ids[-1]) in stop_ids:
+        reason = "stop"
+    return Sample(
+        ids,
+        np.asarray([entry[0] for entry in scored], np.float32),
+        versions,
+        reason if reason in ("stop", "length") else "error",
+    )
+
+
+def weights_in_messages(buckets: Iterable[dict[str, torch.Tensor]], tp_size: int, version: int) -> Iterator[Any]:
+    """Messages that bring each bucket as one flat tensor in shared memory; the last one sets the version."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    for bucket, last in _with_last(buckets):
+        flat = FlattenedTensorBucket(named_tensors=list(bucket.items()))
+        content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        yield UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(content) for _ in range(tp_size)],
+            load_format="flattened_bucket",
+            flush_cache=False,
+            weight_version=str(version) if last else None,
+        )
+
+
+def weights_to_receive(notices: Iterable[Notice], group: str, version: int) -> Iterator[Any]:
+    """Messages that announce each bucket of a broadcast in `group`; the last one sets the version."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+    for notice, last in _with_last(notices):
+        names, dtypes, shapes = zip(*notice.entries, strict=True)
+        yield UpdateWeightsFromDistributedReqInput(
+            names=list(names),
+            dtypes=list(dtypes),
+            shapes=[list(shape) for shape in shapes],
+            group_name=group,
+            load_format="flattened_bucket",
+            flush_cache=False,
+            weight_version=str(version) if last else None,
+        )
+
+
+def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each item, and whether it is the last."""
+    iterator = iter(items)
+    held = next(iterator)
+    for item in iterator:
+        yield held, False
+        held = item
+    yield held, True
+
+
+def kv_tokens_that_fit(text: Any, dtype: torch.dtype, longest: int, max_running: int, share: float) -> int:
+    """Tokens that the KV cache of a CPU engine gets: what `max_running` samples of `longest` tokens can need, within this
+    share of the free memory. ValueError: it does not hold one sample. `text`: the model's text config."""
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token_bytes = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * dtype.itemsize
+    fit = int(psutil.virtual_memory().available * share / token_bytes)
+    if fit < longest:
+        raise ValueError(f"free memory holds a KV cache of {fit} tokens, one sample can have {longest}")
+    return min(max_running * longest, fit)

@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching in plain PyTorch."""

@@ -1,0 +1,219 @@
+"""Ray, and where every actor runs: slots of `cluster.component_placement` become bundles of one placement group."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray._private import services
+from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]  # Cython, without stubs
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlinf_vl.config.keys import ConfigError
+from rlinf_vl.config.placement import engine_slots, placement_slots, slots_named
+from rlinf_vl.config.schema import ClusterConfig, Config
+from rlinf_vl.errors import RunError
+from rlinf_vl.runtime import interpreter
+from rlinf_vl.runtime.cluster import cluster_to_join, reachable
+
+log = logging.getLogger(__name__)
+
+#: How long the head of a cluster to join may take to accept a connection.
+PROBE_S = 5.0
+#: How long to wait for the cluster to have the nodes and slots asked for.
+PLACEMENT_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Ray options of each actor rank and each rollout worker, the device kind, whether they share slots (`collocated`), and
+    whether every slot of rollout has an actor rank (`beside_actors`)."""
+
+    device: str
+    actor: tuple[dict[str, Any], ...]
+    rollout: tuple[dict[str, Any], ...]
+    collocated: bool
+    beside_actors: bool
+
+
+def device_of(cluster: ClusterConfig) -> str:
+    """`cluster.device`, with `auto` resolved by whether the cluster offers GPUs."""
+    if cluster.device != "auto":
+        return cluster.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+
+
+@contextmanager
+def ray_cluster(config: Config) -> Iterator[None]:
+    """Join the cluster that `cluster.ray_address` names, or run a private one on this machine while the context lasts.
+
+    Raises:
+        ConfigError: nothing answers at the address of the cluster, several nodes are asked for and there is none to join, or
+            its nodes can't run this run's interpreter.
+    """
+    cluster = config.cluster
+    quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address, node_ip = cluster_to_join(cluster.ray_address, os.environ)
+    RayConfig.initialize("")  # Ray read RAY_AUTH_MODE when it was imported; this is how it looks again
+    actor_environment = _actor_environment(cluster)
+    if address:
+        if not reachable(address.removeprefix("ray://"), timeout=PROBE_S):  # Ray itself would wait for minutes
+            variable = cluster.ray_address == "auto" and "RAY_ADDRESS" in os.environ
+            raise ConfigError(
+                f"{'the environment variable RAY_ADDRESS' if variable else 'cluster.ray_address'}: nothing accepts a "
+                f"connection at {address} within {PROBE_S:g} s. If that cluster has ended, unset it for a private one on this "
+                "machine, or start one with ray_utils/start_ray.sh; if it runs, name its head as HOST:PORT"
+            )
+        log.info("joining the Ray cluster at %s", address)
+        runtime_env = interpreter.RUNTIME_ENV | {"env_vars": actor_environment}
+        with interpreter.explain_versions(address):
+            ray.init(address=address, _node_ip_address=node_ip, runtime_env=runtime_env, **quiet)
+    elif cluster.num_nodes > 1:
+        raise ConfigError(
+            f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, and none that "
+            "ray_utils/start_ray.sh started runs on this node; start it, or name its head with cluster.ray_address=HOST:PORT"
+        )
+    else:
+        os.environ.update(actor_environment)  # workers of a private cluster inherit them
+        with _own_sessions():
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, slots_named(cluster.component_placement)),
+                object_store_memory=cluster.object_store_memory,
+                include_dashboard=False,
+                **quiet,
+            )
+    try:
+        if address:
+            interpreter.check_nodes()
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Give the processes that Ray starts sessions of their own, and with them other process groups.
+
+    Ctrl-C and a scheduler's SIGTERM go to the whole group of this process. They are for the run, which saves and then ends Ray
+    in order; with Ray dead it could not. Ray's processes still end with this one, killed or not: the kernel kills them
+    (PR_SET_PDEATHSIG), whatever their session.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
+def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
+    threads = str(
+        cluster.cpu_threads or 1
+    )  # beside GPUs, an actor knows better: `rlinf_vl.runtime.ray_process.own_process`
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        # glibc would give the memory of each freed activation back to the kernel, which clears it for the next one
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**36),
+        # SGLang turns both off in its processes unless told otherwise; rank 0 broadcasts weights to them in one NCCL group,
+        # whose members must agree
+        **{name: os.environ.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},
+    }
+
+
+@contextmanager
+def place(config: Config) -> Iterator[Placement]:
+    """Reserve the slots of every component for as long as the context lasts.
+
+    A slot is a GPU (`device` cuda) or a process's share of the CPUs. Components on one slot share its bundle.
+
+    Raises:
+        RunError: the cluster does not offer the slots within `PLACEMENT_TIMEOUT_S`.
+    """
+    cluster = config.cluster
+    device = device_of(cluster)
+    resource = "GPU" if device == "cuda" else "CPU"
+    offered = int(ray.cluster_resources().get(resource, 0))
+    slots = placement_slots(cluster.component_placement, offered)
+    shared = bool(set(slots["actor"]) & set(slots["rollout"]))
+    engines = engine_slots(slots["rollout"], config.rollout.tensor_parallel_size, shared)
+    seats = {"actor": [(slot,) for slot in slots["actor"]], "rollout": engines}
+    used = sorted({seat for component in seats.values() for seat in component})  # one bundle each
+    kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
+    bundles = [{kind: float(len(seat)) for kind in kinds} for seat in used]
+    group = placement_group(bundles, strategy="PACK")
+    try:
+        if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
+            raise RunError(
+                f"cluster.component_placement needs {sum(map(len, used))} {resource} slots; the cluster offers "
+                f"{ray.cluster_resources().get(resource, 0):g}, of which {ray.available_resources().get(resource, 0):g} "
+                "are free; wait until others' runs have ended, or name fewer slots"
+            )
+        nodes = sum(1 for node in ray.nodes() if node["Alive"])
+        if nodes < cluster.num_nodes:
+            raise RunError(
+                f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {nodes}; wait for them with ray_utils/check_ray.sh, "
+                "or lower it"
+            )
+        tenants = {seat: sum(seat in component for component in seats.values()) for seat in used}
+
+        def options(component: str) -> tuple[dict[str, Any], ...]:
+            out = []
+            for seat in seats[component]:
+                share = len(seat) / tenants[seat]
+                option: dict[str, Any] = {
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(group, used.index(seat)),
+                    "num_cpus": share,
+                }
+                if device == "cuda":
+                    option["num_gpus"] = share
+                out.append(option)
+            return tuple(out)
+
+        beside_actors = set(slots["rollout"]) <= set(slots["actor"])
+        yield Placement(device, options("actor"), options("rollout"), shared, beside_actors)
+    finally:
+        remove_placement_group(group)
+
+
+def settle_memory(config: Config, model_path: str, placement: Placement) -> None:
+    """Resolve `rollout.gpu_memory_utilization: auto` in place, by the memory ledger (`rlinf_vl.preflight`) of these GPUs.
+
+    A number is the user's: what the ledger says against it is a warning.
+
+    Raises:
+        ConfigError: no share of the GPUs' memory is enough for the engines beside what else the run needs.
+    """
+    rollout, automatic = config.rollout, config.rollout.gpu_memory_utilization == "auto"
+    if placement.device != "cuda":
+        rollout.gpu_memory_utilization = 0.6 if automatic else rollout.gpu_memory_utilization
+        return
+    from rlinf_vl.preflight.ledger import Hardware, Model, ledger  # takes transformers
+
+    look = ray.remote(max_calls=1)(_gpu_bytes)  # in a process that ends: the GPU is the actors'
+    seats = [look.options(**seat).remote() for seat in (*placement.actor, *placement.rollout)]
+    hardware = Hardware(int(ray.cluster_resources().get("GPU", 0)), min(ray.get(seats)))
+    made = ledger(config, hardware, Model(config, model_path))
+    if made.problems and automatic:
+        raise ConfigError(*made.problems)
+    for problem in made.problems:
+        log.warning("memory: %s", problem)
+    rollout.gpu_memory_utilization = made.share
+    if automatic:
+        log.info("rollout.gpu_memory_utilization auto is %.2f: a KV cache of %d tokens", made.share, made.kv_tokens)
+
+
+def _gpu_bytes() -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory

@@ -1,0 +1,1 @@
+"""The embedded task: drawings and the tiny checkpoint that answers them."""
