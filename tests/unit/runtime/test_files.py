@@ -1,0 +1,82 @@
+"""Files written aside, and files of JSON lines: whole after any crash."""
+
+from pathlib import Path
+
+import pytest
+
+from rlinf_vl.runtime.files import append_lines, keep_lines, read_lines, recover, write_aside
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with write_aside(path, durable=durable) as aside:
+        aside.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    for text in ("old", "new"):
+        with write_aside(path) as aside:
+            (aside / "deep").mkdir(parents=True)
+            (aside / "deep/file").write_text(text)
+        assert (path / "deep/file").read_text() == text
+    assert [p.name for p in tmp_path.iterdir()] == ["step"]
+
+
+def test_a_block_that_raises_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    path.mkdir()
+    (path / "file").write_text("old")
+    with pytest.raises(OSError, match="full"), write_aside(path) as aside:
+        aside.mkdir()
+        raise OSError("full")
+    assert (path / "file").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["step"]
+
+
+def test_recover_deletes_halves_and_gives_a_replaced_folder_its_name_back(tmp_path: Path) -> None:
+    for name in (".a.replaced", ".a.tmp", "b", ".b.replaced", ".c.tmp", ".other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    (tmp_path / ".d.json.tmp").write_text("half")
+    assert recover(tmp_path) == [tmp_path / "a"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".other", "a", "b"]
+    assert (tmp_path / "a/file").read_text() == ".a.replaced"
+    assert recover(tmp_path / "absent") == []
+
+
+def test_a_line_after_a_torn_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_lines(path, {"step": 1}, {"step": 2, "text": "ä\n"}, durable=True)
+    path.write_bytes(path.read_bytes() + b'{"step": 3, "te')
+    append_lines(path, {"step": 4})
+    assert read_lines(path) == ([{"step": 1}, {"step": 2, "text": "ä\n"}, {"step": 4}], 1)
+
+
+def test_lines_that_are_no_objects_count_as_torn(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'[1]\n\n{"step": 1}\n\xff\n' + b"[" * 100_000 + b"\n")
+    assert read_lines(path) == ([{"step": 1}], 3)
+
+
+def test_nan_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        append_lines(path, {"step": 1}, {"step": 2, "loss": float("nan")})
+    assert not path.exists()
+
+
+def test_keep_lines(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    assert keep_lines(path, lambda row: True) == []
+    append_lines(path, {"step": 1}, {"step": 2})
+    path.write_bytes(path.read_bytes() + b'{"st')
+    assert keep_lines(path, lambda row: row["step"] < 2) == [{"step": 1}]
+    assert path.read_text() == '{"step": 1}\n'
+    assert keep_lines(path, lambda row: False) == []
+    assert path.read_text() == ""
