@@ -1,9 +1,9 @@
-"""Weight sync: seconds and GB/s of each way (`rollout.weight_sync`), against a plain copy of the same bytes in memory.
+"""Weight sync: seconds and GB/s of each strategy (`rollout.weight_sync`), against a plain copy of the same bytes in memory.
 
     python benchmarks/weight_sync.py [--megabytes 512] [--workers 2] [--repeats 5] [--bucket-megabytes 256] [--json FILE]
 
 One sender and `--workers` receivers, each a Ray actor, with weights of the size of a small model's layers; no model and no
-engine, so what is timed is the way itself: from the call to every receiver having copied the weights into its own memory.
+engine, so what is timed is the strategy itself: from the call to every receiver having copied the weights into its own memory.
 GB/s counts the weights once, however many receive them. The first sync, which compares fingerprints, is timed apart.
 
 The plain copy is what the receivers do with the same bytes and nothing else: all of them at once, one thread each, from
@@ -35,7 +35,7 @@ from rlinf_vl.transport.collective import CollectiveSender, WeightGroup
 from rlinf_vl.transport.handles import HandleSender
 from rlinf_vl.transport.strategy import ObjectStoreSender
 
-WAYS = ("object_store", "nccl", "cuda_ipc")
+STRATEGIES = ("object_store", "broadcast", "shared_memory")
 #: Elements of one weight, 16 MiB in float32.
 ELEMENTS = 2**22
 
@@ -54,12 +54,12 @@ class Trainer:
         self.weights, self.bucket_bytes = make_weights(megabytes), bucket_bytes
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def use(self, way: str) -> None:
+    def use(self, strategy: str) -> None:
         self.sender = {
             "object_store": lambda: ObjectStoreSender(self._gather, 0, self.bucket_bytes),
-            "nccl": lambda: CollectiveSender(self._gather, self._gather_shapes, 0, "cpu", self.bucket_bytes),
-            "cuda_ipc": lambda: HandleSender(self._gather, 0, 1, "cpu", self.bucket_bytes),
-        }[way]()
+            "broadcast": lambda: CollectiveSender(self._gather, self._gather_shapes, 0, "cpu", self.bucket_bytes),
+            "shared_memory": lambda: HandleSender(self._gather, 0, 1, "cpu", self.bucket_bytes),
+        }[strategy]()
 
     def _gather(self, device: str):
         yield from self.weights
@@ -122,10 +122,10 @@ class Worker(RolloutRank):
         return out
 
 
-def sync(trainer, workers, way: str, check: bool) -> float:
+def sync(trainer, workers, strategy: str, check: bool) -> float:
     start = time.perf_counter()
     labels = ray.get(trainer.offer.remote(check))
-    pending = [worker.take_weights.remote(way, labels, 1) for worker in workers]
+    pending = [worker.take_weights.remote(strategy, labels, 1) for worker in workers]
     ray.get([*pending, trainer.deliver.remote()])
     ray.get(trainer.release.remote())
     return time.perf_counter() - start
@@ -148,40 +148,40 @@ def main() -> None:
     )
     trainer = Trainer.remote(args.megabytes, args.bucket_megabytes * 2**20)
     workers = [Worker.remote(args.megabytes) for _ in range(args.workers)]
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
     first, copies = {}, []
-    for way in WAYS:
-        ray.get([trainer.use.remote(way), *(worker.process.remote() for worker in workers)])  # all have started
-        if way == "nccl":
+    for strategy in STRATEGIES:
+        ray.get([trainer.use.remote(strategy), *(worker.process.remote() for worker in workers)])  # all have started
+        if strategy == "broadcast":
             with_port = WeightGroup("127.0.0.1", _free_port(), "benchmark", "gloo", 1 + args.workers, 0)
             joins = [w.join_weight_group.remote(replace(with_port, rank=1 + i)) for i, w in enumerate(workers)]
             ray.get([trainer.join.remote(with_port), *joins])
-        first[way] = sync(trainer, workers, way, check=True)
-        sync(trainer, workers, way, check=False)  # a warm-up
+        first[strategy] = sync(trainer, workers, strategy, check=True)
+        sync(trainer, workers, strategy, check=False)  # a warm-up
         for _ in range(args.repeats):
             copies += sum(ray.get([worker.copy_seconds.remote(3) for worker in workers]), [])
-            times[way].append(sync(trainer, workers, way, check=False))
+            times[strategy].append(sync(trainer, workers, strategy, check=False))
     ray.shutdown()
 
     copy = statistics.median(copies)
     figures: dict[str, float | int | str] = {"copy_seconds": copy, "copy_gb_per_second": size / copy / 1e9}
     table = Table(title=f"{args.megabytes} MiB of float32 weights to {args.workers} workers, {args.repeats} times")
-    for column in ("way", "seconds (median)", "GB/s", "of plain copy", "per worker", "first sync, with check"):
+    for column in ("strategy", "seconds (median)", "GB/s", "of plain copy", "per worker", "first sync, with check"):
         table.add_column(column)
     table.add_row("plain copy", f"{copy:.3f}", f"{size / copy / 1e9:.2f}", "1.00", "", "")
-    for way in WAYS:
-        seconds = statistics.median(times[way])
+    for strategy in STRATEGIES:
+        seconds = statistics.median(times[strategy])
         figures |= {
-            f"{way}_seconds": seconds,
-            f"{way}_seconds_min": min(times[way]),
-            f"{way}_seconds_max": max(times[way]),
-            f"{way}_gb_per_second": size / seconds / 1e9,
-            f"{way}_fraction_of_copy": copy / seconds,
-            f"{way}_fraction_of_copy_per_worker": args.workers * copy / seconds,
-            f"{way}_first_seconds": first[way],
+            f"{strategy}_seconds": seconds,
+            f"{strategy}_seconds_min": min(times[strategy]),
+            f"{strategy}_seconds_max": max(times[strategy]),
+            f"{strategy}_gb_per_second": size / seconds / 1e9,
+            f"{strategy}_fraction_of_copy": copy / seconds,
+            f"{strategy}_fraction_of_copy_per_worker": args.workers * copy / seconds,
+            f"{strategy}_first_seconds": first[strategy],
         }
         fractions = f"{copy / seconds:.2f}", f"{args.workers * copy / seconds:.2f}"
-        table.add_row(way, f"{seconds:.3f}", f"{size / seconds / 1e9:.2f}", *fractions, f"{first[way]:.3f}")
+        table.add_row(strategy, f"{seconds:.3f}", f"{size / seconds / 1e9:.2f}", *fractions, f"{first[strategy]:.3f}")
     figures |= {
         "megabytes": args.megabytes,
         "bucket_megabytes": args.bucket_megabytes,

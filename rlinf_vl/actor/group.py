@@ -125,7 +125,7 @@ class ActorGroup:
         return [row for rows in self.wait(pending) for row in rows]
 
     def set_weight_sync(self, way: str, bucket_bytes: int) -> None:
-        """How the weights will be sent: a value that `rlinf_vl.transport.choose` returns, and how much at once."""
+        """How the weights will be sent: a value that `rlinf_vl.transport.resolve_weight_sync` returns, and how much at once."""
         self.wait([rank.set_weight_sync.remote(way, bucket_bytes) for rank in self.ranks])
 
     def offer_weights(self, check: bool) -> list[Any]:

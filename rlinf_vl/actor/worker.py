@@ -306,7 +306,7 @@ class ActorRank:
             return whole_weights(self.policy, dtype, device, frozen=self.frozen_differ)
 
         self.sender: Sender
-        if way == "nccl":
+        if way == "broadcast":
             self.sender = CollectiveSender(
                 gather,
                 lambda: weight_shapes(self.policy, dtype, frozen=self.frozen_differ),
@@ -314,13 +314,13 @@ class ActorRank:
                 self.device,
                 bucket_bytes,
             )
-        elif way == "cuda_ipc":
+        elif way == "shared_memory":
             self.sender = HandleSender(gather, self.rank, self.world_size, self.device, bucket_bytes)
         else:
             self.sender = ObjectStoreSender(gather, self.rank, bucket_bytes)
 
     def join_weight_group(self, group: WeightGroup) -> None:
-        """Rank 0, with `nccl`: open the group that the engines join, in place of the one before."""
+        """Rank 0, with `broadcast`: open the group that the engines join, in place of the one before."""
         assert isinstance(self.sender, CollectiveSender)
         self.sender.join(group)
 

@@ -32,6 +32,8 @@ _IN_CHECKOUT = Path(__file__).resolve().parents[2] / "examples/reasoning/config/
 #: The examples: in a checkout where a reader finds them, in an installed package its copy of them (setup.py).
 EXAMPLES_DIR = _IN_CHECKOUT if _IN_CHECKOUT.is_dir() else Path(__file__).resolve().parent / "examples"
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+#: Former values of `rollout.weight_sync`.
+WEIGHT_SYNC_ALIASES = {"nccl": "broadcast", "cuda_ipc": "shared_memory"}
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
 
 ConfigStore.instance().store(name=SCHEMA_NAME, node={})
@@ -267,11 +269,13 @@ def _normalise(config: Config) -> None:
     algorithm = config.algorithm
     algorithm.recompute_logprobs = algorithm.recompute_logprobs.lower()  # YAML's true arrives as "True"
     algorithm.kl_penalty_type = KL_ALIASES.get(algorithm.kl_penalty_type, algorithm.kl_penalty_type)
+    rollout = config.rollout
+    rollout.weight_sync = WEIGHT_SYNC_ALIASES.get(rollout.weight_sync, rollout.weight_sync)
     for sampling in (algorithm.sampling_params, algorithm.val_sampling_params):
         if sampling.max_new_tokens is None:
             sampling.max_new_tokens = config.runner.seq_length - config.data.max_prompt_length
     # Workers may have another working folder. A model that is no folder here is a name on the hub.
-    model = config.rollout.model
+    model = rollout.model
     if model.model_path not in ("", "toy") and os.path.isdir(os.path.expanduser(model.model_path)):
         model.model_path = _absolute(model.model_path)
     if config.runner.resume_dir not in (None, "auto"):

@@ -188,10 +188,9 @@ class RolloutConfig:
     request_timeout: float = 600.0
     """Seconds after which SGLang gives up one request; it is then an error of its group."""
     weight_sync: str = "auto"
-    """How weights reach the engines: object_store (through Ray, everywhere), nccl (a broadcast; gloo on the CPU), cuda_ipc
-    (handles of memory on the same GPU; on the CPU of the same node). auto: on CUDA cuda_ipc where actor and rollout share
-    slots and nccl where they don't, on the CPU cuda_ipc where every engine has an actor rank on its slot, otherwise
-    object_store."""
+    """How weights reach the engines: object_store (through Ray, everywhere), broadcast (from actor rank 0, by NCCL on CUDA and
+    gloo on the CPU), shared_memory (of the same GPU by CUDA IPC; on the CPU, of the same node). auto: shared_memory where every
+    engine has an actor rank on its slots; otherwise on CUDA broadcast if no engine has one; otherwise object_store."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     return_logprobs: bool = True
     """Keep the engine's logprobs on every trajectory (needed by TIS and by the rollout/train metrics)."""

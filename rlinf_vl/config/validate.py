@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.recompute_logprobs": ("auto", "true", "false"),
     "algorithm.importance_sampling_level": ("token", "sequence", "geometric"),
     "rollout.rollout_backend": ("torch", "sglang"),
-    "rollout.weight_sync": ("auto", "object_store", "nccl", "cuda_ipc"),
+    "rollout.weight_sync": ("auto", "object_store", "broadcast", "shared_memory"),
     "rollout.sglang.log_level": ("debug", "info", "warning", "error", "critical"),
     "rollout.model.model_type": ("qwen3_vl",),  # rows of rlinf_vl.models.families, which imports torch
     "rollout.model.precision": ("fp32", "bf16", "fp16"),

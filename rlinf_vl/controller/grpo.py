@@ -44,7 +44,7 @@ from rlinf_vl.runtime.run_folder import (
     write_baselines,
 )
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
-from rlinf_vl.transport import choose
+from rlinf_vl.transport import resolve_weight_sync
 from rlinf_vl.types import GroupSummary
 
 log = logging.getLogger(__name__)
@@ -421,7 +421,9 @@ class GrpoController:
         self.prices = self.actors.start(self.total_steps)
         placement = self.placement
         self.weight_sync = WeightSync(
-            choose(self.config.rollout.weight_sync, placement.device, placement.collocated, placement.beside_actors),
+            resolve_weight_sync(
+                self.config.rollout.weight_sync, placement.device, placement.collocated, placement.beside_actors
+            ),
             self.actors,
             self.pool,
             device=placement.device,

@@ -36,7 +36,7 @@ class WeightSync:
         heartbeat_timeout: float = 120.0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`way`: as from `rlinf_vl.transport.choose`; `engine_ranks`: processes of one engine that hold weights;
+        """`way`: as from `rlinf_vl.transport.resolve_weight_sync`; `engine_ranks`: processes of one engine that hold weights;
         `heartbeat_timeout`: seconds after which a silent member is taken for hung. Actors and pool have started."""
         self.way, self.actors, self.pool = way, actors, pool
         self._backend, self._engine_ranks = "nccl" if device == "cuda" else "gloo", engine_ranks
@@ -49,14 +49,14 @@ class WeightSync:
         """Have every engine take the actors' weights, as `version`. `busy` afterwards: it failed, and engines may wait for
         weights that will not come."""
         self.busy = True
-        if self.way == "nccl":
+        if self.way == "broadcast":
             self.pool.replace_dead()
             if self._joined != self.pool.restarts:
                 self._join()
         labels = self.actors.offer_weights(check=not self._checked)
         taken = self.pool.take_weights(self.way, labels, version, spare=self.actors.spare_weights)
         delivered = self.actors.deliver_weights()
-        if self.way == "nccl":
+        if self.way == "broadcast":
             self._wait("a weight broadcast", taken + delivered, TIMEOUT.total_seconds())
         else:
             self.actors.wait(delivered)

@@ -25,7 +25,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.preflight.model import Weights, meta_model, model_config
 from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
-from rlinf_vl.transport import choose
+from rlinf_vl.transport import resolve_weight_sync
 from rlinf_vl.transport.buckets import BUCKET_BYTES
 
 GIB = 2**30
@@ -159,7 +159,7 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     engine_slots(slots["rollout"], config.rollout.tensor_parallel_size, shared)
     model = model or Model(config)
     collocated = set(slots["rollout"]) <= set(slots["actor"])
-    way = choose(config.rollout.weight_sync, "cuda", shared, collocated)
+    way = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, collocated)
     rank = _rank(config, model, ranks, way)
     fixed = _engine(config, model, hardware)
     weights, per_token = fixed.pop("engine weights"), model.kv_bytes_per_token(_bytes(config.rollout.model.precision))
@@ -226,7 +226,7 @@ def _rank(config: Config, model: Model, ranks: int, way: str) -> dict[str, Parts
         images["activations"] = model.images(config.runner.max_tokens_per_mbs).peak
     sent = _bytes(config.rollout.model.precision)
     # CUDA IPC: what was sent stays until engines have copied it. Otherwise a bucket that is sent, and one made meanwhile.
-    flight = sent * weights.trained if way == "cuda_ipc" else 2 * BUCKET_BYTES
+    flight = sent * weights.trained if way == "shared_memory" else 2 * BUCKET_BYTES
     sync = {"gathered weights": (4 + sent) * weights.largest, "buckets in flight": flight}
     rest = {"allocator": RESIDUE_BYTES}
     held = {} if actor.enable_offload else shards | optimizer

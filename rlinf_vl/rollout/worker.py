@@ -354,15 +354,15 @@ class RolloutRank:
         Raises:
             WeightsDiffer: a label has a fingerprint, and what came, or what the engine then holds, has another.
         """
-        buckets: Iterable[tuple[Labelled, dict[str, torch.Tensor]]] = ()  # nccl: the engine itself receives them
+        buckets: Iterable[tuple[Labelled, dict[str, torch.Tensor]]] = ()  # broadcast: the engine itself receives them
         if way == "object_store":
             labels = await asyncio.gather(*labels)  # buckets: views of the object store, not copies
             buckets = zip(labels, map(unpack, labels), strict=True)
-        elif way == "cuda_ipc":
+        elif way == "shared_memory":
             labels = handles.at(handles.place_of(self.device), labels)
             buckets = zip(labels, handles.opened(labels), strict=True)
         with span("take weights", version=version):
-            if way == "nccl":
+            if way == "broadcast":
                 await asyncio.to_thread(self.engine.load_broadcast, labels, version)
             else:
                 await asyncio.to_thread(self.engine.load_weights, _checked(buckets), version)

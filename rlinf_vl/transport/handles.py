@@ -125,8 +125,8 @@ def at(place: str, handles: Sequence[Handle]) -> list[Handle]:
     if not mine:
         there = ", ".join(sorted({handle.place for handle in handles}))
         raise ValueError(
-            f"rollout.weight_sync: cuda_ipc, but no actor rank is at the place of this rollout worker, {place} (actor"
-            f" ranks: {there}); set nccl or object_store"
+            f"rollout.weight_sync: shared_memory, but no actor rank is at the place of this rollout worker, {place} (actor"
+            f" ranks: {there}); set broadcast or object_store"
         )
     return mine
 

@@ -7,8 +7,8 @@ workers have it, the ranks *release* what they kept for them.
 | way | an offer is | delivery is | taken by |
 |---|---|---|---|
 | object_store | buckets in Ray's object store | – | reading them |
-| nccl | names and shapes | a broadcast from rank 0 in a group with the engines (gloo on the CPU) | the engine itself |
-| cuda_ipc | handles of memory on the same GPU (on the CPU: on the same node) | – (on the CPU, filling it) | opening them |
+| broadcast | names and shapes | a broadcast from rank 0 in a group with the engines (NCCL; gloo on the CPU) | the engine itself |
+| shared_memory | handles of memory on the same GPU (on the CPU: of the same node) | – (on the CPU, filling it) | opening them |
 """
 
 from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ class ObjectStoreSender:
         return self._sent
 
 
-def choose(weight_sync: str, device: str, collocated: bool, beside_actors: bool) -> str:
+def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_actors: bool) -> str:
     """`rollout.weight_sync` with `auto` resolved.
 
     Args:
@@ -78,14 +78,13 @@ def choose(weight_sync: str, device: str, collocated: bool, beside_actors: bool)
     Raises:
         ValueError: a way that can't work there.
     """
-    can = {"object_store": True, "nccl": not collocated, "cuda_ipc": beside_actors}
+    can = {"shared_memory": beside_actors, "broadcast": device == "cuda" and not collocated, "object_store": True}
     if weight_sync == "auto":
-        ways = ("cuda_ipc", "nccl", "object_store") if device == "cuda" else ("cuda_ipc", "object_store")
-        return next(way for way in ways if can[way])
+        return next(strategy for strategy, works in can.items() if works)
     if device == "cuda" and not can[weight_sync]:
         reason = {
-            "nccl": "NCCL joins no two processes on one GPU, and actor and rollout share some",
-            "cuda_ipc": "CUDA IPC needs an actor rank on the GPU of every engine",
+            "broadcast": "NCCL joins no two processes on one GPU, and actor and rollout share some",
+            "shared_memory": "CUDA IPC needs an actor rank on the GPU of every engine",
         }[weight_sync]
         raise ValueError(
             f"rollout.weight_sync: {weight_sync} does not go with this cluster.component_placement: {reason}; set auto"

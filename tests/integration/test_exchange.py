@@ -119,7 +119,7 @@ def test_two_hundred_steps_leave_nothing_behind(tmp_path):
         "runner.max_steps=200",
         "runner.val_check_interval=-1",
         "cluster.component_placement={actor: 0, rollout: 0}",
-        "rollout.weight_sync=cuda_ipc",
+        "rollout.weight_sync=shared_memory",
         "data.rollout_batch_size=2",
         "data.filter_prompt_by_length=false",
         "algorithm.group_size=2",

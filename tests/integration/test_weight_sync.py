@@ -14,7 +14,7 @@ from rlinf_vl.rollout.worker import Task
 from rlinf_vl.transport import pack
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-WAYS = ["object_store", "nccl", "cuda_ipc"]
+STRATEGIES = ["object_store", "broadcast", "shared_memory"]
 #: Several buckets even for the toy, which has 92 weights.
 BUCKET_BYTES = 2**18
 
@@ -110,7 +110,7 @@ def assert_sampled_from(pool, model, toy_folder, version):
             np.testing.assert_allclose(trajectory.logprobs, of_model(model, toy_folder, group, trajectory), atol=1e-4)
 
 
-@pytest.mark.parametrize("synced", WAYS, indirect=True)
+@pytest.mark.parametrize("synced", STRATEGIES, indirect=True)
 def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_folder):
     sync, _, pool = synced
     old, new, _ = models
@@ -130,7 +130,7 @@ def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_f
     assert_sampled_from(pool, new, toy_folder, 5)
 
 
-@pytest.mark.parametrize("synced", WAYS, indirect=True)
+@pytest.mark.parametrize("synced", STRATEGIES, indirect=True)
 def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
     """A fingerprint that is not that of what arrives: the error names the weights, and nothing waits for anything."""
     from dataclasses import replace
@@ -152,7 +152,7 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
         sync(version=9)
 
 
-@pytest.mark.parametrize("synced", ["cuda_ipc"], indirect=True)
+@pytest.mark.parametrize("synced", ["shared_memory"], indirect=True)
 def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
     """The second offer is a promise, kept by `deliver`; the memory goes with its sender."""
     from rlinf_vl.transport import handles

@@ -29,7 +29,10 @@ RULES = [
     (["rollout.sglang.server_args={disable_radix_cache: true}"], ["rollout.sglang.server_args", "SGLang"]),
     (["actor.enable_offload=true"], ["actor.enable_offload", "cluster.device=cpu"]),
     (["rollout.deterministic=true"], ["rollout.deterministic", "SGLang"]),
-    (["rollout.weight_sync=ncl"], ["rollout.weight_sync", "'ncl'", "auto, object_store, nccl, cuda_ipc", "'nccl'?"]),
+    (
+        ["rollout.weight_sync=brodcast"],
+        ["rollout.weight_sync", "'brodcast'", "auto, object_store, broadcast, shared_memory", "'broadcast'?"],
+    ),
     (["rollout.rollout_backend=sglag"], ["rollout.rollout_backend", "'sglag'", "torch, sglang"]),
     (["runner.max_tokens_per_mbs=535"], ["runner.seq_length=536", "runner.max_tokens_per_mbs=535", "raise"]),
     ([STATIC, "actor.micro_batch_size=8"], ["actor.micro_batch_size=8", "runner.seq_length=536", "=4096", "lower"]),
