@@ -56,17 +56,16 @@ def _left_running() -> list[psutil.Process]:
     return found
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the session if processes that it started outlive it (they are given ten seconds), and end them."""
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_running():
+    """Fail where processes that the tests started outlive them (they are given ten seconds), and end them."""
+    yield
     _, alive = psutil.wait_procs(_left_running(), timeout=10)
-    if not alive:
-        return
-    lines = [f"left running by this test session ({len(alive)}):"]
+    lines = []
     for process in alive:
         try:
             lines.append(f"  {process.pid}: {' '.join(process.cmdline())[:200]}")
             process.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
-    session.config.get_terminal_writer().line("\n" + "\n".join(lines), red=True)
-    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    assert not lines, f"left running by this test session ({len(lines)}):\n" + "\n".join(lines)
