@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlinf_vl.actor.fsdp import gather_no_more
+from rlinf_vl.actor.fsdp import reshard_all
 from rlinf_vl.actor.update import MiniBatch
 from rlinf_vl.models.families import VisionFeatures
 from rlinf_vl.models.policy import PolicyModel, blank_image
@@ -112,7 +112,7 @@ class BatchMaker:
                 features = self.policy.encode(patches, grids)
                 if names:
                     self.cache.put(names, features, (grids.prod(axis=1) // self.collate.merge_size**2).tolist())
-        gather_no_more(self.policy)
+        reshard_all(self.policy)
 
 
 def _chunks(images: Sequence[tuple[ImageRef, np.ndarray]], max_patches: int) -> list[list[tuple[ImageRef, np.ndarray]]]:

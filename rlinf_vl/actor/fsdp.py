@@ -78,7 +78,7 @@ def micro_step(policy: Any, *, last: bool) -> None:
         policy.set_is_last_backward(last)
 
 
-def gather_no_more(policy: nn.Module) -> None:
+def reshard_all(policy: nn.Module) -> None:
     """Shard again what a pass without a backward has left gathered, so that the parameters are the optimizer's."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):

@@ -79,12 +79,14 @@ class ActorGroup:
         for rank, process in zip(self.ranks, self._processes, strict=True):
             kill(rank, process)
 
-    def hold(self, minibatches: Sequence[Sequence[RankMiniBatch]], groups: Sequence[ray.ObjectRef]) -> list[int]:
-        """Have each rank take the groups that `minibatches[m][rank]` name, and no others. Returns those that are lost."""
+    def fetch_groups(
+        self, minibatches: Sequence[Sequence[RankMiniBatch]], groups: Sequence[ray.ObjectRef]
+    ) -> list[int]:
+        """Let each rank fetch the groups that `minibatches[m][rank]` name, and no others. Returns the lost groups."""
         pending = []
         for rank, actor in enumerate(self.ranks):
             named = _groups_of(mini[rank] for mini in minibatches)
-            pending.append(actor.hold.remote({g: groups[g] for g in named}))
+            pending.append(actor.fetch_groups.remote({g: groups[g] for g in named}))
         return sorted({group for lost in self.wait(pending) for group in lost})
 
     def update(
@@ -94,8 +96,8 @@ class ActorGroup:
         advantages: Sequence[tuple[float, ...]],
         recorded: Collection[int] = (),
     ) -> dict[str, float]:
-        """Train step `step` (its name in traces); `minibatches[m][rank]`, whose groups the ranks hold. Of the groups
-        `recorded`, logprobs are kept.
+        """Train step `step` (its name in traces); `minibatches[m][rank]`, whose groups the ranks have fetched. The ranks
+        keep the logprobs of the groups `recorded` for `recorded_logprobs`.
 
         Returns the step's metrics, exact over all response tokens of all ranks.
         """
@@ -115,9 +117,9 @@ class ActorGroup:
             metrics["actor/tis_ess"] = metrics["actor/tis_mean"] ** 2 / square if square > 0 else 0.0
         return metrics
 
-    def kept_logprobs(self) -> list[ray.ObjectRef]:
-        """References to each rank's `ActorRank.kept_logprobs`."""
-        return [rank.kept_logprobs.remote() for rank in self.ranks]
+    def recorded_logprobs(self) -> list[ray.ObjectRef]:
+        """References to each rank's `ActorRank.recorded_logprobs`."""
+        return [rank.recorded_logprobs.remote() for rank in self.ranks]
 
     def score(self, minibatch: Sequence[RankMiniBatch]) -> list[tuple[int, int, float, float]]:
         """`ActorRank.score` of every trajectory that `minibatch[rank]` names."""

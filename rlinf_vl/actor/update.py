@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rlinf_vl.actor.fsdp import clip_gradients, gather_no_more, micro_step
+from rlinf_vl.actor.fsdp import clip_gradients, micro_step, reshard_all
 from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
 from rlinf_vl.models.families import VisionFeatures
 from rlinf_vl.models.transfer import on_device
@@ -143,11 +143,11 @@ def update(
     *,
     world_size: int,
     max_grad_norm: float,
-    keep: Callable[[int, int, MicroBatch, torch.Tensor], None] | None = None,
+    on_logprobs: Callable[[int, int, MicroBatch, torch.Tensor], None] | None = None,
 ) -> MetricSums:
     """Train on this rank's mini-batches, one optimizer step each. Collective: all ranks call it with equal counts.
 
-    `keep(m, i, batch, logprobs)` is shown the logprobs, float32 [R], of micro-batch i of mini-batch m that the weights
+    `on_logprobs(m, i, batch, logprobs)` is shown the logprobs, float32 [R], of micro-batch i of mini-batch m that the weights
     before the first optimizer step give (`recompute_logprobs: false`: before this one).
 
     FSDP averages gradients over ranks while the loss is a sum over them, hence the factor `world_size`. A step whose
@@ -174,13 +174,13 @@ def update(
                 old_logprobs=old[m][i] if old[m] else None,
                 ref_logprobs=ref_logprobs,
             )
-            if keep is not None:
-                keep(m, i, batch, old[m][i] if old[m] else logprobs.detach())
+            if on_logprobs is not None:
+                on_logprobs(m, i, batch, old[m][i] if old[m] else logprobs.detach())
             with span("backward", micro_batch=i):
                 (loss * world_size).backward()
             part.add("actor/loss", loss.detach(), 0)  # a sum over micro-batches and ranks; counted once per mini-batch
             sums.merge(part)
-        gather_no_more(policy)
+        reshard_all(policy)
         with span("optimizer", mini_batch=m):
             norm = clip_gradients(policy, max_grad_norm)
             finite = torch.isfinite(torch.tensor(norm))

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from rlinf_vl.actor import checkpoint
 from rlinf_vl.actor.batches import BatchMaker, RankMiniBatch
 from rlinf_vl.actor.fsdp import (
-    gather_no_more,
     make_optimizer,
     make_scheduler,
+    reshard_all,
     shard,
     weight_shapes,
     whole_weights,
@@ -73,7 +73,8 @@ class ActorRank:
         torch.manual_seed(config.runner.seed)
         self.config, self.model_path, self.device = config, model_path, device
         self.rank, self.world_size = rank, world_size
-        self.held: dict[int, Group] = {}
+        self.groups: dict[int, Group] = {}
+        self._recorded: dict[int, dict[int, np.ndarray]] = {}
         record_spans(run_folder(config), f"actor {rank}")
 
     @ray.method(concurrency_group="health")
@@ -210,13 +211,13 @@ class ActorRank:
             use_reentrant=fsdp.gradient_checkpointing_use_reentrant,
         )
 
-    def hold(self, groups: dict[int, ray.ObjectRef]) -> list[int]:
-        """Take these groups out of the object store, for `score` and `update`; not collective. What is held stays, whoever
-        dies. Returns those that are lost, with the rollout worker that made them."""
-        self.held = {}
+    def fetch_groups(self, groups: dict[int, ray.ObjectRef]) -> list[int]:
+        """Fetch these groups from the object store, for `score` and `update`. Not collective. A fetched group outlives the
+        rollout worker that made it. Returns the groups that are lost with their worker."""
+        self.groups = {}
         with span("fetch groups"):
-            self.held = fetch_surviving(groups)
-        return sorted(groups.keys() - self.held.keys())
+            self.groups = fetch_surviving(groups)
+        return sorted(groups.keys() - self.groups.keys())
 
     def update(
         self,
@@ -225,64 +226,63 @@ class ActorRank:
         advantages: dict[int, tuple[float, ...]],
         recorded: frozenset[int] = frozenset(),
     ) -> dict:
-        """Train on this rank's mini-batches, whose groups it holds, and let these go. Collective.
+        """Train on this rank's mini-batches, whose groups it has fetched, and release the groups. Collective.
 
         Args:
             step: its number, for traces.
             advantages: advantage of each trajectory of those groups.
-            recorded: groups of whose trajectories `kept_logprobs` will be asked.
+            recorded: groups for which `recorded_logprobs` will be called.
 
         Returns:
             The state of a `MetricSums`, this rank's part.
         """
-        kept: dict[int, dict[int, torch.Tensor]] = {}
+        chosen: dict[int, dict[int, torch.Tensor]] = {}
 
-        def keep(m: int, i: int, batch: MicroBatch, logprobs: torch.Tensor) -> None:
+        def record(m: int, i: int, batch: MicroBatch, logprobs: torch.Tensor) -> None:
             for place, item in enumerate(minibatches[m].micro_batches[i]):
                 if item.group in recorded:
                     own = slice(*np.searchsorted(batch.trajectories, (place, place + 1)))
-                    kept.setdefault(item.group, {})[item.index] = logprobs[own]
+                    chosen.setdefault(item.group, {})[item.index] = logprobs[own]
 
         profile = self.config.runner.profile
         profiled = step in profile.steps and self.rank in profile.ranks
         with profiler(run_folder(self.config), step, self.rank) if profiled else nullcontext():
             with span("images", step=step):
-                self.make.prepare(self.held.values())
+                self.make.prepare(self.groups.values())
             sums = update(
                 self.policy,
                 self.reference,
                 self.optimizer,
                 self.scheduler,
-                [self.make.minibatch(mini, self.held, advantages) for mini in minibatches],
+                [self.make.minibatch(mini, self.groups, advantages) for mini in minibatches],
                 loss_settings(self.config.algorithm),
                 world_size=self.world_size,
                 max_grad_norm=self.config.actor.optim.clip_grad,
-                keep=keep if recorded else None,
+                on_logprobs=record if recorded else None,
             )
-        self.held = {}
-        self.kept = {group: {i: x.cpu().numpy() for i, x in parts.items()} for group, parts in kept.items()}
+        self.groups = {}
+        self._recorded = {group: {i: x.cpu().numpy() for i, x in parts.items()} for group, parts in chosen.items()}
         return sums.state()
 
-    def kept_logprobs(self) -> dict[int, dict[int, np.ndarray]]:
+    def recorded_logprobs(self) -> dict[int, dict[int, np.ndarray]]:
         """By group and place, float32 [sampled tokens]: this rank's logprobs in the last `update`, of what is recorded."""
-        return self.kept
+        return self._recorded
 
     @torch.no_grad()
     def score(self, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
-        """Compare the engine's logprobs of trajectories, whose groups this rank holds, with this policy's, as they are and
+        """Compare the engine's logprobs of trajectories, whose groups this rank has fetched, with this policy's, as they are and
         with blank images. Collective.
 
         Returns, per trajectory, (group, sampled tokens, Σ|rollout - train|, the same with blank images).
         """
-        held = self.held
-        no_advantage = {g: (0.0,) * len(group.trajectories) for g, group in held.items()}
+        no_advantage = {g: (0.0,) * len(group.trajectories) for g, group in self.groups.items()}
         see, blank = (
             BatchMaker(self.policy, self.make.collate, pixels, None, 0)
             for pixels in (self.make.pixels, lambda image: np.zeros_like(self.make.pixels(image)))
         )
         out = []
         batches = zip(
-            *(make.batches(mini, held, no_advantage) for make in (see, blank)),
+            *(make.batches(mini, self.groups, no_advantage) for make in (see, blank)),
             mini.micro_batches,
             strict=True,
         )
@@ -295,7 +295,7 @@ class ActorRank:
                 where = seen.trajectories == segment
                 sums = [float(d[where].sum()) for d in differences]
                 out.append((item.group, int(where.sum()), *sums))
-        gather_no_more(self.policy)
+        reshard_all(self.policy)
         return out
 
     def set_weight_sync(self, way: str, bucket_bytes: int) -> None:

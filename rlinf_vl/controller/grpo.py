@@ -175,7 +175,7 @@ class GrpoController:
     def rollout(
         self, tasks: list[Task]
     ) -> tuple[list[GroupSummary], list[ray.ObjectRef], StepPlan, tuple[RankMiniBatch, ...]]:
-        """Have the tasks answered, decide who trains what, and have the actor ranks hold it: from then on nothing is lost
+        """Have the tasks answered, decide who trains what, and let the actor ranks fetch it: from then on nothing is lost
         with a rollout worker. Groups that were lost before are sampled again."""
         with self.timed("generate"):
             results = self.pool.generate(tasks)
@@ -183,7 +183,7 @@ class GrpoController:
                 summaries, groups = map(list, zip(*results, strict=True))
                 self.check_errors(summaries)
                 plan, guard = self.plan(summaries), self.guard(summaries)
-                lost = self.actors.hold([*plan.minibatches, *([guard] if guard else [])], groups)
+                lost = self.actors.fetch_groups([*plan.minibatches, *([guard] if guard else [])], groups)
                 if not lost:
                     return summaries, groups, plan, guard
                 self.events.add(
@@ -274,7 +274,7 @@ class GrpoController:
         and let the others go."""
         self.pool.release([summary for g, summary in enumerate(summaries) if g not in chosen])
         advantages = {g: plan.advantages[g] for g in chosen} if plan else None
-        logprobs = self.actors.kept_logprobs() if plan and chosen else []
+        logprobs = self.actors.recorded_logprobs() if plan and chosen else []
         self.trajectories.record(
             self.step, split, {g: groups[g] for g in chosen}, [summaries[g] for g in chosen], advantages, logprobs
         )

@@ -17,7 +17,7 @@ from rlinf_vl.observe.trajectories import TrajectoryStore
 from rlinf_vl.transport.groups import fetch_surviving
 from rlinf_vl.types import GroupSummary
 
-#: Group → place → float32 [sampled tokens]: what `ActorRank.kept_logprobs` returns.
+#: Group → place → float32 [sampled tokens]: what `ActorRank.recorded_logprobs` returns.
 Logprobs = Mapping[int, Mapping[int, np.ndarray]]
 
 

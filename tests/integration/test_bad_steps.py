@@ -130,7 +130,7 @@ def test_whatever_happens_names_the_step_that_is_being_trained(controller, monke
         assert seen == {1, 2, 3, 4, 5, 6}, phase
 
 
-def test_groups_that_are_held_outlive_their_worker_and_others_are_reported_lost(controller):
+def test_groups_that_ranks_have_fetched_outlive_their_worker_and_others_are_reported_lost(controller):
     def kill_the_worker():
         (worker,) = controller.pool.workers
         _, pid = ray.get(worker.process.remote())

@@ -15,7 +15,7 @@ def measure(rank: int, ranks: int, options: dict, port: int, out) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from rlinf_vl.actor.fsdp import gather_no_more, make_optimizer, micro_step, shard
+    from rlinf_vl.actor.fsdp import make_optimizer, micro_step, reshard_all, shard
     from rlinf_vl.models.families import family_of
     from rlinf_vl.models.loading import freeze_vision, use_packed_attention
     from rlinf_vl.models.policy import PolicyModel
@@ -37,7 +37,7 @@ def measure(rank: int, ranks: int, options: dict, port: int, out) -> None:
         logprobs.sum().backward()
         if not last:
             during = {"unsharded gradients": unsharded(policy)}
-    gather_no_more(policy)
+    reshard_all(policy)
     optimizer.step()
     trained = [p for p in policy.parameters() if p.requires_grad]
     held = {

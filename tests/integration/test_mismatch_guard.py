@@ -83,7 +83,7 @@ def verdict(rank, groups):
     assert len(items) == 6
     plan = plan_micro_batches(items, ranks=1, budget=200)
     share = RankMiniBatch(plan.micro_batches[0], plan.run_vision, 1)
-    assert rank.hold({g: ray.put(group) for g, group in enumerate(groups)}) == []
+    assert rank.fetch_groups({g: ray.put(group) for g, group in enumerate(groups)}) == []
     rows = rank.score(share)
     return judge([Score(summaries[g].images, n, seen, blank) for g, n, seen, blank in rows], "fp32")
 

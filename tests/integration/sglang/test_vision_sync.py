@@ -86,7 +86,7 @@ def shares(groups) -> tuple[RankMiniBatch, dict[int, ray.ObjectRef]]:
 def differences(rank, groups) -> dict[int, float]:
     """Images of a prompt → the mean |engine - trainer| over its sampled tokens."""
     mini, references = shares(groups)
-    assert rank.hold(references) == []
+    assert rank.fetch_groups(references) == []
     rows = rank.score(mini)
     return {
         len(group.images): sum(seen for g, _, seen, _ in rows if g == number)
@@ -113,7 +113,7 @@ def test_the_engine_follows_a_step_that_trains_the_vision_tower(engine, toy, ran
     assert max(differences(rank, before).values()) <= TOLERANCE
 
     mini, references = shares(before)
-    rank.hold(references)
+    rank.fetch_groups(references)
     rank.update(1, [mini], {g: (1.0, -1.0, 0.5, -0.5) for g in references})
     buckets = [unpack(ray.get(reference)) for reference in rank.offer_weights(check=False)]
     trained = {name: value for bucket in buckets for name, value in bucket.items()}

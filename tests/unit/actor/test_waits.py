@@ -94,7 +94,7 @@ def test_more_micro_batches_read_nothing_more_back(aggregation, level, monkeypat
         with Waits() as seen:
             update(
                 policy, reference, optimizer, scheduler, [MiniBatch(lambda: batches, n, 13 * n)],
-                settings_of(aggregation, level), world_size=1, max_grad_norm=1.0, keep=lambda *_: None,
+                settings_of(aggregation, level), world_size=1, max_grad_norm=1.0, on_logprobs=lambda *_: None,
             ).state()  # fmt: skip
         return seen.counts
 
