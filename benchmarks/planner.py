@@ -22,7 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rlinf_vl.packing.planner import Item, Prices, plan_micro_batches
+from rlinf_vl.packing.planner import Item, plan_micro_batches
+from rlinf_vl.types import Prices
 
 SAMPLES = 8
 PRICES = Prices()

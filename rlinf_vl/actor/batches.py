@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rlinf_vl.actor.fsdp import reshard_all
 from rlinf_vl.actor.update import MiniBatch
 from rlinf_vl.models.families import VisionFeatures
-from rlinf_vl.models.policy import PolicyModel, blank_image
+from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.packing.planner import Item
@@ -97,7 +97,7 @@ class BatchMaker:
         calls = torch.tensor(len(chunks))
         dist.all_reduce(calls, dist.ReduceOp.MAX)
         workers = torch.get_num_threads()
-        blank = blank_image(self.policy.model.get_submodule(self.policy.family.vision_tower))
+        blank = self.policy.family.blank_image(self.policy.model.config)
 
         def inputs() -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
             with ThreadPoolExecutor(workers) as threads:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from rlinf_vl.models.families import submodules
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.policy import PolicyModel
 
@@ -59,10 +60,8 @@ def shard(
         ),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
-    for path in (family.vision_blocks, family.text_blocks):
-        for block in model.get_submodule(path).children():
-            fully_shard(block, **options)
-    fully_shard(model.get_submodule(family.vision_tower), **options)
+    for unit in (module for path in family.fsdp_units for module in submodules(model, path)):
+        fully_shard(unit, **options)
     options["reshard_after_forward"] = False  # backward starts with the root's weights
     fully_shard(policy, **options)
     register_fsdp_forward_method(policy, "encode")

@@ -14,8 +14,8 @@ from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
 from rlinf_vl.observe.metrics import MetricSums
-from rlinf_vl.packing.planner import Prices
 from rlinf_vl.runtime.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, find_dead, kill
+from rlinf_vl.types import Prices
 
 
 class ActorsLost(RuntimeError):

@@ -36,7 +36,6 @@ from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe.profiling import profiler
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
 from rlinf_vl.packing.collator import Collator
-from rlinf_vl.packing.planner import Prices, prices_of
 from rlinf_vl.runtime.ray_process import own_process, where
 from rlinf_vl.transport import Sender
 from rlinf_vl.transport.buckets import fingerprint
@@ -44,7 +43,7 @@ from rlinf_vl.transport.collective import CollectiveSender, WeightGroup
 from rlinf_vl.transport.groups import fetch_surviving
 from rlinf_vl.transport.handles import HandleSender
 from rlinf_vl.transport.strategy import ObjectStoreSender
-from rlinf_vl.types import Group, MicroBatch
+from rlinf_vl.types import Group, MicroBatch, Prices
 
 log = logging.getLogger(__name__)
 
@@ -135,20 +134,7 @@ class ActorRank:
             cache = VisionCache(int(config.actor.vision_cache_gb * 2**30), self.device)
         self.make = self._batch_maker(cache)
         log.info("rank %d of %d ready on %s, %s", self.rank, self.world_size, self.device, fsdp.mixed_precision)
-        text: Any = self.policy.model.get_submodule(self.family.text_model).config
-        return prices_of(
-            hidden=text.hidden_size,
-            layers=text.num_hidden_layers,
-            heads=text.num_attention_heads,
-            head_dim=text.head_dim,
-            kv_heads=text.num_key_value_heads,
-            intermediate=text.intermediate_size,
-            vocab=text.vocab_size,
-            tower_parameters=sum(
-                p.numel() for p in self.policy.model.get_submodule(self.family.vision_tower).parameters()
-            ),
-            tower_trained=not config.actor.model.freeze_vision_tower,
-        )
+        return self.family.prices(self.policy.model.config, not config.actor.model.freeze_vision_tower)
 
     def _schedule(self, done: int) -> Any:
         """The learning rate of the config, after so many steps of the run."""

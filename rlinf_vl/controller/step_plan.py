@@ -8,8 +8,8 @@ import torch
 
 from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.algorithms import group_advantages
-from rlinf_vl.packing.planner import Item, Prices, plan_micro_batches
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.packing.planner import Item, plan_micro_batches
+from rlinf_vl.types import GroupSummary, Prices
 
 
 @dataclass(frozen=True, slots=True)

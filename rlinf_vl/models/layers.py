@@ -7,9 +7,11 @@ projections are those of `kernels.cpu` or `kernels.cuda`, by the device of the t
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
+from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.kernels import cpu, cuda
 
 
@@ -56,6 +58,12 @@ def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, c
     q, k = kernels_for(qkv).rotate(qkv[:, :2].float(), cos, sin).to(qkv.dtype).unbind(1)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, qkv[:, 2]))
     return self.proj(context.attend(-1, q, k, v, self.scaling)[0].flatten(1))
+
+
+def frame_attention(grids: np.ndarray, device: torch.device, dtype: torch.dtype) -> SegmentAttention:
+    """Context of a vision attention in which each patch sees its own image's frame; grids int64 [n, 3], (t, h, w)."""
+    frames = np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])
+    return SegmentAttention(np.cumsum([0, *frames]), causal=False, device=device, dtype=dtype)
 
 
 def add_deepstack(hidden_states: torch.Tensor, image_positions: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

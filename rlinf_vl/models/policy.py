@@ -31,29 +31,16 @@ class PlacedImages:
 def encode_images(
     model: PreTrainedModel, family: Family, pixel_values: np.ndarray, grids: np.ndarray, device: torch.device | str
 ) -> VisionFeatures:
-    """Run the vision tower on float32 [P, d] patches of the images of `grids` int64 [n, 3]; differentiable if it is trained.
-
-    A patch sees those of its own image and frame.
-    """
+    """Run the vision tower on the patches, float32 [P, d], of images with `grids`, int64 [n, 3]; differentiable if it is trained."""
     tower = model.get_submodule(family.vision_tower)
-    frames = np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])
-    context = SegmentAttention(np.cumsum([0, *frames]), causal=False, device=device, dtype=output_weight(model).dtype)
-    patches, shapes = (on_device(x, device) for x in (pixel_values, grids))
+    patches = on_device(pixel_values, device)
     with torch.set_grad_enabled(is_trained(tower) and torch.is_grad_enabled()):
-        return family.encode_images(tower, patches, shapes, context=context)
+        return family.encode_images(tower, patches, grids, output_weight(model).dtype)
 
 
 def is_trained(module: nn.Module) -> bool:
     """Whether any parameter of the module takes gradients."""
     return any(p.requires_grad for p in module.parameters())
-
-
-def blank_image(tower: nn.Module) -> tuple[np.ndarray, np.ndarray]:
-    """(pixel values, grids) of the smallest image there is: keeps a rank without images in step with the others."""
-    config: Any = tower.config
-    merge = config.spatial_merge_size
-    patch_dim = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    return np.zeros((merge * merge, patch_dim), np.float32), np.array([[1, merge, merge]])
 
 
 def hidden_states(
@@ -133,8 +120,10 @@ class PolicyModel(nn.Module):
                       batch.image_features)
         )  # fmt: skip
         if features is None and batch.run_vision:
-            blank = blank_image(self.model.get_submodule(self.family.vision_tower))
-            features = self.encode(*((batch.pixel_values, batch.grids) if batch.pixel_values is not None else blank))
+            pixel_values, grids = batch.pixel_values, batch.grids
+            if pixel_values is None:  # the tower runs as often as on other ranks, so that collectives match
+                pixel_values, grids = self.family.blank_image(self.model.config)
+            features = self.encode(pixel_values, grids)
         weight = output_weight(self.model)
         hidden = hidden_states(
             self.model,

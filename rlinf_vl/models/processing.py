@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen_images
+from transformers import AutoTokenizer
 
 from rlinf_vl.data.images import decode, image_size
 from rlinf_vl.models.families import Family
@@ -44,17 +43,7 @@ class Processor:
         self.family = family
         self.path, self.trust_remote_code = str(path), trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        self.image_processor = qwen_images.Qwen2VLImageProcessorPil.from_pretrained(path)
-        size = dict(self.image_processor.size)
-        size["shortest_edge"] = min_pixels or size["shortest_edge"]
-        size["longest_edge"] = max_pixels or size["longest_edge"]
-        if size["shortest_edge"] > size["longest_edge"]:
-            raise ValueError(
-                f"data.image_min_pixels: {size['shortest_edge']} is above data.image_max_pixels, {size['longest_edge']} "
-                "(where unset: the checkpoint's own)"
-            )
-        self.image_processor.size = type(self.image_processor.size)(**size)
-        self.min_pixels, self.max_pixels = size["shortest_edge"], size["longest_edge"]
+        self.image_processor = family.image_processor(path, min_pixels, max_pixels)
         self.image_token_id = self._id_of(family.image_token)
 
     def _id_of(self, token: str) -> int:
@@ -75,17 +64,8 @@ class Processor:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a response: the tokenizer's end-of-turn token first, then those of the checkpoint's
-        generation_config.json and config.json (end of text, mostly). SGLang stops at the same ones."""
-        ids = [self.tokenizer.eos_token_id]
-        try:
-            ids.append(GenerationConfig.from_pretrained(self.path).eos_token_id)
-        except OSError:
-            pass  # the checkpoint has no generation_config.json
-        config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        ids.append(getattr(config, "eos_token_id", None))
-        flat = [i for entry in ids for i in (entry if isinstance(entry, (list, tuple)) else [entry]) if i is not None]
-        return tuple(dict.fromkeys(flat))
+        """Ids that end a response, the end of a turn first."""
+        return self.family.stop_ids(self.tokenizer, self.path, self.trust_remote_code)
 
     def banned_ids(self, vocab_size: int) -> np.ndarray:
         """bool [vocab_size], True where an id may never be sampled: vision and padding ids, and ids without a token.
@@ -105,12 +85,7 @@ class Processor:
 
     def grid(self, image: ImageRef) -> tuple[int, int, int]:
         """(t, h, w) in patches of an image after resizing, from its header alone."""
-        height, width = image_size(image)
-        patch = self.image_processor.patch_size
-        rows, columns = qwen_images.smart_resize(
-            height, width, factor=patch * self.merge_size, min_pixels=self.min_pixels, max_pixels=self.max_pixels
-        )
-        return 1, rows // patch, columns // patch
+        return self.image_processor.grid(*image_size(image))
 
     def image_tokens(self, grids: np.ndarray) -> np.ndarray:
         """int [n]: placeholder ids that each image of `grids` [n, 3] takes."""
@@ -191,12 +166,7 @@ class Processor:
         Raises:
             ImageError: the bytes can't be decoded.
         """
-        out = self.image_processor(images=[decode(image)], return_tensors="np")
-        grid = tuple(int(x) for x in out["image_grid_thw"][0])
-        assert grid == self.grid(image), (
-            f"image {image.hash}: the processor made grid {grid}, its header {self.grid(image)}"
-        )
-        return np.asarray(out["pixel_values"], np.float32)
+        return self.image_processor.patches(decode(image))
 
     def decode(self, ids: np.ndarray) -> str:
         """Text of response ids, special tokens left out."""

@@ -16,6 +16,7 @@ from operator import attrgetter
 import numpy as np
 
 from rlinf_vl.packing.filling import Bin, Filling, Sizes, Way
+from rlinf_vl.types import Prices
 
 #: Share of a step's time that may be lost by waiting without groups being split against it.
 TOLERANCE = 0.02
@@ -42,21 +43,6 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """What things cost, in units of one token's linear part in all layers of the language model.
-
-    `attention` is the price of a (query, key) pair, `head` of a token that carries loss, `patch` of a vision patch. The
-    defaults are `prices_of` Qwen3-VL-2B with its tower (24 layers, 3e8 parameters) frozen: a token's linear part is
-    28 × (2048 × 128 × (2 × 16 + 2 × 8) + 3 × 2048 × 6144) = 1.41e9 multiply-adds, a pair 2 × 16 × 128 × 28 = 1.15e5,
-    the head 151936 × 2048 = 3.1e8, and a patch's forward 3e8, a third of what it would be with its backward.
-    """
-
-    attention: float = 8.1e-5
-    head: float = 0.22
-    patch: float = 0.07
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """`micro_batches[rank][step]` is a tuple of items by group and index; `run_vision[step]` says if any rank has images then.
 
@@ -75,27 +61,6 @@ class Plan:
     @property
     def steps(self) -> int:
         return len(self.run_vision)
-
-
-def prices_of(
-    *,
-    hidden: int,
-    layers: int,
-    heads: int,
-    head_dim: int,
-    kv_heads: int,
-    intermediate: int,
-    vocab: int,
-    tower_parameters: int,
-    tower_trained: bool,
-) -> Prices:
-    """Prices from a model's shape, by counting multiply-adds (gated MLP; a frozen tower has no backward, 2/3 of the work)."""
-    linear = layers * (hidden * head_dim * 2 * (heads + kv_heads) + 3 * hidden * intermediate)
-    return Prices(
-        attention=2 * heads * head_dim * layers / linear,
-        head=vocab * hidden / linear,
-        patch=tower_parameters / linear * (1 if tower_trained else 1 / 3),
-    )
 
 
 def plan_micro_batches(

@@ -142,10 +142,9 @@ class Model:
 
         self.step, self.images = step, images
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+    def kv_bytes_per_token(self, dtype: str) -> int:
         """Keys and values of all layers."""
-        text = self.shape.get_text_config()
-        return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * dtype_bytes
+        return self.family.decode_state(self.shape).token_bytes(DTYPES[dtype])
 
 
 def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Ledger:
@@ -162,7 +161,7 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     way = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, collocated)
     rank = _rank(config, model, ranks, way)
     fixed = _engine(config, model, hardware)
-    weights, per_token = fixed.pop("engine weights"), model.kv_bytes_per_token(_bytes(config.rollout.model.precision))
+    weights, per_token = fixed.pop("engine weights"), model.kv_bytes_per_token(config.rollout.model.precision)
     tp = config.rollout.tensor_parallel_size
     per_token = math.ceil(per_token / tp)
     base = hardware.gpu_bytes - fixed["engine contexts"]  # what SGLang measures its share of

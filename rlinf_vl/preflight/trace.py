@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 from rlinf_vl.models import attention
 from rlinf_vl.models.families import Family, VisionFeatures
 from rlinf_vl.models.kernels.attention import Varlen
+from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.logprobs import CHUNK_BYTES
 from rlinf_vl.models.policy import PolicyModel, is_trained
 from rlinf_vl.types import MicroBatch
@@ -152,25 +152,20 @@ def trace_images(model: PreTrainedModel, family: Family, tokens: int, longest: i
 
 
 def _encode(model: PreTrainedModel, family: Family, tokens: int, longest: int) -> VisionFeatures:
-    tower: Any = model.get_submodule(family.vision_tower)
-    vision, weight = tower.config, next(tower.parameters())
-    merge = vision.spatial_merge_size
+    tower = model.get_submodule(family.vision_tower)
+    weight = next(tower.parameters())
+    blank, grid = family.blank_image(model.config)
+    merge = int(grid[0, 1])
     sizes = [min(longest, tokens - start) for start in range(0, tokens, longest)]
     grids = np.array([[1, merge, merge * size] for size in sizes])
-    context = attention.SegmentAttention(
-        np.cumsum([0, *grids.prod(axis=1)]), causal=False, device=weight.device, dtype=weight.dtype
-    )
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.zeros(int(grids.prod(axis=1).sum()), width, device=weight.device)
-    return family.encode_images(tower, pixels, torch.from_numpy(grids), context=context)
+    patches = torch.zeros(int(grids.prod(axis=1).sum()), blank.shape[1], device=weight.device)
+    return family.encode_images(tower, patches, grids, weight.dtype)
 
 
 def _features(model: PreTrainedModel, family: Family, tokens: int, device: torch.device) -> VisionFeatures:
     """As the cache gives them: one tensor for all layers."""
-    vision: Any = model.get_submodule(family.vision_tower).config
-    weight = next(model.parameters())
-    layers = 1 + len(vision.deepstack_visual_indexes)
-    stack = torch.zeros(layers, tokens, vision.out_hidden_size, dtype=weight.dtype, device=device)
+    weight = output_weight(model)
+    stack = torch.zeros(family.feature_layers(model.config), tokens, weight.shape[1], dtype=weight.dtype, device=device)
     return VisionFeatures(stack[0], tuple(stack[1:]))
 
 

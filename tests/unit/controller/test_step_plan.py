@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rlinf_vl.controller.step_plan import advantages_of, plan_step
-from rlinf_vl.packing.planner import Item, Prices
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.packing.planner import Item
+from rlinf_vl.types import GroupSummary, Prices
 
 
 def summary(name, rewards, lengths, errors=None, patches=0):

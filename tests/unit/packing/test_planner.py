@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf_vl.packing.planner import Item, Prices, plan_micro_batches, prices_of
+from rlinf_vl.packing.planner import Item, plan_micro_batches
+from rlinf_vl.types import Prices
 
 #: Groups of small numbers: (prompt, patches, tokens of each response).
 groups = st.lists(
@@ -181,23 +182,3 @@ def test_ranks_without_work_still_step():
     assert sorted(map(len, flat(plan))) == [0, 0, 1] and plan.steps == 1
     assert plan.imbalance == pytest.approx(2)
     assert plan_micro_batches([], ranks=2, budget=100).micro_batches == (((),), ((),))
-
-
-def test_prices_are_ratios_of_multiply_adds():
-    shape = {"hidden": 4, "layers": 3, "heads": 2, "head_dim": 5, "kv_heads": 1, "intermediate": 7, "vocab": 11}
-    linear = 3 * (4 * 10 + 2 * 4 * 5 + 10 * 4 + 3 * 4 * 7)  # q, k and v, o, gated MLP
-    prices = prices_of(**shape, tower_parameters=100, tower_trained=True)
-    assert prices.attention == pytest.approx(3 * (10 + 10) / linear)  # a pair: scores and values
-    assert prices.head == pytest.approx(44 / linear)
-    assert prices.patch == pytest.approx(100 / linear)
-    assert prices_of(**shape, tower_parameters=100, tower_trained=False).patch == pytest.approx(100 / 3 / linear)
-
-
-def test_the_default_prices_are_those_of_a_2b_model():
-    prices = prices_of(
-        hidden=2048, layers=28, heads=16, head_dim=128, kv_heads=8, intermediate=6144, vocab=151936,
-        tower_parameters=300_000_000, tower_trained=False,
-    )  # fmt: skip
-    assert (prices.attention, prices.head, prices.patch) == pytest.approx(
-        (Prices().attention, Prices().head, Prices().patch), rel=0.03
-    )

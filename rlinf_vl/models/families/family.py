@@ -1,0 +1,122 @@
+"""What a model family is: where its modules are, how they compute, and what they cost.
+
+Other code asks the family and never compares a `model_type`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from rlinf_vl.types import Prices
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFeatures:
+    """Output of the vision tower for some images, in order: `tokens` [N, H], and one [N, H] per deepstack layer."""
+
+    tokens: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeState:
+    """What decoding stores: keys and values per token in some layers, tensors of fixed size per row in others.
+
+    Attributes:
+        kv_layers: numbers of the layers that attend to all earlier tokens.
+        kv_heads, head_dim: of those layers.
+        row_shapes: layer → shapes of what a recurrent layer carries along for each row, in float32.
+    """
+
+    kv_layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    row_shapes: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Keys and values of one token, in all layers."""
+        return 2 * len(self.kv_layers) * self.kv_heads * self.head_dim * dtype.itemsize
+
+    def row_bytes(self) -> int:
+        """State of one row that does not grow with its length."""
+        return 4 * sum(int(np.prod(shape)) for shapes in self.row_shapes.values() for shape in shapes)
+
+
+class ImageProcessor(Protocol):
+    """Images to the patches that the vision tower reads."""
+
+    patch_size: int
+    merge_size: int
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """(t, h, w) in patches of an image of this many pixels, after resizing."""
+        ...
+
+    def patches(self, image: Image.Image) -> np.ndarray:
+        """float32 [t·h·w, channels · temporal patch · patch²] of an RGB image."""
+        ...
+
+
+def same_name(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    """`engine_names` of a family whose checkpoints SGLang reads in transformers' own names and layouts."""
+    return ((name, weight),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family. `config` below is the transformers config of the whole model.
+
+    Attributes:
+        model_type: `model_type` of the checkpoint's config.json.
+        text_model, vision_tower, text_blocks, vision_blocks: dotted paths of those modules in the transformers model.
+        fsdp_units: dotted paths (see `submodules`) of what FSDP shards as units of their own, inner ones first; the root's
+            unit is the rest.
+        image_token: the placeholder that stands for one image token.
+        special_tokens: vision placeholders; they may never be sampled.
+        stop_ids: (tokenizer, checkpoint, trust_remote_code) → ids that end a response.
+        layers: class name of a module → the `forward` that replaces its own.
+        positions: (ids [T], image token id, grids [n, 3], merge size) → int64 [4, T], rows (text, t, h, w).
+        text_forward: (text model, inputs_embeds [1|S, T, H], position_ids [4, 1|S, T], positions of image tokens int64 [N]
+            or None, deepstack features, context=AttentionContext) → last hidden state [1|S, T, H].
+        encode_images: (vision tower, patches [P, d], grids int64 [n, 3], dtype that the tower computes in) → its features.
+        image_processor: (checkpoint, min_pixels, max_pixels) → `ImageProcessor`; None means the checkpoint's own bound.
+        blank_image: config → (patches, grids) of the smallest image.
+        feature_layers: config → tensors in the `VisionFeatures` of an image.
+        prices: (config, whether the tower is trained) → `Prices` for the planner.
+        decode_state: config → what an engine stores while it decodes.
+        engine_names: (name, weight) of the transformers model → names and weights as SGLang loads them.
+    """
+
+    model_type: str
+    text_model: str
+    vision_tower: str
+    text_blocks: str
+    vision_blocks: str
+    fsdp_units: tuple[str, ...]
+    image_token: str
+    special_tokens: tuple[str, ...]
+    stop_ids: Callable[[Any, str | Path, bool], tuple[int, ...]]
+    layers: Mapping[str, Callable[..., object]]
+    positions: Callable[[np.ndarray, int, np.ndarray, int], np.ndarray]
+    text_forward: Callable[..., torch.Tensor]
+    encode_images: Callable[[nn.Module, torch.Tensor, np.ndarray, torch.dtype], VisionFeatures]
+    image_processor: Callable[[str | Path, int | None, int | None], ImageProcessor]
+    blank_image: Callable[[Any], tuple[np.ndarray, np.ndarray]]
+    feature_layers: Callable[[Any], int]
+    prices: Callable[[Any, bool], Prices]
+    decode_state: Callable[[Any], DecodeState]
+    engine_names: Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]] = same_name
+
+
+def submodules(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules at a dotted path, in which `*` stands for every child."""
+    found = [model]
+    for name in path.split("."):
+        found = [child for m in found for child in (m.children() if name == "*" else [m.get_submodule(name)])]
+    return found
