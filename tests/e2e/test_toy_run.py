@@ -150,7 +150,7 @@ def test_resume_auto_goes_on_where_it_stopped(run):
 
 
 def test_reward_climbs(tmp_path):
-    train(tmp_path, "runner.max_steps=40", "runner.val_check_interval=40", "runner.save_interval=-1")
+    train(tmp_path, "runner.max_steps=20", "runner.val_check_interval=20", "runner.save_interval=-1")
     rows = metrics(tmp_path)
     assert rows[-1]["val/accuracy"] > rows[0]["val/accuracy"] + 0.15
     assert max(row["actor/rollout_train_abs_diff_mean"] for row in rows[1:]) <= 2e-5
@@ -171,8 +171,7 @@ def test_real_geometry_runs_through(tmp_path, geo3k_dir):
     assert max(row["actor/rollout_train_abs_diff_mean"] for row in rows[1:]) <= 2e-5
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["ray::", "ray::RolloutRank"])
+@pytest.mark.parametrize("moment, number", [("ray::", signal.SIGTERM), ("ray::RolloutRank", signal.SIGINT)])
 def test_a_run_that_is_told_to_stop_while_it_starts_leaves_no_process(tmp_path, moment, number):
     run = Run(tmp_path)
     run.until(lambda: run.actors(moment))
