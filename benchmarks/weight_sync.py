@@ -30,12 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf_vl.rollout.worker import RolloutRank
-from rlinf_vl.transport import collective
-from rlinf_vl.transport.collective import CollectiveSender, WeightGroup
-from rlinf_vl.transport.handles import HandleSender
-from rlinf_vl.transport.strategy import ObjectStoreSender
+from rlinf_vl.transport import SENDERS, broadcast
+from rlinf_vl.transport.broadcast import WeightGroup
+from rlinf_vl.transport.buckets import fingerprint
 
-STRATEGIES = ("object_store", "broadcast", "shared_memory")
 #: Elements of one weight, 16 MiB in float32.
 ELEMENTS = 2**22
 
@@ -55,17 +53,10 @@ class Trainer:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def use(self, strategy: str) -> None:
-        self.sender = {
-            "object_store": lambda: ObjectStoreSender(self._gather, 0, self.bucket_bytes),
-            "broadcast": lambda: CollectiveSender(self._gather, self._gather_shapes, 0, "cpu", self.bucket_bytes),
-            "shared_memory": lambda: HandleSender(self._gather, 0, 1, "cpu", self.bucket_bytes),
-        }[strategy]()
+        def shapes():
+            return ((name, value.to("meta")) for name, value in self.weights)
 
-    def _gather(self, device: str):
-        yield from self.weights
-
-    def _gather_shapes(self):
-        return ((name, value.to("meta")) for name, value in self.weights)
+        self.sender = SENDERS[strategy](lambda _: iter(self.weights), shapes, 0, 1, "cpu", self.bucket_bytes)
 
     def join(self, group: WeightGroup) -> None:
         self.sender.join(group)
@@ -92,14 +83,12 @@ class Copying:
                 self.weights[name].copy_(value)
 
     def join_weight_group(self, group: WeightGroup) -> None:
-        self.group = collective.join(group)
+        self.group = broadcast.join(group)
 
-    def load_broadcast(self, notices, version: int) -> None:
-        self.load_weights(collective.receive(self.group, notices, torch.device("cpu")), version)
+    def load_broadcast(self, labels, version: int) -> None:
+        self.load_weights(broadcast.receive(self.group, labels, torch.device("cpu")), version)
 
     def fingerprint(self, names) -> int:
-        from rlinf_vl.transport.buckets import fingerprint
-
         return fingerprint(self.weights[name] for name in names)
 
 
@@ -148,9 +137,9 @@ def main() -> None:
     )
     trainer = Trainer.remote(args.megabytes, args.bucket_megabytes * 2**20)
     workers = [Worker.remote(args.megabytes) for _ in range(args.workers)]
-    times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
+    times: dict[str, list[float]] = {strategy: [] for strategy in SENDERS}
     first, copies = {}, []
-    for strategy in STRATEGIES:
+    for strategy in SENDERS:
         ray.get([trainer.use.remote(strategy), *(worker.process.remote() for worker in workers)])  # all have started
         if strategy == "broadcast":
             with_port = WeightGroup("127.0.0.1", _free_port(), "benchmark", "gloo", 1 + args.workers, 0)
@@ -169,7 +158,7 @@ def main() -> None:
     for column in ("strategy", "seconds (median)", "GB/s", "of plain copy", "per worker", "first sync, with check"):
         table.add_column(column)
     table.add_row("plain copy", f"{copy:.3f}", f"{size / copy / 1e9:.2f}", "1.00", "", "")
-    for strategy in STRATEGIES:
+    for strategy in SENDERS:
         seconds = statistics.median(times[strategy])
         figures |= {
             f"{strategy}_seconds": seconds,

@@ -37,12 +37,11 @@ from rlinf_vl.observe.profiling import profiler
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.runtime.ray_process import own_process, where
-from rlinf_vl.transport import Sender
+from rlinf_vl.transport import SENDERS
+from rlinf_vl.transport.broadcast import BroadcastSender, WeightGroup
 from rlinf_vl.transport.buckets import fingerprint
-from rlinf_vl.transport.collective import CollectiveSender, WeightGroup
 from rlinf_vl.transport.groups import fetch_surviving
-from rlinf_vl.transport.handles import HandleSender
-from rlinf_vl.transport.strategy import ObjectStoreSender
+from rlinf_vl.transport.sender import Sender
 from rlinf_vl.types import Group, MicroBatch, Prices
 
 log = logging.getLogger(__name__)
@@ -291,27 +290,18 @@ class ActorRank:
         def gather(device: str) -> Iterator[tuple[str, torch.Tensor]]:
             return whole_weights(self.policy, dtype, device, frozen=self.frozen_differ)
 
-        self.sender: Sender
-        if way == "broadcast":
-            self.sender = CollectiveSender(
-                gather,
-                lambda: weight_shapes(self.policy, dtype, frozen=self.frozen_differ),
-                self.rank,
-                self.device,
-                bucket_bytes,
-            )
-        elif way == "shared_memory":
-            self.sender = HandleSender(gather, self.rank, self.world_size, self.device, bucket_bytes)
-        else:
-            self.sender = ObjectStoreSender(gather, self.rank, bucket_bytes)
+        def shapes() -> Iterator[tuple[str, torch.Tensor]]:
+            return weight_shapes(self.policy, dtype, frozen=self.frozen_differ)
+
+        self.sender: Sender = SENDERS[way](gather, shapes, self.rank, self.world_size, self.device, bucket_bytes)
 
     def join_weight_group(self, group: WeightGroup) -> None:
         """Rank 0, with `broadcast`: open the group that the engines join, in place of the one before."""
-        assert isinstance(self.sender, CollectiveSender)
+        assert isinstance(self.sender, BroadcastSender)
         self.sender.join(group)
 
     def offer_weights(self, check: bool) -> list[Any]:
-        """The first step of a sync (`rlinf_vl.transport.strategy`); collective, like the others."""
+        """The first step of a sync (`rlinf_vl.transport.sender`); collective, like the others."""
         with torch.no_grad(), span("gather weights"):
             return self.sender.offer(check)
 

@@ -1,4 +1,4 @@
-"""One weight sync: the actor ranks offer and deliver, every rollout worker takes (`rlinf_vl.transport.strategy`)."""
+"""One weight sync: the actor ranks offer and deliver, every rollout worker takes (`rlinf_vl.transport.sender`)."""
 
 import logging
 import time
@@ -12,8 +12,8 @@ from rlinf_vl.actor.group import ActorGroup, ActorsLost
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.runtime.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, find_dead
+from rlinf_vl.transport.broadcast import TIMEOUT, WeightGroup
 from rlinf_vl.transport.buckets import BUCKET_BYTES, WeightsDiffer
-from rlinf_vl.transport.collective import TIMEOUT, WeightGroup
 
 log = logging.getLogger(__name__)
 

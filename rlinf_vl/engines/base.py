@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from rlinf_vl.transport.collective import Notice, WeightGroup
+from rlinf_vl.transport.broadcast import WeightGroup
+from rlinf_vl.transport.buckets import Label
 from rlinf_vl.types import Completion, Request
 
 #: What an engine's device memory holds, by the names that it is released and restored under.
@@ -57,8 +58,8 @@ class Engine(Protocol):
         """Be the members of `group` from `group.rank` on (one, or one per GPU of the engine), in place of the group joined
         before. Returns when all members have joined."""
 
-    def load_broadcast(self, notices: Sequence[Notice], version: int) -> None:
-        """`load_weights` of what rank 0 of the joined group broadcasts, bucket by bucket as in `notices`."""
+    def load_broadcast(self, labels: Sequence[Label], version: int) -> None:
+        """`load_weights` of what rank 0 of the joined group broadcasts, bucket by bucket as in `labels`."""
 
     def fingerprint(self, names: Sequence[str]) -> int | None:
         """`rlinf_vl.transport.buckets.fingerprint` of the engine's own weights; None where it can't be known."""

@@ -8,7 +8,7 @@ its limits is no error: it is wrong. Every environment that was made is closed, 
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,8 @@ from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
 from rlinf_vl.rewards import REFERENCE_CHECKS, GradingError, grader
 from rlinf_vl.runtime.ray_process import own_process, where
-from rlinf_vl.transport import WeightsDiffer, handles, unpack
-from rlinf_vl.transport.buckets import Labelled, mismatch, verify
-from rlinf_vl.transport.collective import WeightGroup
+from rlinf_vl.transport import received, shared_memory
+from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.groups import GroupStore
 from rlinf_vl.types import (
     ENGINE_FAULT,
@@ -354,25 +353,22 @@ class RolloutRank:
         Raises:
             WeightsDiffer: a label has a fingerprint, and what came, or what the engine then holds, has another.
         """
-        buckets: Iterable[tuple[Labelled, dict[str, torch.Tensor]]] = ()  # broadcast: the engine itself receives them
         if way == "object_store":
             labels = await asyncio.gather(*labels)  # buckets: views of the object store, not copies
-            buckets = zip(labels, map(unpack, labels), strict=True)
         elif way == "shared_memory":
-            labels = handles.at(handles.place_of(self.device), labels)
-            buckets = zip(labels, handles.opened(labels), strict=True)
+            labels = shared_memory.at(shared_memory.place_of(self.device), labels)
         with span("take weights", version=version):
             if way == "broadcast":
                 await asyncio.to_thread(self.engine.load_broadcast, labels, version)
             else:
-                await asyncio.to_thread(self.engine.load_weights, _checked(buckets), version)
+                await asyncio.to_thread(self.engine.load_weights, received(way, labels), version)
         if self.device == "cuda":
             torch.cuda.synchronize()  # copied, so the sender may take its memory back
         for label in labels:
             if label.fingerprint is not None:
-                found = await asyncio.to_thread(self.engine.fingerprint, [name for name, _, _ in label.entries])
-                if found not in (None, label.fingerprint):
-                    raise WeightsDiffer(mismatch(label, found, "in the engine"))
+                found = await asyncio.to_thread(self.engine.fingerprint, label.names)
+                if found is not None:
+                    label.compare(found, "in the engine")
         if self.device == "cuda":  # this process has copied buckets for SGLang's, and shares its GPU with a rank
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
@@ -419,12 +415,6 @@ def _close(envs: Iterable[Env]) -> None:
             env.close()
         except Exception as e:  # its trajectory is what it is
             log.warning("an environment did not close: %s: %s", type(e).__name__, e)
-
-
-def _checked(buckets: Iterable[tuple[Labelled, dict[str, torch.Tensor]]]) -> Iterator[dict[str, torch.Tensor]]:
-    for label, weights in buckets:
-        verify(label, weights, "as received")
-        yield weights
 
 
 RolloutWorker = ray.remote(RolloutRank)

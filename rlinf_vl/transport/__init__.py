@@ -1,6 +1,58 @@
-"""How weights travel from the actor to the engines."""
+"""What travels: groups from workers to ranks (`groups`), weights from ranks to engines.
 
-from rlinf_vl.transport.buckets import Bucket, WeightsDiffer, pack, unpack
-from rlinf_vl.transport.strategy import Sender, resolve_weight_sync
+`rollout.weight_sync` names the strategy for weights; `sender` explains the steps of a sync. Here are its choice and its two ends.
+"""
 
-__all__ = ["Bucket", "Sender", "WeightsDiffer", "pack", "resolve_weight_sync", "unpack"]
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rlinf_vl.transport import shared_memory
+from rlinf_vl.transport.broadcast import BroadcastSender
+from rlinf_vl.transport.buckets import pack, unpack
+from rlinf_vl.transport.sender import ObjectStoreSender, Sender
+
+__all__ = ["SENDERS", "pack", "received", "resolve_weight_sync", "unpack"]
+
+SENDERS: dict[str, type[Sender]] = {
+    "object_store": ObjectStoreSender,
+    "broadcast": BroadcastSender,
+    "shared_memory": shared_memory.SharedMemorySender,
+}
+
+
+def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_actors: bool) -> str:
+    """`rollout.weight_sync` with `auto` resolved.
+
+    Args:
+        collocated: whether any engine shares a slot with an actor rank.
+        beside_actors: whether every engine does, so that an actor rank is on its GPU, or on its node.
+
+    Raises:
+        ValueError: the strategy can't work there.
+    """
+    can = {"shared_memory": beside_actors, "broadcast": device == "cuda" and not collocated, "object_store": True}
+    if weight_sync == "auto":
+        return next(strategy for strategy, works in can.items() if works)
+    if device == "cuda" and not can[weight_sync]:
+        reason = {
+            "broadcast": "NCCL joins no two processes on one GPU, and actor and rollout share some",
+            "shared_memory": "CUDA IPC needs an actor rank on the GPU of every engine",
+        }[weight_sync]
+        raise ValueError(
+            f"rollout.weight_sync: {weight_sync} does not go with this cluster.component_placement: {reason}; set auto"
+        )
+    return weight_sync
+
+
+def received(strategy: str, labels: Sequence[Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights of each label, by object_store (its labels are the buckets) or shared_memory: views, to be copied.
+
+    Raises:
+        WeightsDiffer: what came has another fingerprint than its label.
+    """
+    weights = map(unpack, labels) if strategy == "object_store" else shared_memory.opened(labels)
+    for label, bucket in zip(labels, weights, strict=True):
+        label.verify(bucket, "as received")
+        yield bucket

@@ -154,29 +154,30 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
 
 @pytest.mark.parametrize("synced", ["shared_memory"], indirect=True)
 def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
-    """The second offer is a promise, kept by `deliver`; the memory goes with its sender."""
-    from rlinf_vl.transport import handles
+    """An offer is a promise, kept by `deliver`; the memory goes with its sender."""
+    from rlinf_vl.transport import shared_memory
 
     _, actors, _ = synced
     first = actors.offer_weights(check=True)
     assert len(first) > 3
     assert len({label.place for label in first}) == 1  # one node, so one of the two ranks offers
-    values = {name: value.clone() for weights in handles.opened(first) for name, value in weights.items()}
+    ray.get(actors.deliver_weights())
+    values = {name: value.clone() for weights in shared_memory.opened(first) for name, value in weights.items()}
     actors.release_weights()
     second = actors.offer_weights(check=False)
     assert [label.where for label in second] == [label.where for label in first]
     with monkeypatch.context() as m:
-        m.setattr(handles, "TIMEOUT", 0.2)
+        m.setattr(shared_memory, "TIMEOUT", 0.2)
         with pytest.raises(TimeoutError):
-            next(handles.opened(second))
+            next(shared_memory.opened(second))
     ray.get(actors.deliver_weights())
-    for weights in handles.opened(second):
+    for weights in shared_memory.opened(second):
         assert all(torch.equal(value, values[name]) for name, value in weights.items())
     actors.release_weights()
     actors.set_weight_sync("object_store", BUCKET_BYTES)
-    handles._mapped.clear()
+    shared_memory._mapped.clear()
     gc.collect()
     with pytest.raises(FileNotFoundError):
-        next(handles.opened(first))
+        next(shared_memory.opened(first))
     with pytest.raises(ValueError, match="no actor rank is at the place"):
-        handles.at("GPU elsewhere", first)
+        shared_memory.at("GPU elsewhere", first)

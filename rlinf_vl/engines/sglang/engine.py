@@ -37,7 +37,8 @@ from rlinf_vl.engines.sglang.process import Host
 from rlinf_vl.engines.sglang.version import require_sglang
 from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import weight_shapes
-from rlinf_vl.transport.collective import Notice, WeightGroup
+from rlinf_vl.transport.broadcast import WeightGroup
+from rlinf_vl.transport.buckets import Label
 from rlinf_vl.types import Completion, ImageRef, Request
 
 log = logging.getLogger(__name__)
@@ -190,13 +191,13 @@ class SglangEngine:
             self.host.checked(manager.init_weights_update_group, message)
             self._weight_group = group.name
 
-    def load_broadcast(self, notices: Sequence[Notice], version: int) -> None:
+    def load_broadcast(self, labels: Sequence[Label], version: int) -> None:
         """As `Engine.load_broadcast`. What arrives is in SGLang's hands only, so fingerprints are not compared."""
         assert self._weight_group, "no weight group was joined"
-        for notice in notices:  # before anything is sent
-            self._check_fits((name, shape) for name, _, shape in notice.entries)
+        for label in labels:  # before anything is sent
+            self._check_fits((name, shape) for name, _, shape in label.entries)
 
-        messages = wire.weights_to_receive(notices, self._weight_group, version)
+        messages = wire.weights_to_receive(labels, self._weight_group, version)
         self._update("update_weights_from_distributed", messages, version)
 
     def fingerprint(self, names: Sequence[str]) -> None:

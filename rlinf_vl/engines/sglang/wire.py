@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from rlinf_vl.engines.sglang.pixels import MappedPatches
-from rlinf_vl.transport.collective import Notice
+from rlinf_vl.transport.buckets import Label
 from rlinf_vl.types import Request, Sample, SamplingParams
 
 #: Added to the logits of banned ids: exp of it is exactly 0.
@@ -139,12 +139,12 @@ def weights_in_messages(buckets: Iterable[dict[str, torch.Tensor]], tp_size: int
         )
 
 
-def weights_to_receive(notices: Iterable[Notice], group: str, version: int) -> Iterator[Any]:
+def weights_to_receive(labels: Iterable[Label], group: str, version: int) -> Iterator[Any]:
     """Messages that announce each bucket of a broadcast in `group`; the last one sets the version."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
-    for notice, last in _with_last(notices):
-        names, dtypes, shapes = zip(*notice.entries, strict=True)
+    for label, last in _with_last(labels):
+        names, dtypes, shapes = zip(*label.entries, strict=True)
         yield UpdateWeightsFromDistributedReqInput(
             names=list(names),
             dtypes=list(dtypes),

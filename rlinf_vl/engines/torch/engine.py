@@ -26,9 +26,9 @@ from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.policy import PlacedImages, encode_images, hidden_states
 from rlinf_vl.observe.spans import span
-from rlinf_vl.transport import collective
-from rlinf_vl.transport.buckets import fingerprint
-from rlinf_vl.transport.collective import Notice, WeightGroup
+from rlinf_vl.transport import broadcast
+from rlinf_vl.transport.broadcast import WeightGroup
+from rlinf_vl.transport.buckets import Label, fingerprint
 from rlinf_vl.types import Completion, ImageRef, Request, Sample
 
 log = logging.getLogger(__name__)
@@ -133,12 +133,12 @@ class TorchEngine:
 
     def join_weight_group(self, group: WeightGroup) -> None:
         if self._weight_group is not None:
-            collective.leave(self._weight_group)
-        self._weight_group = collective.join(group)
+            broadcast.leave(self._weight_group)
+        self._weight_group = broadcast.join(group)
 
-    def load_broadcast(self, notices: Sequence[Notice], version: int) -> None:
+    def load_broadcast(self, labels: Sequence[Label], version: int) -> None:
         assert self._weight_group is not None, "no weight group was joined"
-        self.load_weights(collective.receive(self._weight_group, notices, self.device), version)
+        self.load_weights(broadcast.receive(self._weight_group, labels, self.device), version)
 
     def fingerprint(self, names: Sequence[str]) -> int:
         weights = dict(self.model.named_parameters())
@@ -184,7 +184,7 @@ class TorchEngine:
             self._wake.notify()
         self._thread.join()
         if self._weight_group is not None:
-            collective.leave(self._weight_group)
+            broadcast.leave(self._weight_group)
             self._weight_group = None
 
     # --- the engine's thread ------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import torch
 
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.worker import RolloutRank
-from rlinf_vl.transport import WeightsDiffer, pack
-from rlinf_vl.transport.buckets import fingerprint
+from rlinf_vl.transport import pack
+from rlinf_vl.transport.buckets import WeightsDiffer, fingerprint
 
 
 class Holder:

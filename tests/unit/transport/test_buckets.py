@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rlinf_vl.transport import pack, unpack
-from rlinf_vl.transport.buckets import SentWeights, entries_of, flatten, group_by_size
+from rlinf_vl.transport.buckets import flatten
+from rlinf_vl.transport.sender import Sender
 
 
 def weights():
@@ -38,18 +39,21 @@ def test_buckets_respect_their_size():
     assert list(pack([], 100)) == []
 
 
-def test_what_was_sent_lies_in_the_same_memory_every_time_and_is_what_was_sent_last():
-    sent, memory = SentWeights("cpu"), []
+def test_the_copy_of_what_was_sent_is_in_the_same_memory_every_time_and_is_what_was_sent_last():
+    weights, memory = {}, []
+    sender = Sender(lambda device: weights.items(), weights.items, 0, 1, "cpu", bucket_bytes=150)
+
+    def deliver():
+        for i, label, bucket in sender.buckets():
+            memory.append(sender.copy_of(i, label).data_ptr())
+            flatten(bucket, sender.copy_of(i, label))
+        return {name: value for label, flat in sender.sent for name, value in label.views(flat).items()}
+
     for version in (1.0, 2.0):
-        weights = [(f"w{i}", torch.full((5, 3), version + i)) for i in range(7)]
-        for place, held in enumerate(group_by_size(weights, 150)):
-            room = sent.room(place, entries_of(held))
-            flatten(held, room)
-            memory.append(room.data_ptr())
-        found = {name: value for bucket in sent.buckets(100) for name, value in unpack(bucket).items()}
-        assert found.keys() == dict(weights).keys()
-        assert all(torch.equal(found[name], value) for name, value in weights)
+        weights |= {f"w{i}": torch.full((5, 3), version + i) for i in range(7)}
+        found = deliver()
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
     assert memory[:4] == memory[4:]
-    fewer = [("other", torch.ones(2))]
-    flatten(fewer, sent.room(0, entries_of(fewer)))  # other weights than before: nothing old is left
-    assert [name for bucket in sent.buckets(100) for name in unpack(bucket)] == ["other"]
+    weights = {"other": torch.ones(2)}
+    assert list(deliver()) == ["other"], "other weights than before: nothing old is left"

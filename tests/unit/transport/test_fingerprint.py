@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rlinf_vl.transport import WeightsDiffer, pack, unpack
 from rlinf_vl.transport import buckets as module
-from rlinf_vl.transport.buckets import fingerprint, verify
+from rlinf_vl.transport import pack, unpack
+from rlinf_vl.transport.buckets import WeightsDiffer, fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
@@ -38,10 +38,10 @@ def test_large_tensors_are_looked_at_piece_by_piece(monkeypatch):
 def test_a_difference_names_the_weights_of_its_bucket():
     weights = [("first", torch.randn(5)), ("last", torch.randn(3).bfloat16())]
     (bucket,) = pack(weights, check=True)
-    verify(bucket, unpack(bucket), "as received")
+    bucket.verify(unpack(bucket), "as received")
     other = {name: value.clone() for name, value in unpack(bucket).items()}
     other["last"][1] += 1
     with pytest.raises(WeightsDiffer, match="first … last .2 of them. as received"):
-        verify(bucket, other, "as received")
+        bucket.verify(other, "as received")
     (unmarked,) = pack(weights)
-    verify(unmarked, other, "as received")
+    unmarked.verify(other, "as received")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rlinf_vl.transport.collective import WeightGroup, join, leave
+from rlinf_vl.transport.broadcast import WeightGroup, join, leave
 
 
 @pytest.fixture
