@@ -1,24 +1,26 @@
-"""Grading in worker processes: what takes too much time or memory is killed with its worker.
+"""Compare formulas in worker processes with limits of time and memory.
 
-Invariants kept here:
-- Every question has a worker of its own, forked from a server that has everything imported: callers wait for nobody
-  else's question, and nothing that an answer does to its worker is there for the next.
-- The server is a fresh interpreter, never a fork of the caller: it imports its own module and nothing of the caller's.
-- Nothing outlives the caller: a closed socket ends the server, and its limits end a worker.
-- No call waits for ever: a server that stands still is replaced.
+A server, a fresh interpreter that imports math-verify and nothing of the caller's, forks one worker for each question: callers
+don't wait for each other's questions, and a worker inherits nothing from the questions before. A question is one packet on the
+server's standard input: [response, answer] as JSON, and the socket for the reply: "1", "0", or "m" (out of memory). Kernel
+timers end a worker, even inside one big-number operation. The server ends with its caller; one that hangs is replaced.
 """
 
-import atexit
+import gc
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+from rlinf_vl.rewards.comparison import same
+
+MEMORY_BYTES = 100 << 20
+"""Address space of a worker beyond the server's (some 60 MiB of it resident)."""
 
 
 class GradingError(Exception):
@@ -30,56 +32,52 @@ class GradingTimeout(GradingError):
 
 
 class GradingPool:
-    """A server, started on first use and replaced after a crash, and its workers, one for each question under way.
+    """A server, started on first use and replaced after a crash.
 
     Args:
-        limit_s: a worker's processor time; on a machine with a core to spare, that is its time on the clock.
+        limit_s: a worker's processor time.
         wall_limit_s: its time on the clock, whatever else the machine does.
         start_limit_s: time for the server to start (imports), not counted in the others.
     """
 
     def __init__(self, limit_s: float = 0.5, wall_limit_s: float = 5.0, start_limit_s: float = 120.0) -> None:
-        self.limit_s, self.wall_limit_s, self.start_limit_s = limit_s, wall_limit_s, start_limit_s
+        self.limit_s = limit_s
+        self.wall_limit_s = wall_limit_s
+        self.start_limit_s = start_limit_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
         self._questions: socket.socket | None = None
-        self._forget()
-        os.register_at_fork(after_in_child=self._forget)
-        atexit.register(self.close)
 
     def same(self, response: str, answer: str) -> bool:
         """Whether two normalised answers are the same by `rlinf_vl.rewards.comparison`; safe in any thread.
 
         Raises:
-            GradingTimeout: the worker was ended by its limits, or the server doesn't react.
+            GradingTimeout: the worker was ended by its limits, or the server hangs.
             GradingError: the worker died otherwise, and so did a second one.
             RuntimeError: the server can't be started.
         """
-        question = json.dumps([response, answer]).encode()
         for _ in range(2):
-            questions = self._server()
+            with self._lock:
+                questions = self._server()
             begin = time.monotonic()
             try:
-                reply, lost = self._ask(questions, question), False
-            except OSError:  # the server is gone or stands still
-                reply, lost = b"", True
+                reply = self._ask(questions, json.dumps([response, answer]).encode())
+            except OSError:  # the server is gone or hangs
+                reply = None
             if reply == b"m":
                 raise GradingTimeout(f"no verdict within the limit of memory: {response[:80]!r}")
             if reply:
                 return reply == b"1"
             seconds = time.monotonic() - begin
             late = seconds > self.limit_s / 2  # the kernel's timers are not exact
-            if lost or not late:
-                self._drop(questions)
+            if reply is None or not late:
+                self.close(questions)
             if late:
                 raise GradingTimeout(f"no verdict in {seconds:.1f} s: {response[:80]!r}")
         raise GradingError(f"the grading worker died twice: {response[:80]!r}")
 
-    def close(self) -> None:
-        """End the server; the next question starts another."""
-        with self._lock:
-            self._kill()
-
     def _ask(self, questions: socket.socket, question: bytes) -> bytes:
-        """The worker's reply to one question; empty if it died without one."""
+        """The worker's reply; empty if it died without one."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
@@ -87,56 +85,87 @@ class GradingPool:
             ours.settimeout(self.wall_limit_s + 0.5)  # the worker's own timer goes first
             return ours.recv(1)
 
-    def _forget(self) -> None:
-        """Begin anew; also in a forked child, which must not share the parent's server."""
-        self._lock = threading.Lock()
-        if self._questions is not None:
-            self._questions.close()
-        self._questions = self._process = None
-
     def _server(self) -> socket.socket:
         """The socket that takes questions, with a live server behind it."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._kill()
-                self._start()
-            assert self._questions is not None
+        if self._questions is not None and self._process is not None and self._process.poll() is None:
             return self._questions
-
-    def _drop(self, questions: socket.socket) -> None:
-        """End the server behind this socket, unless another thread did."""
-        with self._lock:
-            if self._questions is questions:
-                self._kill()
-
-    def _start(self) -> None:
-        questions, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._questions = questions
-        path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
-        limits = [str(self.limit_s), str(self.wall_limit_s)]
+        self._kill()
+        self._questions, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = f"import sys; sys.path[:] = {sys.path!r}; from rlinf_vl.rewards.grading_pool import serve; serve"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlinf_vl.rewards.math_worker", *limits],
+                [sys.executable, "-c", f"{code}({self.limit_s}, {self.wall_limit_s})"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C is for the parent
             )
-        questions.settimeout(self.start_limit_s)
+        self._questions.settimeout(self.start_limit_s)
         try:
-            reply = questions.recv(4096)
+            reply = self._questions.recv(4096)
         except OSError as e:
             reply = str(e).encode()
         if reply != b"ready":
             self._kill()
             raise RuntimeError(f"the grading worker doesn't start: {reply.decode() or 'it died'}")
-        questions.settimeout(self.wall_limit_s)
+        self._questions.settimeout(self.wall_limit_s)
+        return self._questions
+
+    def close(self, questions: socket.socket | None = None) -> None:
+        """End the server, or the one behind `questions` unless it is replaced already; the next question starts another."""
+        with self._lock:
+            if questions in (None, self._questions):
+                self._kill()
 
     def _kill(self) -> None:
-        if self._process is not None:
+        if self._process is not None and self._questions is not None:
+            self._questions.close()
             self._process.kill()
             self._process.wait()
-        if self._questions is not None:
-            self._questions.close()
-        self._questions = self._process = None
+        self._process = None
+        self._questions = None
+
+
+def serve(limit_s: float, wall_limit_s: float) -> None:
+    """Answer the questions on standard input until its other end is closed."""
+    questions = socket.socket(fileno=0)
+    try:  # imports, and fills the parser's caches
+        same(r"\sqrt{12}+\sin(\frac{30\pi}{180})", r"\frac{1}{2}+2\cdot3^{1/2}", algebra=True)
+        same("2(x+1)=y", "y=2x+2", algebra=True)
+    except Exception as e:
+        questions.send(f"{type(e).__name__}: {e}".encode())
+        return
+    gc.freeze()  # workers share these pages as long as nothing writes to them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    questions.send(b"ready")
+    while True:
+        question, sockets, *_ = socket.recv_fds(questions, 1 << 16, 1)  # two boxes, all escaped, are shorter
+        if not sockets:
+            return
+        if os.fork() == 0:
+            questions.close()  # or the server's death would go unnoticed while a worker lives
+            limit(limit_s, wall_limit_s)
+            os.write(sockets[0], reply_to(question))
+            os._exit(0)
+        os.close(sockets[0])
+
+
+def limit(limit_s: float, wall_limit_s: float) -> None:
+    """End this process after so much processor time or time on the clock; bound its memory."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, wall_limit_s)
+    with open("/proc/self/statm") as f:
+        memory = int(f.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def reply_to(question: bytes) -> bytes:
+    try:
+        return b"1" if same(*json.loads(question), algebra=True) else b"0"
+    except MemoryError:
+        return b"m"
+    except Exception:  # RecursionError too: what can't be understood is wrong
+        return b"0"

@@ -1,4 +1,4 @@
-r"""Reading an answer: the last `\boxed{…}`, one spelling for what LaTeX can spell in many, units, names, lists."""
+r"""Read an answer: the last `\boxed{…}`, one spelling for what LaTeX can spell in many, its unit, its names, its elements."""
 
 import re
 from itertools import accumulate
@@ -12,35 +12,30 @@ _CHARACTERS = str.maketrans(
         "。": ".", "％": "%", "\n": " ", "\t": " ",
     }
 )  # fmt: skip
-
 _REWRITES = [
     (re.compile(pattern), to)
     for pattern, to in (
-        (r"√ ?\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"√ ?\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?", r"\\sqrt{\1}"),
-        (r"\\\$|\$|\\[()\[\]]", ""),
-        (r"\\(?:left|right)\.|\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle)(?![a-zA-Z])", ""),
-        (r"\\!", ""),
+        (r"(?:√|(?<![\\a-zA-Z])sqrt) ?(?:\(([^()]*)\)|\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?)", r"\\sqrt{\1\2}"),
+        (
+            r"\\\$|\$|\\[()\[\]!]|\\(?:left|right)\.|\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style)(?![a-zA-Z])",
+            "",
+        ),
         (r"\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\\thinspace(?![a-zA-Z])", " "),
         (r"\{,\}", ","),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (
-            r"\\(?:text|mathrm|textrm|textbf|textit|mathbf|boldsymbol|mathit|mbox|operatorname|rm) ?\{([^{}]*)\}",
-            r" \1 ",
-        ),
+        (r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|boldsymbol|mbox|operatorname|rm) ?\{([^{}]*)\}", r" \1 "),
         (r"\\(?:thick)?approx(?![a-zA-Z])", r"\\approx "),
         (r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![a-zA-Z])|\\degree(?![a-zA-Z])", r"^\\circ "),
         (r"\\%| ?percent(?![a-z])", "%"),
-        (r"(?<![\\a-zA-Z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
-        (r"\\sqrt ?([0-9])", r"\\sqrt{\1}"),
-        (r"\\frac ?([0-9a-z])", r"\\frac{\1}"),
+        (r"\\(sqrt|frac) ?([0-9]|(?<=frac)[a-z])", r"\\\1{\2}"),
         (r"(\\frac ?\{[^{}]*\}) ?([0-9a-z])", r"\1{\2}"),
         (r" (?:or|and) ", " , "),
         (r" {2,}", " "),
         (r"(^|=) ?([0-9.,]+)m(?= ?(?:\^|$))", r"\1 \2 m"),  # metres, not a product
     )
 ]
+_THOUSANDS = re.compile(r"(?:^|=) ?[+-]?[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9,]| [0-9])")
 
 _UNITS = {
     "cm": "cm|centimet(?:er|re)s?", "mm": "mm|millimet(?:er|re)s?", "km": "km|kilomet(?:er|re)s?",
@@ -59,19 +54,16 @@ _BOX = re.compile(r"\\boxed\s{0,9}\{")
 _ANGLE = re.compile(r"(?:m ?)?\\(?:measured)?angle(?![a-zA-Z])")
 _DECORATION = re.compile(
     r"\\(?:overline|widehat|overarc|overset|frown|arc|overrightarrow|vec|triangle|mathcal|operatorname)(?![a-zA-Z])"
-    r"|[{}()|' ]|_ ?[0-9a-zA-Z]"
+    r"|\\(?=(?:alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu|sin|cos|tan)(?![a-zA-Z]))|[{}()|' ]|_ ?[0-9a-zA-Z]"
 )
-_GREEK = re.compile(r"\\(alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu)(?![a-zA-Z])")
-_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan)(?![a-zA-Z])")
+_NAME = re.compile(r"[A-Za-z]{1,40}|∠[A-Za-z0-9]{1,9}|(?:sin|cos|tan)[0-9^\\]+(?:circ)?")
 _DEGREES = re.compile(r"([0-9]+(?:\.[0-9]*)?) ?\^\\circ ?")
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\approx ")
+_COMMA = re.compile(r"[,;](?![^(\[{]*[)\]}])")  # outside of brackets
 
 
 def last_boxed(text: str, max_length: int) -> str | None:
-    r"""What stands in the last `\boxed{…}`, braces balanced.
-
-    None if there is no box, the last one is unbalanced or empty, or it holds more than `max_length` characters.
-    """
+    r"""The content of the last `\boxed{…}`; None if it is missing, unbalanced, empty or longer than `max_length`."""
     head = _BOX.match(text, max(0, text.rfind("\\boxed")))
     if head is None:
         return None
@@ -85,30 +77,21 @@ def last_boxed(text: str, max_length: int) -> str | None:
 
 
 def normalise(text: str) -> str:
-    r"""One spelling: typesetting and dollar signs gone, `\frac12` → `\frac{1}{2}`, √ → `\sqrt`, text unwrapped…"""
+    r"""One spelling: typesetting and dollar signs gone, `\frac12` → `\frac{1}{2}`, √ → `\sqrt`, 1,440 → 1440, text unwrapped."""
     text = text.translate(_CHARACTERS)
     for pattern, to in _REWRITES:
         text = pattern.sub(to, text)
     text = text.strip().removesuffix(".").strip()
-    while text.startswith("{") and _closing(text) == len(text) - 1:
+    while text.startswith("{") and 0 not in depths(text)[:-1]:
         text = text[1:-1].strip()
-    return text
-
-
-def key(text: str) -> str:
-    """For comparison as a string: without case or spaces, but for those that keep two numbers apart."""
-    return re.sub(r"(?<![0-9]) +| +(?![0-9])", "", text).casefold()
+    return _THOUSANDS.sub(lambda match: re.sub("[, ]", "", match[0]), text)
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    r"""(value, unit) with the unit's name made canonical: `12 square inches` → ("12", "inch^2"), `25%` → ("25", "%").
-
-    "units" and "square units" name none: the unit is None.
-    """
-    text = text.strip()
+    r"""(value, canonical unit): `12 square inches` → ("12", "inch^2"), `25%` → ("25", "%"); `12 units` → ("12", None)."""
     if text.endswith("%"):
         return text[:-1].strip(), "%"
-    if _TRIGONOMETRIC.search(text):  # a trailing degree belongs to the argument
+    if re.search(r"\\(?:sin|cos|tan)(?![a-zA-Z])", text):  # a trailing degree belongs to the argument
         return _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text), None
     if text.endswith("^\\circ"):
         return text.removesuffix("^\\circ").strip(), "degree"
@@ -121,46 +104,28 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def split_equation(text: str) -> tuple[list[str], list[str]]:
-    r"""(names, values) of a chain of equalities: `m\angle A = 2x = 30` → (["A"], ["2x", "30"])."""
+    r"""(names, values) of a chain of equalities: `m\angle A = 2x = 30` → (["∠A"], ["2x", "30"])."""
     parts = [part.strip() for part in _EQUALS.split(text)]
     parts = parts[1:] if not parts[0] and len(parts) > 1 else parts  # `= 7`
-    if len(parts) == 1:
-        return [], parts
-    values = [part for part in parts if _name(part) is None] or parts[-1:]
-    return [name for part in parts if part not in values and (name := _name(part))], values
+    letters = [_DECORATION.sub("", _ANGLE.sub("∠", part)) for part in parts]
+    named = [len(parts) > 1 and _NAME.fullmatch(name) is not None for name in letters]
+    values = [part for part, is_name in zip(parts, named, strict=True) if not is_name] or parts[-1:]
+    return [name.removeprefix("∠") for name, is_name in zip(letters, named, strict=True) if is_name], values
 
 
-def split_list(text: str) -> tuple[str, list[str]] | None:
-    r"""(brackets, elements) of a list: `(1,2]` → ("(]", …), ordered; `1, 2`, `\{1,2\}` and `2 \pm 1` → ("", …), a set.
-
-    None for a single value.
-    """
+def split_list(text: str) -> tuple[str, list[str]]:
+    r"""(brackets, elements): `(1,2]` → ("(]", …), ordered; `1, 2`, `\{1,2\}` and `2 \pm 1` → ("", …), a set; `x` → ("", ["x"])."""
     brackets, inner = "", text
     if text.startswith("\\{") and text.endswith("\\}"):
         inner = text[2:-2]
-    elif text[:1] in "([" and text[-1:] in ")]" and _closing(text) == len(text) - 1:
+    elif text[:1] in ("(", "[") and text[-1:] in (")", "]") and 0 not in depths(text)[:-1]:
         brackets, inner = text[0] + text[-1], text[1:-1]
-    commas = [i for i, (c, depth) in enumerate(zip(inner, depths(inner), strict=True)) if c in ",;" and depth == 0]
-    begins, ends = [0, *(i + 1 for i in commas)], [*commas, len(inner)]
-    elements = [inner[begin:end].strip() for begin, end in zip(begins, ends, strict=True)]
-    if len(elements) == 1 and text.count("\\pm") == 1:
-        return "", [text.replace("\\pm", sign) for sign in "+-"]
-    return (brackets, elements) if len(elements) > 1 else None
-
-
-def _name(text: str) -> str | None:
-    """The letters of what could be the name of a quantity (`x`, `AB`, `m∠A`, `∠1`, `length of AB`); None for others."""
-    if _TRIGONOMETRIC.match(text):
-        return re.sub(r"[^A-Za-z0-9]", "", text) if re.fullmatch(r"\\[a-z]+[({ ]*[0-9A-Za-z\\^]+[)} ]*", text) else None
-    letters = _GREEK.sub(r"\1", _DECORATION.sub("", _ANGLE.sub("∠", text)))
-    return letters.removeprefix("∠") if re.fullmatch(r"[A-Za-z]{1,40}|∠[A-Za-z0-9]{1,9}", letters) else None
+    elements = [element.strip() for element in _COMMA.split(inner)]
+    if len(elements) > 1:
+        return brackets, elements
+    return "", [text.replace("\\pm", sign) for sign in "+-"] if text.count("\\pm") == 1 else [text]
 
 
 def depths(text: str) -> list[int]:
     """How many brackets are open behind each character, any kind closing any."""
     return list(accumulate((c in "([{") - (c in ")]}") for c in text))
-
-
-def _closing(text: str) -> int:
-    """Position of the bracket that closes the one `text` begins with; -1 if none does."""
-    return next((i for i, depth in enumerate(depths(text)) if depth == 0), -1)

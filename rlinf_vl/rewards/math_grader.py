@@ -1,35 +1,27 @@
 r"""Is a response's last `\boxed{…}` the answer?
 
-Whatever needs no algebra (numbers, names, units, lists of them) is settled here, in any thread; the rest goes to a worker
-process under limits of time and memory (`rlinf_vl.rewards.grading_pool`).
+Answers that need no algebra (numbers, names, units, lists of them) are compared here, in any thread; formulas are compared
+by a worker process under limits of time and memory (`rlinf_vl.rewards.grading_pool`).
 """
 
+import atexit
+import os
 import re
 from functools import lru_cache
 
-from rlinf_vl.rewards.comparison import same
+from rlinf_vl.rewards.comparison import NeedsAlgebra, same
 from rlinf_vl.rewards.grading_pool import GradingError, GradingPool, GradingTimeout
 from rlinf_vl.rewards.latex import last_boxed, normalise
 
 MAX_LENGTH = 1000
-"""Longest box, in characters, that is looked at: answers are short, and a longer one is an attack or a monologue."""
-
+"""Longest box, in characters, that is read: answers are short, and a longer one is an attack or a monologue."""
 _COSTLY = re.compile(r"\^ ?(?!\\circ)|!|[0-9]{40}|\\(?:sum|prod|[io]*int|binom|lim)(?![a-z])")
-"""What a formula must have to take long: without it, nobody need wait for algebra to find out."""
-
+"""What a formula must have to take long; a reference without it needs no trial."""
 _POOL = GradingPool()
 
 
-class _NeedsAlgebra(Exception):
-    pass
-
-
 def grade_math(response: str, answer: str) -> bool:
-    """Whether `math_verdict` finds the response right; without a verdict it is wrong.
-
-    Raises:
-        RuntimeError: as `math_verdict`.
-    """
+    """Whether `math_verdict` finds the response right; without a verdict it is wrong. Raises RuntimeError as that does."""
     try:
         return math_verdict(response, answer)
     except GradingError:
@@ -39,8 +31,8 @@ def grade_math(response: str, answer: str) -> bool:
 def math_verdict(response: str, answer: str) -> bool:
     r"""Whether the last `\boxed{…}` of `response` is `answer`, which may itself stand in a box or not.
 
-    Nothing outside the box counts; no box, an empty or an unbalanced one is wrong. What counts as the same is told in
-    `rlinf_vl.rewards.comparison`. Safe in any thread; bounded by `GradingPool`'s limits (plus, on first use, its start).
+    Nothing outside the box counts; no box, an empty or an unbalanced one is wrong. `rlinf_vl.rewards.comparison` says what
+    counts as the same. Safe in any thread; bounded by `GradingPool`'s limits (plus, on first use, its start).
 
     Raises:
         GradingTimeout: the comparison took too much time or memory.
@@ -52,7 +44,7 @@ def math_verdict(response: str, answer: str) -> bool:
 
 
 def check_reference(answer: str) -> None:
-    """Find out, before training, whether responses can be compared with this reference answer: a costly one is, with itself.
+    """Try, before training, whether responses can be compared with this reference answer: a costly one is, with itself.
 
     Raises:
         GradingError: it is empty, longer than `MAX_LENGTH`, in a broken box, or takes too much time or memory.
@@ -61,9 +53,7 @@ def check_reference(answer: str) -> None:
     wanted = _reference(answer)
     if not wanted:
         raise GradingError(f"the reference answer {answer[:80]!r} is empty, too long or in a broken box")
-    if not _COSTLY.search(wanted):
-        return
-    for attempt in range(2):  # the first may fail on a busy machine
+    for attempt in range(2 if _COSTLY.search(wanted) else 0):  # the first may fail on a busy machine
         try:
             _same(f"0+{wanted}", wanted)
             return
@@ -72,28 +62,30 @@ def check_reference(answer: str) -> None:
                 raise GradingTimeout(f"the reference answer {answer[:80]!r} can't be evaluated: {e}") from e
 
 
+def stop_grading() -> None:
+    """End the grading processes now instead of with this process; the next call that needs them starts others."""
+    _POOL.close()
+
+
+def _new_pool() -> None:
+    """Give a forked child a pool of its own; it must not share its parent's server."""
+    global _POOL
+    _POOL = GradingPool()
+
+
+atexit.register(stop_grading)
+os.register_at_fork(after_in_child=_new_pool)
+
+
 def _reference(answer: str) -> str | None:
     """The reference, normalised; None if its box is broken or it is too long."""
     wanted = last_boxed(answer, MAX_LENGTH) if "\\boxed" in answer else answer
     return None if wanted is None or len(wanted) > MAX_LENGTH else normalise(wanted)
 
 
+@lru_cache(maxsize=4096)  # the responses of a group repeat each other
 def _same(given: str, wanted: str) -> bool:
     try:
-        return same(given, wanted, _no_algebra)
-    except _NeedsAlgebra:
-        return _ask(given, wanted)
-
-
-def stop_grading() -> None:
-    """End the grading processes now instead of with this process; the next call that needs them starts others."""
-    _POOL.close()
-
-
-def _no_algebra(response: str, answer: str) -> bool:
-    raise _NeedsAlgebra
-
-
-@lru_cache(maxsize=4096)  # the responses of a group repeat each other
-def _ask(given: str, wanted: str) -> bool:
-    return _POOL.same(given, wanted)
+        return same(given, wanted, algebra=False)
+    except NeedsAlgebra:
+        return _POOL.same(given, wanted)

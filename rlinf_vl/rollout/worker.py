@@ -28,7 +28,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
-from rlinf_vl.rewards import REFERENCE_CHECKS, GradingError, grader
+from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
 from rlinf_vl.runtime.ray_process import own_process, where
 from rlinf_vl.transport import received, shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
@@ -130,7 +130,7 @@ class RolloutRank:
         }
         if config.rollout.rollout_backend == "sglang":
             warm_up(self.engine, self.processor, self.sampling.values(), config.runner.seq_length)
-        self.grade = grader(config.reward.reward_type)
+        self.grade = GRADERS[config.reward.reward_type]
         self.store = GroupStore()
 
     async def ready(self) -> dict[str, int]:

@@ -16,9 +16,9 @@ from rlinf_vl.rewards import (
     GradingError,
     GradingTimeout,
     grade_math,
+    grading_pool,
     math_grader,
     math_verdict,
-    math_worker,
     stop_grading,
 )
 from rlinf_vl.rewards.grading_pool import GradingPool
@@ -28,8 +28,8 @@ TOWER = "9^{9^{9^9}}"
 
 def test_the_worker_cannot_take_more_memory() -> None:
     script = (
-        "from rlinf_vl.rewards import math_worker\n"
-        "math_worker._limit(10, 10)\n"
+        "from rlinf_vl.rewards import grading_pool\n"
+        "grading_pool.limit(10, 10)\n"
         "some = bytearray(50 << 20)\n"
         "try:\n    bytearray(60 << 20)\nexcept MemoryError:\n    print('no more')\n"
     )
@@ -37,11 +37,11 @@ def test_the_worker_cannot_take_more_memory() -> None:
 
 
 def test_a_worker_without_memory_has_no_verdict(monkeypatch) -> None:
-    def same(*_) -> bool:
+    def same(*_, algebra: bool) -> bool:
         raise MemoryError
 
-    monkeypatch.setattr(math_worker, "same", same)
-    assert math_worker._answer(b'["x", "6"]') == b"m"
+    monkeypatch.setattr(grading_pool, "same", same)
+    assert grading_pool.reply_to(b'["x", "6"]') == b"m"
     pool = GradingPool()
     monkeypatch.setattr(pool, "_server", lambda: None)
     monkeypatch.setattr(pool, "_ask", lambda *_: b"m")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rlinf_vl.rewards import grade_math, grader, math_verdict
+from rlinf_vl.rewards import grade_math, math_verdict
 from rlinf_vl.rewards.latex import last_boxed
 
 WHOLE = st.integers(1, 10**6)
@@ -64,12 +64,6 @@ def test_escaped_braces_do_not_close_the_box() -> None:
 def test_a_box_of_the_greatest_length_is_read_and_a_longer_one_is_not() -> None:
     assert last_boxed(r"\boxed{" + "6" * 100 + "}", 100) == "6" * 100
     assert last_boxed(r"\boxed{" + "6" * 101 + "}", 100) is None
-
-
-def test_graders_are_found_by_name() -> None:
-    assert grader("math") is math_verdict
-    with pytest.raises(ValueError, match=r"reward\.reward_type: no grader 'maths'; .*did you mean 'math'\?"):
-        grader("maths")
 
 
 def test_every_real_answer_is_itself_and_no_other_number(geo3k_dir: Path) -> None:
