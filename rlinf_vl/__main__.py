@@ -8,15 +8,25 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from rlinf_vl.config import Config, ConfigError, load_config
-from rlinf_vl.errors import RunError, reason_of
+from rlinf_vl.config import Config, load_config
+from rlinf_vl.errors import ConfigError, RunError, reason_of
+from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.observe.progress import RunProgress, setup_logging
 from rlinf_vl.observe.spans import FOLDER as SPANS
-from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, write_timeline
+from rlinf_vl.observe.spans import flush_spans, record_spans, write_timeline
 from rlinf_vl.observe.status import StatusFile
 from rlinf_vl.preflight.inputs import packages_missing, problems_here
+from rlinf_vl.runtime.run_folder import (
+    find_checkpoint,
+    load_state,
+    locked,
+    open_folder,
+    recover_checkpoints,
+    run_folder,
+)
 from rlinf_vl.runtime.stop_request import StopRequest
 
 log = logging.getLogger("rlinf_vl")
@@ -123,8 +133,6 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides, further=rules)
     if arguments.check:
         return 0
-    from rlinf_vl.runtime.run_folder import find_checkpoint, load_state, recover_checkpoints
-    from rlinf_vl.runtime.run_start import locked, open_folder
 
     run_dir = run_folder(config)
     config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
@@ -137,7 +145,9 @@ def _train(arguments: argparse.Namespace) -> int:
         from rlinf_vl.preflight import doctor  # which takes seconds to import
 
         doctor.refuse(config)
-        return _run(arguments, config, run_dir, open_folder(config, run_dir, checkpoint))
+        events = EventLog(run_dir)
+        checkpoint = open_folder(config, run_dir, checkpoint, partial(events.add, level=logging.INFO))
+        return _run(arguments, config, run_dir, checkpoint)
 
 
 def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoint: Path | None) -> int:
@@ -145,7 +155,8 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.observe.environment import write_environment
-    from rlinf_vl.runtime.launch import place, ray_cluster, settle_memory
+    from rlinf_vl.preflight.gpu_share import settle_gpu_share
+    from rlinf_vl.runtime.launch import place, ray_cluster
     from rlinf_vl.runtime.stop_request import Interrupted
 
     arguments.run_dir = run_dir
@@ -159,7 +170,7 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
         stop_request, code = arguments.stop_request, 0
         with ray_cluster(config), place(config) as placement:
             stop_request.install()  # Ray has put a handler of its own
-            settle_memory(config, model_path, placement)
+            settle_gpu_share(config, model_path, placement)
             controller = GrpoController(config, model_path, placement, run_dir, progress, stop_request, checkpoint)
             log.info("started in %.0f s; training to step %d", time.monotonic() - start, controller.total_steps)
             try:

@@ -2,15 +2,22 @@
 
 import re
 
-from rlinf_vl.config.keys import ConfigError
+
+class ConfigError(ValueError):
+    """Mistakes of the user: every problem found, each naming the key, its value and the way out, on one line."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        text = problems[0] if len(problems) == 1 else "\n".join([f"{len(problems)} problems:", *problems])
+        super().__init__(text)
 
 
 class RunError(RuntimeError):
-    """The run can't go on. The message says why, what was kept, and the way out: it needs no traceback."""
+    """The run can't go on. The message says why, what was saved, and the way out: it needs no traceback."""
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong, without where: of an error that Ray brought from another process, that error's own message."""
+    """The message of an error without its traceback; of an error that Ray brought from another process, the original's."""
     cause = getattr(error, "cause", None)  # a RayTaskError's
     if isinstance(cause, BaseException):
         return reason_of(cause)

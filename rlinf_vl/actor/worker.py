@@ -34,9 +34,10 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe.profiling import profiler
-from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
+from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.runtime.ray_process import own_process, where
+from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import SENDERS
 from rlinf_vl.transport.broadcast import BroadcastSender, WeightGroup
 from rlinf_vl.transport.buckets import fingerprint

@@ -1,6 +1,6 @@
 """A run's configuration: one typed schema, how it is loaded, and what it refuses."""
 
-from rlinf_vl.config.keys import ConfigError, Key, config_keys
+from rlinf_vl.config.keys import Key, config_keys
 from rlinf_vl.config.load import changed_keys, load_config, save_config
 from rlinf_vl.config.placement import placement_slots
 from rlinf_vl.config.schema import Config
@@ -8,7 +8,6 @@ from rlinf_vl.config.validate import validate_config
 
 __all__ = [
     "Config",
-    "ConfigError",
     "Key",
     "changed_keys",
     "config_keys",

@@ -12,19 +12,6 @@ from typing import Any, NamedTuple, get_type_hints
 import rlinf_vl.config.schema as schema
 
 
-class ConfigError(ValueError):
-    """What a user got wrong: every problem found, each naming the key, its value and the way out.
-
-    Attributes:
-        problems: one line each.
-    """
-
-    def __init__(self, *problems: str) -> None:
-        self.problems = problems
-        text = problems[0] if len(problems) == 1 else "\n".join([f"{len(problems)} problems:", *problems])
-        super().__init__(text)
-
-
 class Key(NamedTuple):
     """A key's annotation, its default (`omegaconf.MISSING` if it must be given) and the text under its field."""
 

@@ -23,9 +23,10 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlinf_vl.config.keys import ConfigError, config_keys, config_sections, did_you_mean, suggestion
+from rlinf_vl.config.keys import config_keys, config_sections, did_you_mean, suggestion
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import Rule, validate_config
+from rlinf_vl.errors import ConfigError
 
 SCHEMA_NAME = "rlinf_vl_schema"
 _IN_CHECKOUT = Path(__file__).resolve().parents[2] / "examples/reasoning/config/vqa"

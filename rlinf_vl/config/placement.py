@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlinf_vl.config.keys import ConfigError, nearest
+from rlinf_vl.config.keys import nearest
+from rlinf_vl.errors import ConfigError
 
 COMPONENTS = ("actor", "rollout")
 _KEY = "cluster.component_placement"

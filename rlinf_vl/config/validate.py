@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
-from rlinf_vl.config.keys import ConfigError, config_keys, nearest
+from rlinf_vl.config.keys import config_keys, nearest
 from rlinf_vl.config.placement import parse_placement
 from rlinf_vl.config.schema import Config, SamplingConfig
+from rlinf_vl.errors import ConfigError
 
 #: Allowed values of every string key that isn't free text.
 CHOICES: dict[str, tuple[str, ...]] = {

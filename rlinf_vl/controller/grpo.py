@@ -16,7 +16,6 @@ import ray
 
 from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.group import ActorGroup, ActorsLost
-from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.mismatch import NOISE, Score, judge, pick
 from rlinf_vl.controller.recorder import TrajectoryLog
@@ -25,7 +24,7 @@ from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.controller.weight_sync import WeightSync
 from rlinf_vl.data.bad_rows import BadRows, check_faults
 from rlinf_vl.data.sampler import EpochSampler
-from rlinf_vl.errors import RunError
+from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.models.families import family_of
 from rlinf_vl.observe.lines import EventLog, StepLines
 from rlinf_vl.observe.metrics import summarize_rollout

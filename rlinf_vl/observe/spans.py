@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlinf_vl.config.schema import Config
-
 FOLDER = "spans"
 #: Seconds between two spans of one name in one thread under which they are one.
 MERGE_GAP_S = 0.005
@@ -24,11 +22,6 @@ _file: TextIO | None = None
 _lock = threading.Lock()
 _last: dict[int, dict[str, Any]] = {}
 _flushed = 0.0
-
-
-def run_folder(config: Config) -> Path:
-    """The folder of the run that `config` describes."""
-    return Path(config.runner.output_dir).absolute() / config.runner.experiment_name
 
 
 def record_spans(run_dir: Path, process: str) -> None:

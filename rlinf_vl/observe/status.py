@@ -10,8 +10,7 @@ from typing import Any
 
 import psutil
 
-from rlinf_vl.config.keys import ConfigError
-from rlinf_vl.errors import RunError, reason_of
+from rlinf_vl.errors import ConfigError, RunError, reason_of
 
 #: Lines that a reason has at most, and of a traceback, its last ones.
 REASON_LINES, TRACE_LINES = 40, 8

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import psutil
 
-from rlinf_vl.config import Config, ConfigError
+from rlinf_vl.config import Config
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_slots, slots_named
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.data.cache import cache_root
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.inputs import gpu_count, packages_missing, problems_here
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlinf_vl.config import Config, ConfigError, placement_slots
+from rlinf_vl.config import Config, placement_slots
 from rlinf_vl.config.keys import nearest
 from rlinf_vl.config.placement import engine_slots
 from rlinf_vl.config.validate import CHOICES, why_absent
@@ -22,6 +22,7 @@ from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.peek import TOY, peek
 from rlinf_vl.engines.sglang.cuda import missing_tools
 from rlinf_vl.engines.sglang.version import require_sglang, server_argument_names
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.cluster import cluster_to_join
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE
 

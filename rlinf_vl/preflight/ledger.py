@@ -17,10 +17,10 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.config.placement import engine_slots, placement_slots
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import release_tags
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.preflight.model import Weights, meta_model, model_config

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-from rlinf_vl.config.keys import ConfigError
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import freeze_vision, use_packed_attention
 

@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Iterable
 
-from rlinf_vl.config import ConfigError
 from rlinf_vl.config.load import load_config
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.ledger import GIB, PARTS, Gpu, Hardware, Ledger, Model, largest_budget, ledger
 
 

@@ -27,9 +27,10 @@ from rlinf_vl.envs import Env, make_env
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.observe.spans import flush_spans, record_spans, run_folder, span
+from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
 from rlinf_vl.runtime.ray_process import own_process, where
+from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import received, shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.groups import GroupStore

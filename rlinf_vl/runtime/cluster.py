@@ -8,10 +8,11 @@ import json
 import logging
 import os
 import socket
-import time
 from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from rlinf_vl.runtime.files import write_aside
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +73,9 @@ def read_record() -> NodeRecord | None:
 def write_private(path: Path, text: str) -> None:
     """Write a file that only its owner reads, whole or not at all."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.{time.time_ns()}")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    aside.replace(path)
+    with write_aside(path) as aside:
+        aside.touch(mode=0o600)
+        aside.write_text(text)
 
 
 def reachable(address: str, source: str = "", timeout: float = 3) -> bool:

@@ -31,7 +31,7 @@ def write_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
                 _sync(written)
         if path.is_dir():  # no folder can be renamed over one that has files
             os.rename(path, replaced)
-        os.replace(aside, path)
+        os.rename(aside, path)
         if durable:
             _sync(path.parent)
     finally:

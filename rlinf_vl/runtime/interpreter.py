@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlinf_vl.config.keys import ConfigError
+from rlinf_vl.errors import ConfigError
 
 #: Seconds that each node has to start a worker: a first import of Ray from a shared disk takes its time.
 WORKER_S = 120.0

@@ -14,10 +14,9 @@ from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAc
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlinf_vl.config.keys import ConfigError
 from rlinf_vl.config.placement import engine_slots, placement_slots, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
-from rlinf_vl.errors import RunError
+from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.runtime import interpreter
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
 
@@ -184,36 +183,3 @@ def place(config: Config) -> Iterator[Placement]:
         yield Placement(device, options("actor"), options("rollout"), shared, beside_actors)
     finally:
         remove_placement_group(group)
-
-
-def settle_memory(config: Config, model_path: str, placement: Placement) -> None:
-    """Resolve `rollout.gpu_memory_utilization: auto` in place, by the memory ledger (`rlinf_vl.preflight`) of these GPUs.
-
-    A number is the user's: what the ledger says against it is a warning.
-
-    Raises:
-        ConfigError: no share of the GPUs' memory is enough for the engines beside what else the run needs.
-    """
-    rollout, automatic = config.rollout, config.rollout.gpu_memory_utilization == "auto"
-    if placement.device != "cuda":
-        rollout.gpu_memory_utilization = 0.6 if automatic else rollout.gpu_memory_utilization
-        return
-    from rlinf_vl.preflight.ledger import Hardware, Model, ledger  # takes transformers
-
-    look = ray.remote(max_calls=1)(_gpu_bytes)  # in a process that ends: the GPU is the actors'
-    seats = [look.options(**seat).remote() for seat in (*placement.actor, *placement.rollout)]
-    hardware = Hardware(int(ray.cluster_resources().get("GPU", 0)), min(ray.get(seats)))
-    made = ledger(config, hardware, Model(config, model_path))
-    if made.problems and automatic:
-        raise ConfigError(*made.problems)
-    for problem in made.problems:
-        log.warning("memory: %s", problem)
-    rollout.gpu_memory_utilization = made.share
-    if automatic:
-        log.info("rollout.gpu_memory_utilization auto is %.2f: a KV cache of %d tokens", made.share, made.kv_tokens)
-
-
-def _gpu_bytes() -> int:
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory

@@ -3,10 +3,11 @@
 import pytest
 import ray
 
-from rlinf_vl.config import ConfigError
 from rlinf_vl.config.load import parse_config
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.preflight import gpu_share
 from rlinf_vl.preflight.ledger import Hardware, Model, ledger
-from rlinf_vl.runtime import launch
+from rlinf_vl.runtime.launch import place
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30
@@ -20,11 +21,11 @@ def eight_gpus():
 
 
 def settled(monkeypatch, size: int, *overrides: str):
-    """The config behind `settle_memory`, on 8 GPUs of so many bytes."""
-    monkeypatch.setattr(launch, "_gpu_bytes", lambda: size)
+    """The config behind `settle_gpu_share`, on 8 GPUs of so many bytes."""
+    monkeypatch.setattr(gpu_share, "_gpu_bytes", lambda: size)
     config = parse_config(FLAGSHIP, overrides)
-    with launch.place(config) as placement:
-        launch.settle_memory(config, config.rollout.model.model_path, placement)
+    with place(config) as placement:
+        gpu_share.settle_gpu_share(config, config.rollout.model.model_path, placement)
     return config
 
 

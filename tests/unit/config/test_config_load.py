@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.config import Config, ConfigError, load_config, save_config
+from rlinf_vl.config import Config, load_config, save_config
 from rlinf_vl.config.load import EXAMPLES_DIR
+from rlinf_vl.errors import ConfigError
 
 TOY = "toy-grpo-cpu"
 HEADER = "defaults: [rlinf_vl_schema, _self_]\n"

@@ -2,8 +2,9 @@
 
 import pytest
 
-from rlinf_vl.config import ConfigError, placement_slots
+from rlinf_vl.config import placement_slots
 from rlinf_vl.config.placement import shares_slots
+from rlinf_vl.errors import ConfigError
 
 
 @pytest.mark.parametrize(

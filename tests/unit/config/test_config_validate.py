@@ -4,8 +4,9 @@ import importlib.util
 
 import pytest
 
-from rlinf_vl.config import ConfigError, config_keys, load_config
+from rlinf_vl.config import config_keys, load_config
 from rlinf_vl.config.validate import CHOICES, LIMITS, MAY_BE_INFINITE
+from rlinf_vl.errors import ConfigError
 
 TOY = "toy-grpo-cpu"
 NO_TIS = "algorithm.importance_sampling_fix=false"

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from rlinf_vl.__main__ import main
-from rlinf_vl.config import ConfigError
 from rlinf_vl.config.load import parse_config
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.ledger import Hardware, Model, largest_budget, ledger
 from rlinf_vl.preflight.table import render
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.config import ConfigError
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.run_folder import (
     ACTOR_FOLDER,
     CheckpointFailed,
@@ -85,30 +85,28 @@ def test_what_was_just_written_is_never_pruned_whatever_lies_beside_it(tmp_path)
 
 @pytest.mark.parametrize("crash", ["first", "second", "none"])
 def test_a_crash_while_a_step_is_saved_again_loses_no_checkpoint(tmp_path, monkeypatch, crash):
-    """`kill -9` before either of the two renames, or between the second one and the removal of what it replaced."""
+    """A process ends before either of the two renames, or between the second and the removal of what it replaced."""
     save_checkpoint(tmp_path, 3, write, {"a": 1}, keep_last=-1)
-
-    class Killed(BaseException):
-        pass
-
-    rename, calls = os.rename, []
+    rename, rmtree, calls = os.rename, shutil.rmtree, []
 
     def renamed(source, target):
         calls.append(target)
         if len(calls) == {"first": 1, "second": 2, "none": 3}[crash]:
-            raise Killed
+            os._exit(9)
         rename(source, target)
 
     def removed(folder, **options):
         if crash == "none" and folder.name.endswith(".replaced"):
-            raise Killed
+            os._exit(9)
         rmtree(folder, **options)
 
-    rmtree = shutil.rmtree
-    with monkeypatch.context() as m, pytest.raises(Killed):
-        m.setattr(os, "rename", renamed)
-        m.setattr(shutil, "rmtree", removed)
+    if not (child := os.fork()):
+        monkeypatch.setattr(os, "rename", renamed)
+        monkeypatch.setattr(shutil, "rmtree", removed)
         save_checkpoint(tmp_path, 3, write, {"a": 2}, keep_last=-1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2, "the crash left something"
     recover_checkpoints(tmp_path)
     assert load_state(find_checkpoint(tmp_path, "auto")) == {"a": 2 if crash == "none" else 1}
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_3"]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from rlinf_vl.__main__ import main
-from rlinf_vl.config import ConfigError
 from rlinf_vl.config.load import parse_config
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight import doctor
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30
-PAGES = runpy.run_path(str(Path(__file__).parents[2] / "docs/generate_memory_page.py"))
+PAGES = runpy.run_path(str(Path(__file__).parents[3] / "docs/generate_memory_page.py"))
 GPUS = PAGES["host"](8)
 CPU = PAGES["TESTS"]
 

@@ -13,11 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.config import ConfigError, load_config
-from rlinf_vl.observe.spans import run_folder
+from rlinf_vl.config import load_config
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.report.run_folder import read_run
-from rlinf_vl.runtime.run_folder import checkpoints, find_checkpoint, load_state, save_checkpoint
-from rlinf_vl.runtime.run_start import locked, open_folder
+from rlinf_vl.runtime.run_folder import (
+    checkpoints,
+    find_checkpoint,
+    load_state,
+    locked,
+    open_folder,
+    run_folder,
+    save_checkpoint,
+)
 
 
 def configured(tmp_path, *overrides):
@@ -28,7 +36,8 @@ def opened(tmp_path, *overrides):
     """The folder and the checkpoint of a run, as `train` makes them ready."""
     config = configured(tmp_path, *overrides)
     folder = run_folder(config)
-    return folder, open_folder(config, folder, find_checkpoint(folder, config.runner.resume_dir))
+    checkpoint = find_checkpoint(folder, config.runner.resume_dir)
+    return folder, open_folder(config, folder, checkpoint, EventLog(folder).add)
 
 
 def trained(tmp_path, last, *overrides, every=2):
@@ -101,7 +110,7 @@ def test_auto_without_a_checkpoint_sets_a_used_folder_aside_and_leaves_a_strange
     other.mkdir()
     (other / "slurm.log").write_text("mine")  # who redirects a run's output there must not lose sight of it
     config = configured(tmp_path, "runner.experiment_name=other")
-    open_folder(config, other, None)
+    open_folder(config, other, None, EventLog(other).add)
     assert (other / "slurm.log").exists() and not happened(other)
 
 
@@ -197,7 +206,7 @@ def test_nothing_left_is_said_and_changes_nothing(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from rlinf_vl.runtime.run_start import locked
+from rlinf_vl.runtime.run_folder import locked
 with locked(Path(sys.argv[1])):
     print("has it", flush=True)
     time.sleep(600)

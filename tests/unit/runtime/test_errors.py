@@ -3,8 +3,7 @@
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from rlinf_vl.config import ConfigError
-from rlinf_vl.errors import RunError, reason_of
+from rlinf_vl.errors import ConfigError, RunError, reason_of
 
 TRACEBACK = """\x1b[36mray::RolloutRank.__init__()\x1b[39m (pid=1, ip=127.0.0.1)
   File "worker.py", line 86, in __init__

@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray._private.utils import check_version_info
 
-from rlinf_vl.config.keys import ConfigError
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.interpreter import explain_versions
 
 

@@ -6,8 +6,9 @@ import socket
 import pytest
 from ray._private import services
 
-from rlinf_vl.config import ConfigError, load_config
+from rlinf_vl.config import load_config
 from rlinf_vl.config.placement import engine_slots
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.launch import _own_sessions, ray_cluster
 
 

@@ -1,0 +1,41 @@
+"""`rollout.gpu_memory_utilization: auto`, resolved by the memory ledger of the GPUs that a run has been given."""
+
+import logging
+
+import ray
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.preflight.ledger import Hardware, Model, ledger
+from rlinf_vl.runtime.launch import Placement
+
+log = logging.getLogger(__name__)
+
+
+def settle_gpu_share(config: Config, model_path: str, placement: Placement) -> None:
+    """Resolve `rollout.gpu_memory_utilization: auto` in place. A number is the user's: the ledger may only warn of it.
+
+    Raises:
+        ConfigError: no share of the GPUs' memory is enough for the engines beside what else the run needs.
+    """
+    rollout, automatic = config.rollout, config.rollout.gpu_memory_utilization == "auto"
+    if placement.device != "cuda":
+        rollout.gpu_memory_utilization = 0.6 if automatic else rollout.gpu_memory_utilization
+        return
+    look = ray.remote(max_calls=1)(_gpu_bytes)  # in a process that ends: the GPU is the actors'
+    seats = [look.options(**seat).remote() for seat in (*placement.actor, *placement.rollout)]
+    hardware = Hardware(int(ray.cluster_resources().get("GPU", 0)), min(ray.get(seats)))
+    made = ledger(config, hardware, Model(config, model_path))
+    if made.problems and automatic:
+        raise ConfigError(*made.problems)
+    for problem in made.problems:
+        log.warning("memory: %s", problem)
+    rollout.gpu_memory_utilization = made.share
+    if automatic:
+        log.info("rollout.gpu_memory_utilization auto is %.2f: a KV cache of %d tokens", made.share, made.kv_tokens)
+
+
+def _gpu_bytes() -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory
