@@ -7,6 +7,7 @@ to the actor ranks through the object store, and so do weights on their way back
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -177,7 +178,7 @@ class GrpoController:
         """Have the tasks answered, decide who trains what, and let the actor ranks fetch it: from then on nothing is lost
         with a rollout worker. Groups that were lost before are sampled again."""
         with self.timed("generate"):
-            results = self.pool.generate(tasks)
+            results = self.pool.submit(tasks).results()
             while True:
                 summaries, groups = map(list, zip(*results, strict=True))
                 self.check_errors(summaries)
@@ -188,7 +189,7 @@ class GrpoController:
                 self.events.add(
                     self.current_step, "groups_lost", f"{len(lost)} groups died with their worker; sampled again"
                 )
-                for k, result in zip(lost, self.pool.generate([tasks[k] for k in lost]), strict=True):
+                for k, result in zip(lost, self.pool.submit([tasks[k] for k in lost]).results(), strict=True):
                     results[k] = result
 
     def plan(self, summaries: list[GroupSummary]) -> StepPlan:
@@ -216,7 +217,7 @@ class GrpoController:
         if not self.val_rows or self.config.runner.val_check_interval < 0:
             return {}
         with self.timed("validate"):
-            results = self.pool.generate(self.tasks("val", self.val_rows, 1, self.step))
+            results = self.pool.submit(self.tasks("val", self.val_rows, 1, self.step)).results()
         summaries, groups = map(list, zip(*results, strict=True))
         self.record("val", summaries, groups, self.trajectories.choose("val", self.step, len(groups)))
         self.check_errors(summaries)
@@ -374,8 +375,9 @@ class GrpoController:
         val = rows.get("val", 0) if data.val_samples < 0 else min(data.val_samples, rows.get("val", 0))
         totals = {"train": rows["train"], "val": val}
         self.bad_rows = BadRows(self.run_dir, data.max_bad_rows, totals)
+        self.answers: dict[str, Counter[str]] = {}
         self.train_rows, self.val_rows = self._usable("train", rows["train"]), self._usable("val", val)
-        write_baselines(self.run_dir, self.pool.answers["val"])
+        write_baselines(self.run_dir, self.answers["val"])
         steps = self._sampler().batches_per_epoch * runner.max_epochs
         self.total_steps = steps if runner.max_steps < 0 else min(steps, runner.max_steps)
 
@@ -390,9 +392,11 @@ class GrpoController:
             ConfigError: too few are left. TooManyBadRows: too many are bad.
         """
         data = self.config.data
-        kept, too_long, bad = self.pool.filter_rows(
+        found = self.pool.filter_rows(
             split, list(range(n)), lambda done: self.progress.phase(f"checking rows of {split}", done, n)
         )
+        kept, too_long, bad = found.kept, len(found.too_long), found.bad
+        self.answers[split] = found.answers
         log.info("%s: %d rows, %d of them longer than data.max_prompt_length, %d bad", split, n, too_long, len(bad))
         if bad:
             self.bad_rows.add(split, [bad[row] for row in sorted(bad)])
@@ -401,7 +405,7 @@ class GrpoController:
         if len(kept) < (needed := data.rollout_batch_size if split == "train" else min(n, 1)):
             why = [f"{len(bad)} are bad (see {self.bad_rows.path.name})"] if bad else []
             if too_long:
-                lengths = "{} to {}".format(*self.pool.too_long[split] or ())
+                lengths = f"{found.fewest} to {found.most}"
                 limit = f"data.max_prompt_length={data.max_prompt_length}"
                 why.append(
                     f"{too_long} have prompts of {lengths} tokens, above {limit}: raise that, and runner.seq_length"

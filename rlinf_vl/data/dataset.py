@@ -39,6 +39,19 @@ class FilterResult:
     fewest: int | None = None
     most: int | None = None
 
+    @classmethod
+    def merged(cls, results: Sequence["FilterResult"]) -> "FilterResult":
+        """The results of disjoint sets of rows as one, rows in order."""
+        tokens = [n for result in results for n in (result.fewest, result.most) if n is not None]
+        return cls(
+            kept=sorted(row for result in results for row in result.kept),
+            too_long=sorted(row for result in results for row in result.too_long),
+            bad={row: why for result in results for row, why in result.bad.items()},
+            answers=sum((result.answers for result in results), Counter()),
+            fewest=min(tokens, default=None),
+            most=max(tokens, default=None),
+        )
+
 
 class ProblemDataset:
     """`len(dataset)` rows; `dataset[i]` is a `Problem` or raises `RowError`. Made by `open`."""

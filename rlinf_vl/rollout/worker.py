@@ -29,6 +29,7 @@ from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
+from rlinf_vl.rollout.supervisor import Task
 from rlinf_vl.runtime.ray_process import own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import received, shared_memory
@@ -53,20 +54,6 @@ log = logging.getLogger(__name__)
 
 #: The environment that grades by the reference answer alone.
 SINGLE = "single_turn"
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Answer row `row` of `split` ("train" or "val") with one sample per seed; `group_id` names the result.
-
-    `own_images`: no other row is known to show the images of this one.
-    """
-
-    group_id: str
-    split: str
-    row: int
-    seeds: tuple[int, ...]
-    own_images: bool = False
 
 
 class RolloutFault(RuntimeError):

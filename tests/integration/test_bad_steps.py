@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -82,7 +83,7 @@ def test_whatever_happens_names_the_step_that_is_being_trained(controller, monke
     from rlinf_vl.observe import spans
     from rlinf_vl.observe.lines import read_steps
 
-    generate, plan, done = controller.pool.generate, controller.plan, set()
+    submit, plan, done = controller.pool.submit, controller.plan, set()
     (tmp_path / "spans").mkdir()
     monkeypatch.setattr(spans, "_file", None)
     spans.record_spans(tmp_path, "controller")
@@ -95,15 +96,15 @@ def test_whatever_happens_names_the_step_that_is_being_trained(controller, monke
         _, pid = ray.get(actor.process.remote())
         os.kill(pid, signal.SIGKILL)
 
-    def generated(tasks):
+    def submitted(tasks):
         assert all(task.group_id.startswith(f"train-{controller.current_step}-") for task in tasks)
         if first_time_in(2):
             kill(controller.pool.workers[0])
-        results = generate(tasks)
+        results = submit(tasks).results()
         if first_time_in(5):
             summary, group = results[0]
             results[0] = replace(summary, errors=("odd: one of its rows", *summary.errors[1:])), group
-        return results
+        return SimpleNamespace(results=lambda: results)
 
     def planned(summaries):
         made = plan(summaries)
@@ -113,7 +114,7 @@ def test_whatever_happens_names_the_step_that_is_being_trained(controller, monke
             made = replace(made, advantages=tuple(tuple(math.inf for _ in group) for group in made.advantages))
         return made
 
-    monkeypatch.setattr(controller.pool, "generate", generated)
+    monkeypatch.setattr(controller.pool, "submit", submitted)
     monkeypatch.setattr(controller, "plan", planned)
     controller.fit()
     spans.flush_spans()
@@ -147,16 +148,16 @@ def test_groups_that_ranks_have_fetched_outlive_their_worker_and_others_are_repo
     assert len(controller.actors.score(guard)) > 0
     assert controller.actors.update(1, plan.minibatches, plan.advantages)["actor/grad_norm"] > 0
 
-    generate, calls = controller.pool.generate, []
+    submit, calls = controller.pool.submit, []
 
-    def generated(tasks):
+    def submitted(tasks):
         calls.append([task.group_id for task in tasks])
-        results = generate(tasks)
+        results = submit(tasks).results()
         if len(calls) == 1:
             kill_the_worker()
-        return results
+        return SimpleNamespace(results=lambda: results)
 
-    controller.pool.generate = generated
+    controller.pool.submit = submitted
     summaries, _, plan, _ = controller.rollout(tasks)
     assert [s.id for s in summaries] == calls[0] and calls[1] == calls[0], "all were lost, and sampled again"
     assert controller.events.count("groups_lost") == 1

@@ -245,11 +245,11 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
     with ray_cluster(config), place(config) as placement:
         pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
         total = pool.start()
-        kept, too_long, bad = pool.filter_rows("train", range(6))
-        assert (kept, too_long, bad) == (list(range(6)), 0, {})
+        found = pool.filter_rows("train", range(6))
+        assert (found.kept, found.too_long, found.bad) == (list(range(6)), [], {})
         (tmp_path / "1.png").unlink()
         (tmp_path / "4.png").write_bytes((tmp_path / "4.png").read_bytes()[:900])  # the header is still whole
-        results = pool.generate([Task(f"g{i}", "train", i, (1, 2)) for i in kept])
+        results = pool.submit([Task(f"g{i}", "train", i, (1, 2)) for i in found.kept]).results()
         summaries = [summary for summary, _ in results]
         pool.stop()
     record = BadRows(tmp_path, 0.3, total)

@@ -75,7 +75,7 @@ def synced(parts, models, request):
 
 def sampled(pool, n=8):
     """Groups of two samples to the first n training rows, and the workers that made them: half each."""
-    results = pool.generate([Task(f"g{i}", "train", i, (2 * i, 2 * i + 1)) for i in range(n)])
+    results = pool.submit([Task(f"g{i}", "train", i, (2 * i, 2 * i + 1)) for i in range(n)]).results()
     groups = ray.get([reference for _, reference in results])
     pool.release([summary for summary, _ in results])
     return groups

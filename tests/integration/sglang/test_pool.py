@@ -46,25 +46,23 @@ def test_an_engine_that_is_killed_or_stopped_is_replaced(pool, toy, number, capl
     _, worker = ray.get(pool.workers[0].process.remote())
     engine = psutil.Process(worker).children(recursive=True)
     (scheduler,) = [p for p in engine if "scheduler" in " ".join(p.cmdline())]
-    arrived, struck = [], None
-
-    def strike(summary):
-        nonlocal struck
-        arrived.append(summary.id)
-        if len(arrived) == 5:
-            os.kill(scheduler.pid, number)
-            struck = time.time()
+    arrived, found, struck = [], {}, 0.0
 
     tasks = [Task(f"g{i}", "train", i, tuple(range(SAMPLES * i, SAMPLES * (i + 1)))) for i in range(GROUPS)]
     with caplog.at_level(logging.WARNING, "rlinf_vl"):
-        results = pool.generate(tasks, strike)
+        for summary, group in pool.submit(tasks):
+            found[summary.id] = summary, group
+            arrived.append(summary.id)
+            if len(arrived) == 5:
+                os.kill(scheduler.pid, number)
+                struck = time.time()
     assert pool.restarts == before + 1
     (noticed,) = [r for r in caplog.records if "a rollout worker is replaced" in r.getMessage()]
     assert noticed.created - struck < HEARTBEAT_TIMEOUT + 30, "the heartbeat's period, and a busy machine's moment"
     _, alive = psutil.wait_procs([psutil.Process(worker), *engine] if psutil.pid_exists(worker) else engine, 10)
     assert not alive
 
-    assert [summary.id for summary, _ in results] == [task.group_id for task in tasks]
+    results = [found[task.group_id] for task in tasks]
     assert len(set(arrived)) == GROUPS < len(arrived), "what the dead engine had answered was asked again"
     assert {(s.min_version, s.max_version) for s, _ in results} == {(7, 7)}
     assert all(error is None for s, _ in results for error in s.errors)

@@ -50,7 +50,7 @@ def parts(toy, other, tmp_path_factory):
 
 
 def assert_sampled_from(pool, toy, model, version):
-    results = pool.generate([Task(f"g{i}", "train", i, (2 * i, 2 * i + 1)) for i in range(4)])
+    results = pool.submit([Task(f"g{i}", "train", i, (2 * i, 2 * i + 1)) for i in range(4)]).results()
     groups = ray.get([reference for _, reference in results])
     pool.release([summary for summary, _ in results])
     for group in groups:
