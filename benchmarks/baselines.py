@@ -1,5 +1,6 @@
 """What the trainer is measured against: a padded step on transformers' own model, and the floor of multiply-adds."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,27 +33,27 @@ def padded_step(
 
     `model` and `reference` are transformers models; the loss is clipped, truncated-importance-sampled and has a k3 penalty.
     """
-    total = sum(len(t.ids) for g in groups for t in g.trajectories)
+    total = sum(t.n_response_tokens for g in groups for t in g.trajectories)
     device = next(model.parameters()).device
     batches = []
     for g, values in zip(groups, advantages, strict=True):
-        rows = [np.concatenate([g.prompt_ids, t.ids]).astype(np.int64) for t in g.trajectories]
-        longest, prompt = max(map(len, rows)), len(g.prompt_ids)
+        rows = [s.ids.astype(np.int64) for s in g.sequences]
+        longest, prompt = max(map(len, rows)), g.prefix_length
         ids = torch.tensor(np.stack([np.pad(r, (0, longest - len(r)), constant_values=pad_id) for r in rows]))
         lengths = torch.tensor([len(r) for r in rows])[:, None]
         mask = (torch.arange(longest) < lengths).long()
-        patches = torch.from_numpy(np.concatenate([pixels(i) for i in g.images] * len(rows)))
+        patches = torch.from_numpy(np.concatenate([pixels(image) for image, _ in g.images] * len(rows)))
         inputs = {
             "input_ids": ids,
             "attention_mask": mask,
             "mm_token_type_ids": (ids == image_token_id).int(),
             "pixel_values": patches,
-            "image_grid_thw": torch.from_numpy(np.concatenate([g.image_grids] * len(rows)).astype(np.int64)),
+            "image_grid_thw": torch.tensor([grid for _, grid in g.images] * len(rows)),
         }
         answer = mask[:, 1:].bool() & (torch.arange(1, longest) >= prompt)
         rollout = torch.zeros(len(rows), longest - 1)
-        for row, t in enumerate(g.trajectories):
-            rollout[row, prompt - 1 : prompt - 1 + len(t.ids)] = torch.from_numpy(t.logprobs)
+        for row, s in enumerate(g.sequences):
+            rollout[row, prompt - 1 : len(s.ids) - 1] = torch.from_numpy(s.logprobs[prompt:])
         inputs = {name: value.to(device) for name, value in inputs.items()}
         batches.append((inputs, *(x.to(device) for x in (answer, rollout, torch.tensor(values)[:, None]))))
 
@@ -98,9 +99,10 @@ def floor_seconds(
     pairs only, two products forward, four backward. `rows` is how many micro-batches the tokens come in. Returns seconds
     and multiply-adds by part: "text", "attention", "head", "vision".
     """
-    tokens = sum(len(g.prompt_ids) + sum(len(t.ids) for t in g.trajectories) for g in groups)
-    answers = sum(len(t.ids) for g in groups for t in g.trajectories)
-    patches = sum(int(g.image_grids.prod(axis=1).sum()) for g in groups)
+    answers = sum(t.n_response_tokens for g in groups for t in g.trajectories)
+    tokens = answers + sum(g.prefix_length for g in groups)
+    grids = [grid for g in groups for _, grid in g.images]
+    patches = sum(map(math.prod, grids))
     text, vision = model.config.text_config, model.config.vision_config
     merge2 = vision.spatial_merge_size**2
     products: Counter[tuple[str, int, int, int]] = Counter()  # (part, m, k, n) → how often
@@ -129,13 +131,13 @@ def floor_seconds(
     pairs = sum(_pairs(g) for g in groups)
     width = text.num_attention_heads * text.head_dim * text.num_hidden_layers
     work["attention"] = pairs * width * (2 * forwards + 4)
-    mean = int(np.mean([len(g.prompt_ids) for g in groups]))
+    mean = int(np.mean([g.prefix_length for g in groups]))
     seconds["attention"] = (
         2
         * work["attention"]
         / _rate(answers // len(groups), text.head_dim, mean, device, dtype, text.num_attention_heads)
     )
-    seen = sum(int((g.image_grids.prod(axis=1).astype(np.int64) ** 2).sum()) for g in groups)
+    seen = sum(math.prod(grid) ** 2 for grid in grids)
     inside = seen * vision.hidden_size * vision.depth * (2 * encodings + (0 if frozen_tower else 4))
     work["vision"] += inside
     seconds["vision"] += 2 * inside / _rate(512, vision.hidden_size // vision.num_heads, 512, device, dtype, 4)
@@ -144,7 +146,7 @@ def floor_seconds(
 
 def _pairs(group: Group) -> float:
     """(query, key) pairs of a group whose prompt stands once."""
-    prompt, lengths = len(group.prompt_ids), [len(t.ids) for t in group.trajectories]
+    prompt, lengths = group.prefix_length, [t.n_response_tokens for t in group.trajectories]
     return prompt**2 / 2 + sum(n * prompt + n**2 / 2 for n in lengths)
 
 

@@ -26,7 +26,17 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf_vl.transport.groups import GroupStore, fetch
-from rlinf_vl.types import Group, GroupSummary, ImageRef, Trajectory
+from rlinf_vl.types import (
+    Group,
+    GroupSummary,
+    ImageRef,
+    Request,
+    Sample,
+    SamplingParams,
+    TokenSequence,
+    Trajectory,
+    Turn,
+)
 
 #: Values of a patch: 3 channels, 2 frames, 16 x 16 pixels.
 PATCH = 1536
@@ -36,26 +46,23 @@ def make_groups(args: argparse.Namespace) -> list[Group]:
     """Groups with random tokens; `share` of them in a row show one image."""
     rng = np.random.default_rng(0)
     side = int(args.patches**0.5)
-    grid = np.array([[1, side, args.patches // side]], np.int32)
+    grids = np.array([[1, side, args.patches // side]], np.int32)
     images = [ImageRef.of(rng.bytes(args.image_kb * 1000)) for _ in range(-(-args.groups // args.share))]
 
-    def trajectory() -> Trajectory:
+    def trajectory(request: Request) -> Trajectory:
         ids = rng.integers(0, 150_000, args.response).astype(np.int32)
         logprobs = -rng.random(args.response).astype(np.float32)
-        return Trajectory(ids, np.ones(len(ids), bool), logprobs, np.ones(len(ids), np.int32), 1.0, "stop", True)
+        sequence = TokenSequence.of_sample(request, Sample(ids, logprobs, np.ones(len(ids), np.int32), "stop"))
+        turn = Turn(0, args.prompt, len(sequence.ids), "stop", 1.0)
+        return Trajectory((sequence,), (turn,), 1.0, {"accuracy": 1.0}, "stop", correct=True)
 
-    return [
-        Group(
-            f"train-1-{g}",
-            f"data:{g}",
-            rng.integers(0, 150_000, args.prompt).astype(np.int32),
-            (images[g // args.share],),
-            grid,
-            tuple(trajectory() for _ in range(args.samples)),
-            "42",
-        )
-        for g in range(args.groups)
-    ]
+    groups = []
+    for g in range(args.groups):
+        ids = rng.integers(0, 150_000, args.prompt).astype(np.int32)
+        request = Request(ids, (images[g // args.share],), grids, SamplingParams(), ())
+        trajectories = tuple(trajectory(request) for _ in range(args.samples))
+        groups.append(Group(f"train-1-{g}", f"data:{g}", args.prompt, trajectories, "42"))
+    return groups
 
 
 @ray.remote(num_cpus=0)
@@ -70,7 +77,7 @@ class Worker:
         out = []
         for group in self.groups:
             reference, object_bytes = self.store.put(group)
-            out.append((GroupSummary.of(group, object_bytes), reference))
+            out.append((GroupSummary.of(group, -1, object_bytes), reference))
         return out
 
     def release(self) -> None:
@@ -80,15 +87,15 @@ class Worker:
         pixels = np.random.default_rng(0).random((self.patches, PATCH), np.float32)
         self.naive = [
             {
-                "input_ids": np.concatenate([group.prompt_ids, t.ids]).astype(np.int64),
-                "response_mask": np.concatenate([np.zeros(len(group.prompt_ids)), t.response_mask]).astype(np.int64),
-                "logprobs": np.concatenate([np.zeros(len(group.prompt_ids), np.float32), t.logprobs]),
+                "input_ids": sequence.ids.astype(np.int64),
+                "response_mask": sequence.loss_mask.astype(np.int64),
+                "logprobs": sequence.logprobs,
                 "pixel_values": pixels.copy(),
-                "image_grid_thw": group.image_grids.astype(np.int64),
-                "reward": t.reward,
+                "image_grid_thw": np.array([grid for _, grid in sequence.images]),
+                "reward": 1.0,
             }
             for group in self.groups
-            for t in group.trajectories
+            for sequence in group.sequences
         ]
 
     def give(self) -> list[dict]:
@@ -101,7 +108,7 @@ class Rank:
 
     def fetch(self, references: dict[int, ray.ObjectRef]) -> int:
         groups = fetch(references).values()
-        return sum(len(image.data) > 0 for group in groups for image in group.images) and len(groups)
+        return sum(len(image.data) > 0 for group in groups for image, _ in group.images) and len(groups)
 
     def take(self, trajectories: list[dict]) -> int:
         return sum(t["pixel_values"].shape[1] == PATCH for t in trajectories)

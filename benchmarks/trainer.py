@@ -123,7 +123,7 @@ class Trainer:
 
 def plan_of(groups: list[Group], args: argparse.Namespace, *, ranks: int = 1, share: bool = True) -> StepPlan:
     return plan_step(
-        [GroupSummary.of(g) for g in groups],
+        [GroupSummary.of(g, image_token_id=-1) for g in groups],
         ranks=ranks,
         n_minibatches=1,
         budget=args.budget,
@@ -137,8 +137,8 @@ def plan_of(groups: list[Group], args: argparse.Namespace, *, ranks: int = 1, sh
 def own_images(groups: list[Group]) -> list[Group]:
     """The same groups as many groups of one trajectory with images of its own: what shares nothing."""
     return [
-        replace(
-            g, id=f"{g.id}/{i}", images=tuple(ImageRef(f"{x.hash}/{i}", x.data) for x in g.images), trajectories=(t,)
+        replace(g, id=f"{g.id}/{i}", trajectories=(t,)).with_images(
+            {image.hash: ImageRef(f"{image.hash}/{i}", image.data) for image, _ in g.images}
         )
         for g in groups
         for i, t in enumerate(g.trajectories)
@@ -181,7 +181,11 @@ def generation_seconds(
     sampling = SamplingParams(max_new_tokens=max(targets.values()))
     requests = [
         Request(
-            g.prompt_ids, g.images, g.image_grids, sampling, tuple(k * 1000 + i for i in range(len(g.trajectories)))
+            g.prefix,
+            tuple(image for image, _ in g.images),
+            np.array([grid for _, grid in g.images]),
+            sampling,
+            tuple(k * 1000 + i for i in range(len(g.trajectories))),
         )
         for k, g in enumerate(work.groups)
     ]
@@ -308,7 +312,7 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
         "groups": args.groups,
         "samples": args.samples,
         "budget": args.budget,
-        "prompt_tokens_mean": float(np.mean([len(g.prompt_ids) for g in groups])),
+        "prompt_tokens_mean": float(np.mean([g.prefix_length for g in groups])),
         "response_tokens_mean": answers / args.groups / args.samples,
         "shared_seconds": shared,
         "shared_seconds_min": min(all_shared),

@@ -24,7 +24,7 @@ from rlinf_vl.toy.files import (
     write_toy_processor,
     write_toy_tokenizer,
 )
-from rlinf_vl.types import Group, ImageRef, Problem, Trajectory
+from rlinf_vl.types import Group, ImageRef, Problem, Request, Sample, SamplingParams, TokenSequence, Trajectory
 
 PATCH, MERGE = 16, 2
 #: Image area: 200 … 400 tokens of 32 × 32 pixels, so that prompts have 150 … 500 ids.
@@ -115,7 +115,7 @@ class Workload:
 
     @property
     def lengths(self) -> list[list[int]]:
-        return [[len(t.ids) for t in g.trajectories] for g in self.groups]
+        return [[t.n_response_tokens for t in g.trajectories] for g in self.groups]
 
     @property
     def response_tokens(self) -> int:
@@ -133,18 +133,13 @@ def make_workload(
         if not 150 <= len(prompt) <= 500:
             continue
         kept.append(problem)
+        request = Request(prompt, problem.images, grids, SamplingParams(), ())
         rewards = rng.permutation(np.arange(samples) % 2)
         lengths = np.clip(rng.lognormal(4.6, 0.6, samples), 20, 300).astype(int)
-        trajectories = tuple(
-            Trajectory(
-                ids=rng.choice(allowed, n).astype(np.int32),
-                response_mask=np.ones(n, bool),
-                logprobs=np.full(n, -np.log(len(allowed)), np.float32),
-                versions=np.zeros(n, np.int32),
-                reward=float(reward),
-                finish_reason="stop",
-            )
-            for n, reward in zip(lengths, rewards, strict=True)
-        )
-        groups.append(Group(problem.id, problem.id, prompt, problem.images, grids, trajectories))
+        trajectories = []
+        for n, reward in zip(lengths, rewards, strict=True):
+            logprobs = np.full(n, -np.log(len(allowed)), np.float32)
+            sample = Sample(rng.choice(allowed, n).astype(np.int32), logprobs, np.zeros(n, np.int32), "stop")
+            trajectories.append(Trajectory((TokenSequence.of_sample(request, sample),), (), float(reward), {}, "stop"))
+        groups.append(Group(problem.id, problem.id, len(prompt), tuple(trajectories)))
     return Workload(kept, groups)

@@ -1,14 +1,16 @@
 """What flows between the rooms: frozen dataclasses over bytes and numpy arrays; no torch, no Ray, nothing of ours.
 
 Invariants kept here (`__post_init__` asserts them at every hand-over):
-- A trajectory's token arrays are aligned: ids, response mask, logprobs and weight versions have one length.
+- A sequence's per-token arrays are aligned: ids, loss mask, logprobs, weight versions and columns have one length.
 - What was sampled is what is trained on: ids are never decoded and encoded again.
 - An image exists once per group, named by the hash of its encoded bytes.
 """
 
 import hashlib
+import math
 import pickle
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ UNGRADABLE = "ungradable"
 
 #: URL scheme under which a message names an `ImageRef` of its problem.
 IMAGE_URL_PREFIX = "image://"
+
+#: (t, h, w) of an image in patches.
+Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,116 +65,226 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One sampled answer, after the prompt that its `Group` holds once. All arrays have shape [R].
+class TokenSequence:
+    """One row that a trainer could train on alone, from the first prompt token on. All arrays have shape [T].
 
     Attributes:
-        ids: int32, every token after the group's prompt, in order.
-        response_mask: bool, True where the policy sampled the token (False: an environment's observation).
-        logprobs: float32, log-probability at the sampling temperature, banned ids left out (0 where not sampled; top-k and
-            top-p choose what is drawn and don't change it); None when `rollout.return_logprobs` is off.
-        versions: int32, weight version that sampled the token (-1 where not sampled).
-        reward: what the environment paid, already scaled to reward_min_val…reward_max_val.
-        finish_reason: "stop" (an end token), "length" (cut by max_new_tokens) or "error".
-        correct: whether the answer was graded right, before scaling; validation accuracy is its mean.
-        error: "kind: reason" where the row, the engine or the environment failed (`ENGINE_FAULT`, `ENVIRONMENT_FAULT`; any
-            other kind is the row's); such a trajectory is masked and counted, never trained on.
-        reward_parts: what the environment says the reward is made of, by name.
+        ids: int32, image placeholders expanded.
+        loss_mask: bool, True where the policy sampled the token (False: prompt, or an environment's observation).
+        logprobs: float32, log-probability at the sampling temperature with banned ids left out, 0 where not sampled (top-k and
+            top-p restrict the draw and don't change it); None if `rollout.return_logprobs` is off.
+        versions: int32, version of the weights that sampled the token, -1 where not sampled.
+        images: (image, its grid (t, h, w) in patches) in order of their placeholders; one shown twice is listed twice.
+        columns: further arrays by name, one value per token.
     """
 
     ids: np.ndarray = field(repr=False)
-    response_mask: np.ndarray = field(repr=False)
+    loss_mask: np.ndarray = field(repr=False)
     logprobs: np.ndarray | None = field(repr=False)
     versions: np.ndarray = field(repr=False)
-    reward: float
-    finish_reason: str
-    correct: bool = False
-    error: str | None = None
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    images: tuple[tuple[ImageRef, Grid], ...] = field(default=(), repr=False)
+    columns: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        length = len(self.ids)
-        arrays = {"response_mask": self.response_mask, "versions": self.versions}
-        if self.logprobs is not None:
-            arrays["logprobs"] = self.logprobs
-        for name, array in arrays.items():
-            assert array.shape == (length,), f"{name} has shape {array.shape}, ids {self.ids.shape}"
+        for name, array in self.arrays().items():
+            assert array.shape == (len(self.ids),), f"{name} has shape {array.shape}, ids {self.ids.shape}"
+        assert not self.loss_mask[:1].any(), "nothing predicts the first token, so it can't be a sampled one"
+
+    @classmethod
+    def of_sample(cls, request: "Request", sample: "Sample") -> "TokenSequence":
+        """A prompt followed by one sample drawn from it; `sample.columns` are 0 on the prompt."""
+        prompt = len(request.ids)
+        grids = [(int(t), int(h), int(w)) for t, h, w in request.image_grids]
+        return cls(
+            ids=np.concatenate([request.ids, sample.ids]).astype(np.int32, copy=False),
+            loss_mask=np.arange(prompt + len(sample.ids)) >= prompt,
+            logprobs=np.concatenate([np.zeros(prompt, np.float32), sample.logprobs]),
+            versions=np.concatenate([np.full(prompt, -1, np.int32), sample.versions]),
+            images=tuple(zip(request.images, grids, strict=True)),
+            columns={n: np.concatenate([np.zeros(prompt, c.dtype), c]) for n, c in sample.columns.items()},
+        )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Every per-token array by name."""
+        logprobs = {} if self.logprobs is None else {"logprobs": self.logprobs}
+        return {"ids": self.ids, "loss_mask": self.loss_mask, "versions": self.versions} | logprobs | self.columns
+
+    def assert_images_placed(self, image_token_id: int, merge_size: int) -> None:
+        """Assert that there are as many placeholder ids as the images need."""
+        found = int((self.ids == image_token_id).sum())
+        needed = sum(math.prod(grid) for _, grid in self.images) // merge_size**2
+        assert found == needed, f"{found} image placeholder ids for {len(self.images)} images that need {needed}"
+
+    def shared_length(self, other: "TokenSequence", image_token_id: int) -> int:
+        """How many leading tokens two sequences have in common, images included; an image counts whole or not at all."""
+        n = min(len(self.ids), len(other.ids))
+        differing = np.flatnonzero(self.ids[:n] != other.ids[:n])
+        n = int(differing[0]) if len(differing) else n
+        pairs = zip(self.images, other.images, strict=False)
+        for k, ((ours, our_grid), (theirs, their_grid)) in enumerate(pairs):
+            if ours.hash != theirs.hash or our_grid != their_grid:
+                patches = np.cumsum([0, *(math.prod(grid) for _, grid in self.images)])
+                placeholders = np.flatnonzero(self.ids == image_token_id)
+                return min(n, int(placeholders[len(placeholders) * patches[k] // patches[-1]]))
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy sampled at once: tokens `start` … `end` of the trajectory's `sequences[sequence]`."""
+
+    sequence: int
+    start: int
+    end: int
+    finish_reason: str
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One episode: a sequence, or several where the context was rewritten on the way.
+
+    Attributes:
+        sequences: none where the trajectory failed before a token was sampled.
+        reward: what the environment paid, already scaled to reward_min_val…reward_max_val.
+        reward_parts: what the environment says the reward is made of, by name.
+        status: "stop" (an end token), "length" (cut by max_new_tokens) or "error".
+        correct: whether the answer was graded right, before scaling; validation accuracy is its mean.
+        error: "kind: reason" where the row, the engine or the environment failed (`ENGINE_FAULT`, `ENVIRONMENT_FAULT`; any
+            other kind is the row's); such a trajectory is masked and counted, never trained on.
+    """
+
+    sequences: tuple[TokenSequence, ...] = field(repr=False)
+    turns: tuple[Turn, ...] = field(repr=False)
+    reward: float
+    reward_parts: dict[str, float]
+    status: str
+    correct: bool = False
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        for turn in self.turns:
+            assert turn.start <= turn.end <= len(self.sequences[turn.sequence].ids), turn
 
     @property
     def n_response_tokens(self) -> int:
-        """Sampled tokens: those that carry loss."""
-        return int(self.response_mask.sum())
+        """Sampled tokens: those that carry loss, in every sequence that has them."""
+        return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
+
+
+#: Per-token arrays that are constant where nothing was sampled, and so aren't sent for a group's prefix.
+_NOT_SAMPLED = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
+_DTYPES = {"ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G trajectories of one problem and, once, what they share.
+    """The trajectories of one problem. All their sequences begin with the same `prefix_length` tokens, images and columns,
+    none of them sampled, and have columns of the same names.
 
-    Pickled, all of its arrays are one uint8 buffer; loaded, they are views of it, read-only where the buffer is.
-
-    Attributes:
-        prompt_ids: int32 [P], chat template applied, image placeholders expanded.
-        images: the prompt's images in order of their placeholders.
-        image_grids: int32 [len(images), 3], (t, h, w) in patches, as the image processor made them.
+    Pickled, the prefix and each distinct image are written once, and all arrays are one buffer.
     """
 
     id: str
     problem_id: str
-    prompt_ids: np.ndarray = field(repr=False)
-    images: tuple[ImageRef, ...] = field(repr=False)
-    image_grids: np.ndarray = field(repr=False)
+    prefix_length: int
     trajectories: tuple[Trajectory, ...] = field(repr=False)
     answer: str = ""
 
     def __post_init__(self) -> None:
-        assert self.prompt_ids.ndim == 1, self.prompt_ids.shape
-        assert self.image_grids.shape == (len(self.images), 3), (self.image_grids.shape, len(self.images))
+        names = [*self._fields()]
+        for sequence in self.sequences:
+            assert np.array_equal(sequence.ids[: self.prefix_length], self.prefix), "sequences have different prefixes"
+            assert not sequence.loss_mask[: self.prefix_length].any(), "a token of the prefix was sampled"
+            assert [*sequence.arrays()] == names, f"one sequence has {names}, another {[*sequence.arrays()]}"
 
-    def _arrays(self) -> list[tuple[np.ndarray, type]]:
-        """Every array with its dtype, wider items first, so that end to end all are aligned."""
-        out: list[tuple[np.ndarray, type]] = [(self.prompt_ids, np.int32), (self.image_grids, np.int32)]
-        for t in self.trajectories:
-            out += [(t.ids, np.int32), (t.versions, np.int32)]
-            out += [] if t.logprobs is None else [(t.logprobs, np.float32)]
-        return out + [(t.response_mask, np.bool_) for t in self.trajectories]
+    @property
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        return tuple(sequence for trajectory in self.trajectories for sequence in trajectory.sequences)
+
+    @property
+    def prefix(self) -> np.ndarray:
+        """Token ids that all sequences begin with, int32 [prefix_length]."""
+        first = next(iter(self.sequences), None)
+        return np.zeros(0, np.int32) if first is None else first.ids[: self.prefix_length]
+
+    @property
+    def images(self) -> tuple[tuple[ImageRef, Grid], ...]:
+        """Distinct images with their grids, in order of appearance."""
+        return tuple({image.hash: (image, grid) for s in self.sequences for image, grid in s.images}.values())
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(array.size * np.dtype(dtype).itemsize for array, dtype in self._arrays())
+        """Bytes of the arrays, the prefix counted once."""
+        return sum(array.nbytes for array in self._arrays())
+
+    def with_images(self, images: Mapping[str, Any]) -> "Group":
+        """The same group with these objects in place of its images, by hash."""
+
+        def changed(sequence: TokenSequence) -> TokenSequence:
+            return replace(sequence, images=tuple((images.get(i.hash, i), grid) for i, grid in sequence.images))
+
+        trajectories = (replace(t, sequences=tuple(map(changed, t.sequences))) for t in self.trajectories)
+        return replace(self, trajectories=tuple(trajectories))
+
+    def _fields(self) -> dict[str, str]:
+        """Per-token arrays: name → dtype as it is sent."""
+        first = next(iter(self.sequences), None)
+        arrays = {} if first is None else first.arrays()
+        return {name: np.dtype(_DTYPES.get(name, array.dtype)).str for name, array in arrays.items()}
+
+    def _arrays(self) -> list[np.ndarray]:
+        """Everything that is sent of the arrays: the prefix, then what follows it in each sequence."""
+        sequences, fields, start = self.sequences, self._fields(), self.prefix_length
+        sent = [sequences[0].arrays()[name][:start].astype(d) for name, d in fields.items() if name not in _NOT_SAMPLED]
+        return sent + [s.arrays()[name][start:].astype(dtype) for s in sequences for name, dtype in fields.items()]
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        flat = [array.reshape(-1).astype(dtype, copy=False).view(np.uint8) for array, dtype in self._arrays()]
-        rows = [
-            (len(t.ids), t.logprobs is not None, t.reward, t.finish_reason, t.correct, t.error, t.reward_parts)
-            for t in self.trajectories
-        ]
-        sizes = (len(self.prompt_ids), tuple(zip(*rows, strict=True)))
-        buffer = np.concatenate(flat)  # not as an array, whose description takes 100 bytes
+        images = tuple(image for image, _ in self.images)
+        number = {image.hash: i for i, image in enumerate(images)}
+        shown: dict[tuple, tuple] = {}  # pickle writes an object once however often it is named
+        rows = []
+        for t in self.trajectories:
+            sequences = []
+            for sequence in t.sequences:
+                places = tuple((number[image.hash], grid) for image, grid in sequence.images)
+                sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
+            turns = tuple((turn.sequence, turn.start, turn.end, turn.finish_reason, turn.reward) for turn in t.turns)
+            rows.append((tuple(sequences), turns, t.reward, t.reward_parts, t.status, t.correct, t.error))
+        buffer = np.concatenate([np.zeros(0, np.uint8), *(array.view(np.uint8) for array in self._arrays())])
         packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
-        return _load_group, (self.id, self.problem_id, self.answer, self.images, *sizes, packed)
+        head = (self.id, self.problem_id, self.answer, self.prefix_length)
+        return _load_group, (*head, self._fields(), images, tuple(rows), packed)
 
 
-def _load_group(name, problem, answer, images, prompt_tokens: int, columns: tuple, packed: bytes | memoryview) -> Group:
+def _load_group(
+    name: str, problem: str, answer: str, prefix_length: int, fields: dict[str, str], images: tuple, rows: tuple, packed
+) -> Group:
     """The inverse of `Group.__reduce_ex__`."""
-    buffer, offset = np.frombuffer(packed, np.uint8), 0
+    offset = 0
 
-    def take(n: int, dtype: type) -> np.ndarray:
+    def read(dtype: str, n: int) -> np.ndarray:
         nonlocal offset
-        start, offset = offset, offset + n * np.dtype(dtype).itemsize
-        return buffer[start:offset].view(dtype)
+        array = np.frombuffer(packed, dtype, n, offset)
+        offset += array.nbytes
+        return array
 
-    prompt_ids, grids = take(prompt_tokens, np.int32), take(3 * len(images), np.int32).reshape(-1, 3)
-    rows = list(zip(*columns, strict=True))
-    arrays = [
-        (take(n, np.int32), take(n, np.int32), take(n, np.float32) if has_logprobs else None)
-        for n, has_logprobs, *_ in rows
-    ]
-    trajectories = tuple(
-        Trajectory(ids, take(n, np.bool_), logprobs, versions, *rest)
-        for (n, _, *rest), (ids, versions, logprobs) in zip(rows, arrays, strict=True)
-    )
-    return Group(name, problem, prompt_ids, images, grids, trajectories, answer)
+    prefix = {
+        field: np.full(prefix_length, _NOT_SAMPLED[field], dtype)
+        if field in _NOT_SAMPLED
+        else read(dtype, prefix_length)
+        for field, dtype in fields.items()
+    }
+    trajectories = []
+    for lengths, turns, *rest in rows:
+        sequences = []
+        for n, places in lengths:
+            arrays = {field: np.concatenate([prefix[field], read(dtype, n)]) for field, dtype in fields.items()}
+            ids, loss_mask, versions = arrays.pop("ids"), arrays.pop("loss_mask"), arrays.pop("versions")
+            shown = tuple((images[i], grid) for i, grid in places)
+            sequences.append(TokenSequence(ids, loss_mask, arrays.pop("logprobs", None), versions, shown, arrays))
+        trajectories.append(Trajectory(tuple(sequences), tuple(Turn(*turn) for turn in turns), *rest))
+    return Group(name, problem, prefix_length, tuple(trajectories), answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +292,10 @@ class GroupSummary:
     """All that the controller learns of a group: numbers, no tokens, no pixels. One tuple entry per trajectory.
 
     Attributes:
+        prompt_tokens: length of the prefix that all trajectories share.
+        tokens: length with the prefix; what several sequences of a trajectory share counts once.
+        response_tokens: how many of them carry loss; one in several sequences counts for each.
+        images, patches: distinct images of all trajectories, and their patches.
         image_bytes: encoded bytes of each distinct image, by hash.
         array_bytes: bytes of the group's arrays.
         object_bytes: what the group, and each image that no group before it had stored, take in the object store.
@@ -190,7 +309,7 @@ class GroupSummary:
     response_tokens: tuple[int, ...]
     rewards: tuple[float, ...]
     correct: tuple[bool, ...]
-    finish_reasons: tuple[str, ...]
+    statuses: tuple[str, ...]
     errors: tuple[str | None, ...]
     min_version: int
     max_version: int
@@ -202,26 +321,33 @@ class GroupSummary:
     ungradable: int = 0
 
     @classmethod
-    def of(cls, group: Group, object_bytes: int = 0) -> "GroupSummary":
-        """`tokens[i]` is the trajectory's whole length (prompt and what follows), `response_tokens[i]` its sampled part."""
-        versions = [t.versions[t.response_mask] for t in group.trajectories]
-        seen = np.concatenate(versions) if versions else np.zeros(0, np.int32)
-        prompt = len(group.prompt_ids)
+    def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
+        """Summarize a group whose image placeholders are `image_token_id`."""
+
+        def distinct_tokens(t: Trajectory) -> int:
+            """Nodes of the tree of shared prefixes: a sequence adds what no sequence before it has."""
+            total = 0 if t.sequences else group.prefix_length
+            for j, sequence in enumerate(t.sequences):
+                shared = (sequence.shared_length(earlier, image_token_id) for earlier in t.sequences[:j])
+                total += len(sequence.ids) - max(shared, default=0)
+            return total
+
+        seen = np.concatenate([np.zeros(0, np.int32), *(s.versions[s.loss_mask] for s in group.sequences)])
         return cls(
             id=group.id,
             problem_id=group.problem_id,
-            prompt_tokens=prompt,
-            tokens=tuple(prompt + len(t.ids) for t in group.trajectories),
+            prompt_tokens=group.prefix_length,
+            tokens=tuple(map(distinct_tokens, group.trajectories)),
             response_tokens=tuple(t.n_response_tokens for t in group.trajectories),
             rewards=tuple(float(t.reward) for t in group.trajectories),
             correct=tuple(bool(t.correct) for t in group.trajectories),
-            finish_reasons=tuple(t.finish_reason for t in group.trajectories),
+            statuses=tuple(t.status for t in group.trajectories),
             errors=tuple(t.error for t in group.trajectories),
             min_version=int(seen.min()) if seen.size else -1,
             max_version=int(seen.max()) if seen.size else -1,
             images=len(group.images),
-            patches=int(group.image_grids.prod(axis=1).sum()),
-            image_bytes={image.hash: len(image.data) for image in group.images},
+            patches=sum(math.prod(grid) for _, grid in group.images),
+            image_bytes={image.hash: len(image.data) for image, _ in group.images},
             array_bytes=group.array_bytes,
             object_bytes=object_bytes,
             ungradable=sum(UNGRADABLE in t.reward_parts for t in group.trajectories),
@@ -256,12 +382,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sampled continuation. ids int32 [R], logprobs float32 [R] (see `Trajectory`), versions int32 [R]."""
+    """One sampled continuation: ids int32 [R], logprobs float32 [R], versions int32 [R] and columns, see `TokenSequence`."""
 
     ids: np.ndarray = field(repr=False)
     logprobs: np.ndarray = field(repr=False)
     versions: np.ndarray = field(repr=False)
     finish_reason: str
+    columns: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +414,7 @@ class MicroBatch:
         trajectories: int64 [R], which trajectory of the micro-batch each belongs to, 0, 1, …
         advantages: float32 [R].
         rollout_logprobs: float32 [R], or None when the engine returned none.
+        columns: [R] each, the predicted tokens' values of `TokenSequence.columns`; a row without trajectories has none.
         images: hashes of the distinct images.
         pixel_values: float32 [P, d], their patches; None without images, and where features take their place.
         grids: int64 [n, 3], (t, h, w) of those images.
@@ -305,6 +433,7 @@ class MicroBatch:
     trajectories: np.ndarray = field(repr=False)
     advantages: np.ndarray = field(repr=False)
     rollout_logprobs: np.ndarray | None = field(repr=False)
+    columns: dict[str, np.ndarray] = field(repr=False)
     images: tuple[str, ...] = field(repr=False)
     pixel_values: np.ndarray | None = field(repr=False)
     grids: np.ndarray = field(repr=False)

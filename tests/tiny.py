@@ -1,13 +1,15 @@
 """A tiny Qwen3-VL with random weights, and random groups for it: shared by the tests that need a model."""
 
 import io
+from collections.abc import Iterable
+from itertools import zip_longest
 
 import numpy as np
 import torch
 from PIL import Image
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from rlinf_vl.types import Group, ImageRef, Trajectory
+from rlinf_vl.types import Group, ImageRef, Request, Sample, SamplingParams, TokenSequence, Trajectory, Turn
 
 VOCAB = 64
 IMAGE_ID, VIDEO_ID, VISION_START, VISION_END, PAD, EOS = 60, 61, 62, 63, 0, 1
@@ -92,44 +94,65 @@ def prompt(rng: np.random.Generator, grids: list[np.ndarray], text: int) -> np.n
     return np.concatenate(parts).astype(np.int32)
 
 
+def request(
+    rng: np.random.Generator, shapes: list[tuple[int, int]], sampling: SamplingParams | None = None, seeds=()
+) -> Request:
+    """A random prompt with images of the given shapes (merged tokens)."""
+    made = [image(rng, *shape) for shape in shapes]
+    grids = np.array([grid for _, grid in made], np.int32).reshape(len(made), 3)
+    ids = prompt(rng, list(grids), int(rng.integers(3, 7)))
+    return Request(ids, tuple(i for i, _ in made), grids, sampling or SamplingParams(), tuple(seeds))
+
+
+def answered(request: Request, samples: Iterable[Sample], name: str = "g", rewards: Iterable[float] = ()) -> Group:
+    """The group of these samples."""
+    trajectories, prompt = [], len(request.ids)
+    for sample, reward in zip_longest(samples, rewards, fillvalue=0.0):
+        sequence = TokenSequence.of_sample(request, sample)
+        turn = Turn(0, prompt, len(sequence.ids), sample.finish_reason, reward)
+        trajectories.append(Trajectory((sequence,), (turn,), reward, {}, sample.finish_reason))
+    return Group(name, name, prompt, tuple(trajectories))
+
+
 def group(rng: np.random.Generator, shapes: list[tuple[int, int]], responses: list[int], name: str = "g") -> Group:
     """One problem with images of the given shapes (merged tokens), and random responses of the given lengths."""
-    made = [image(rng, *shape) for shape in shapes]
-    trajectories = tuple(
-        Trajectory(
-            ids=rng.integers(2, 60, n).astype(np.int32),
-            response_mask=np.ones(n, bool),
-            logprobs=(-3 + rng.normal(size=n)).astype(np.float32),
-            versions=np.zeros(n, np.int32),
-            reward=float(rng.integers(0, 2)),
-            finish_reason="stop",
+    asked = request(rng, shapes)
+    samples = [
+        Sample(
+            rng.integers(2, 60, n).astype(np.int32),
+            (-3 + rng.normal(size=n)).astype(np.float32),
+            np.zeros(n, np.int32),
+            "stop",
         )
         for n in responses
-    )
-    return Group(
-        id=name,
-        problem_id=name,
-        prompt_ids=prompt(rng, [g for _, g in made], int(rng.integers(3, 7))),
-        images=tuple(i for i, _ in made),
-        image_grids=np.array([g for _, g in made], np.int32).reshape(len(made), 3),
-        trajectories=trajectories,
-    )
+    ]
+    return answered(asked, samples, name, [float(rng.integers(0, 2)) for _ in responses])
+
+
+def grids(images) -> np.ndarray:
+    """int64 [n, 3] of (image, grid) pairs."""
+    return np.array([grid for _, grid in images], np.int64).reshape(-1, 3)
 
 
 def transformers_logprobs(model, g: Group, index: int, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probability of each response token by transformers' own unpacked forward (its own M-RoPE and mask), float32 [R]."""
-    t = g.trajectories[index]
-    ids = torch.tensor(np.concatenate([g.prompt_ids, t.ids]), dtype=torch.int64)[None]
-    inputs = {}
-    if g.images:
-        inputs = {
-            "pixel_values": torch.from_numpy(np.concatenate([pixels(i) for i in g.images])),
-            "image_grid_thw": torch.from_numpy(g.image_grids.astype(np.int64)),
-            "mm_token_type_ids": (ids == IMAGE_ID).int(),
-        }
+    """Log-probability of each sampled token by transformers' own unpacked forward (its own M-RoPE and mask), float32 [R]."""
+    (sequence,) = g.trajectories[index].sequences
+    ids, inputs = transformers_inputs(sequence)
     model.model.rope_deltas = None
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float() / temperature
     logits[:, torch.from_numpy(banned())] = -torch.inf
     logp = logits.log_softmax(-1)
-    where = len(g.prompt_ids) + torch.arange(len(t.ids))
+    where = torch.from_numpy(np.flatnonzero(sequence.loss_mask))
     return logp[where - 1, ids[0, where]]
+
+
+def transformers_inputs(sequence: TokenSequence) -> tuple[torch.Tensor, dict]:
+    """(ids int64 [1, T], the images' arguments) of a transformers forward."""
+    ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
+    if not sequence.images:
+        return ids, {}
+    return ids, {
+        "pixel_values": torch.from_numpy(np.concatenate([pixels(image) for image, _ in sequence.images])),
+        "image_grid_thw": torch.from_numpy(grids(sequence.images)),
+        "mm_token_type_ids": (ids == IMAGE_ID).int(),
+    }

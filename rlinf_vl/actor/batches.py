@@ -1,5 +1,6 @@
 """A rank's micro-batches while it trains: made in the background, with image features that are computed once."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.packing.planner import Item
-from rlinf_vl.types import Group, ImageRef, MicroBatch
+from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ class BatchMaker:
         """
         if self.cache is None:
             return
-        images = {i.hash: (i, grid) for g in groups for i, grid in zip(g.images, g.image_grids, strict=True)}
+        images = {image.hash: (image, grid) for group in groups for image, grid in group.images}
         self.cache.hold(images)
         chunks = _chunks([images[name] for name in self.cache.missing(images)], self.max_patches)
         calls = torch.tensor(len(chunks))
@@ -103,7 +104,7 @@ class BatchMaker:
             with ThreadPoolExecutor(workers) as threads:
                 for chunk in chunks:
                     patches = np.concatenate(list(threads.map(self.pixels, [image for image, _ in chunk])))
-                    yield [i.hash for i, _ in chunk], patches, np.stack([grid for _, grid in chunk]).astype(np.int64)
+                    yield [i.hash for i, _ in chunk], patches, np.array([grid for _, grid in chunk])
             for _ in range(int(calls) - len(chunks)):
                 yield [], *blank
 
@@ -115,11 +116,11 @@ class BatchMaker:
         reshard_all(self.policy)
 
 
-def _chunks(images: Sequence[tuple[ImageRef, np.ndarray]], max_patches: int) -> list[list[tuple[ImageRef, np.ndarray]]]:
-    out: list[list[tuple[ImageRef, np.ndarray]]] = []
+def _chunks(images: Sequence[tuple[ImageRef, Grid]], max_patches: int) -> list[list[tuple[ImageRef, Grid]]]:
+    out: list[list[tuple[ImageRef, Grid]]] = []
     room = 0
     for image, grid in images:
-        patches = int(grid.prod())
+        patches = math.prod(grid)
         if patches > room:
             out.append([])
             room = max_patches

@@ -115,7 +115,7 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         metrics["reward/accuracy"] = float(np.mean([s.correct[i] for s, i in kept]))
         metrics["rollout/response_length_mean"] = float(lengths.mean())
         metrics["rollout/response_length_max"] = int(lengths.max())
-        metrics["rollout/truncated"] = float(np.mean([s.finish_reasons[i] == "length" for s, i in kept]))
+        metrics["rollout/truncated"] = float(np.mean([s.statuses[i] == "length" for s, i in kept]))
     if seconds > 0:
         metrics["rollout/tokens_per_second"] = sum(sum(s.response_tokens) for s in summaries) / seconds
     sampled = [s for s in summaries if s.max_version >= 0]

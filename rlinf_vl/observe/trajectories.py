@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 
 from rlinf_vl.types import Group, Trajectory
 
-#: One row a trajectory. Lists have one entry per token after the prompt; `images` are paths in the run's folder.
+#: One row a trajectory. Lists have one entry per token after the prompt, of several sequences one after the other; `images`
+#: are paths in the run's folder. Each of `TokenSequence.columns` is a further list under its own name.
 SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -78,43 +79,44 @@ class TrajectoryStore:
             advantages: of each trajectory; None where nothing is trained (validation).
             logprobs: by place, float32 [sampled tokens]; a trajectory that was not trained on has none.
         """
-        prompt = self._image.sub(
-            "<image>", self._tokenizer.decode(group.prompt_ids.tolist(), skip_special_tokens=False)
-        )
+        prompt = self._tokenizer.decode(group.prefix.tolist(), skip_special_tokens=False)
         shared = {
             "step": step,
             "split": split,
             "group_id": group.id,
             "problem_id": group.problem_id,
-            "prompt": prompt,
+            "prompt": self._image.sub("<image>", prompt),
             "answer": group.answer,
-            "images": [self._image_path(image.hash, image.data) for image in group.images],
+            "images": [self._image_path(image.hash, image.data) for image, _ in group.images],
         }
         for place, trajectory in enumerate(group.trajectories):
-            own = self._row(trajectory, (logprobs or {}).get(place))
+            own = self._row(trajectory, group.prefix_length, (logprobs or {}).get(place))
             advantage = None if advantages is None else advantages[place]
             self._rows.append(shared | own | {"sample": place, "advantage": advantage})
 
-    def _row(self, t: Trajectory, train: np.ndarray | None) -> dict[str, Any]:
-        ids = t.ids.tolist()
+    def _row(self, t: Trajectory, prompt: int, train: np.ndarray | None) -> dict[str, Any]:
+        parts = [{name: array[prompt:] for name, array in s.arrays().items()} for s in t.sequences]
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+        ids = arrays.pop("ids", np.zeros(0, np.int32)).tolist()
+        mask = arrays.pop("loss_mask", np.zeros(0, bool))
         if train is not None:
             everywhere = np.full(len(ids), np.nan, np.float32)
-            everywhere[t.response_mask] = train
+            everywhere[mask] = train
             train = everywhere
         return {
             "response": self._tokenizer.decode(ids, skip_special_tokens=True),
             "tokens": [self._piece(i) for i in ids],
             "response_ids": ids,
-            "response_mask": t.response_mask,
-            "rollout_logprobs": t.logprobs,
+            "response_mask": mask,
+            "rollout_logprobs": arrays.pop("logprobs", None),
             "train_logprobs": train,
             "reward": t.reward,
             "reward_parts": json.dumps(t.reward_parts),
             "correct": None if t.error else t.correct,
             "error": t.error,
-            "finish_reason": t.finish_reason,
-            "weight_versions": t.versions,
-        }
+            "finish_reason": t.status,
+            "weight_versions": arrays.pop("versions", np.zeros(0, np.int32)),
+        } | arrays
 
     def _piece(self, token: int) -> str:
         if token not in self._pieces:
@@ -136,7 +138,10 @@ class TrajectoryStore:
         """Write what was added as step `step`; returns those rows."""
         rows, self._rows = self._rows, []
         if rows:
-            table = pa.table({name: [row[name] for row in rows] for name in SCHEMA.names}, schema=SCHEMA)
+            schema = SCHEMA
+            for name, values in (item for row in rows for item in row.items() if item[0] not in schema.names):
+                schema = schema.append(pa.field(name, pa.list_(pa.from_numpy_dtype(values.dtype))))
+            table = pa.table({name: [row.get(name) for row in rows] for name in schema.names}, schema=schema)
             sink = io.BytesIO()
             pq.write_table(table, sink, compression="zstd")
             _replace(self._folder / f"step_{step}.parquet", sink.getvalue())

@@ -182,6 +182,7 @@ def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
         trajectories=np.arange(tokens) // longest,
         advantages=np.zeros(tokens, np.float32),
         rollout_logprobs=None,
+        columns={},
         images=(),
         pixel_values=None,
         grids=np.zeros((0, 3), np.int64),

@@ -84,14 +84,17 @@ class ImageStore:
 
 
 def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
-    """Trajectories of a run in the order of steps, as many as fit, with all columns of `SCHEMA`.
+    """Trajectories of a run in the order of steps, as many as fit, with all columns of `SCHEMA`, and further ones that have a
+    number per token as float32.
 
     Whole groups are taken, evenly over the steps: first of validation, for which at most three quarters of the room are,
     then of training, for which the rest is.
     """
     groups = []
     for file in sorted(run.glob("trajectories/step_*.parquet"), key=lambda f: (len(f.name), f.name)):
-        groups += _groups_of(file, _read(file, ("split", "group_id", "response_mask"), notes))
+        groups += _groups_of(
+            file, _read(file, [SCHEMA.field(name) for name in ("split", "group_id", "response_mask")], notes)
+        )
     if not groups:
         notes.append("No trajectories are stored.")
     rows_of: dict[Path, list[int]] = {}
@@ -107,18 +110,19 @@ def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
             rows_of.setdefault(group.file, []).extend(group.rows)
     tables = [SCHEMA.empty_table()]
     for file in dict.fromkeys(group.file for group in groups if group.file in rows_of):
-        if len(table := _read(file, SCHEMA.names, notes)):  # empty if another column is broken
+        if len(table := _read(file, [*SCHEMA, *_token_columns(file)], notes)):  # empty if another column is broken
             tables.append(table.take(sorted(rows_of[file])))
-    return pa.concat_tables(tables)
+    return pa.concat_tables(tables, promote_options="default")
 
 
 def encode_trajectories(table: pa.Table, run: Path, sections: bytearray, images: ImageStore, notes: list[str]) -> dict:
-    """Column name → reference into `sections`, or {"table": distinct texts, "index": reference}."""
-    columns: dict[str, Any] = {"count": len(table)}
+    """Column name → reference into `sections`, or {"table": distinct texts, "index": reference}; those that `SCHEMA` doesn't name
+    are the pairs (name, reference) of "token_columns"."""
+    columns: dict[str, Any] = {"count": len(table), "token_columns": []}
     lengths, image_counts = (_lengths(table[name].combine_chunks()) for name in ("tokens", "images"))
     for name, counts in (("offsets", lengths), ("image_offsets", image_counts)):
         columns[name] = add_section(sections, np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
-    for field in SCHEMA:
+    for field in table.schema:
         column = table[field.name].combine_chunks()
         if field.type == pa.string() or field.name == "tokens":
             texts = (column.flatten() if field.name == "tokens" else column).dictionary_encode()
@@ -127,6 +131,8 @@ def encode_trajectories(table: pa.Table, run: Path, sections: bytearray, images:
         elif not pa.types.is_list(field.type):
             fill = 0 if pa.types.is_integer(field.type) else np.nan
             columns[field.name] = add_section(sections, column.cast(pa.float32()).fill_null(fill).to_numpy())
+        elif field.name not in SCHEMA.names:
+            columns["token_columns"].append((field.name, add_section(sections, _align(column, lengths))))
         elif field.name != "images":
             columns[field.name] = add_section(sections, _align(column, lengths))
     paths = table["images"].combine_chunks().flatten().dictionary_encode()
@@ -161,16 +167,26 @@ def _choose(groups: Sequence[_Group], max_bytes: int) -> list[_Group]:
     return chosen
 
 
-def _read(file: Path, names: Sequence[str], notes: list[str]) -> pa.Table:
-    """These columns with the types of `SCHEMA`; one that isn't there is null. No rows, and a note, if the file is broken."""
-    schema = pa.schema([SCHEMA.field(name) for name in names])
+def _token_columns(file: Path) -> list[pa.Field]:
+    """Columns that aren't in `SCHEMA` and have a number per token."""
+    fields = [
+        field for field in pq.read_schema(file) if field.name not in SCHEMA.names and pa.types.is_list(field.type)
+    ]
+    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    numeric = [field.name for field in fields if any(is_kind(field.type.value_type) for is_kind in numbers)]
+    return [pa.field(name, pa.list_(pa.float32())) for name in numeric]
+
+
+def _read(file: Path, fields: Sequence[pa.Field], notes: list[str]) -> pa.Table:
+    """These columns; one that isn't there is null. No rows, and a note, if the file is broken."""
+    schema = pa.schema(fields)
     try:
         with pq.ParquetFile(file) as parquet:
-            table = parquet.read(columns=[name for name in names if name in parquet.schema_arrow.names])
+            table = parquet.read(columns=[name for name in schema.names if name in parquet.schema_arrow.names])
         for field in schema:
             if field.name not in table.column_names:
                 table = table.append_column(field, pa.nulls(parquet.metadata.num_rows, field.type))
-        table = table.select(names).cast(schema)
+        table = table.select(schema.names).cast(schema)
         table.validate(full=True)
         return table
     except (pa.ArrowException, OSError, ValueError):

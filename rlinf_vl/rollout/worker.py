@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,9 @@ from rlinf_vl.types import (
     Request,
     Sample,
     SamplingParams,
+    TokenSequence,
     Trajectory,
+    Turn,
 )
 
 log = logging.getLogger(__name__)
@@ -181,7 +183,7 @@ class RolloutRank:
             for finished in asyncio.as_completed(running):
                 group = await finished
                 reference, object_bytes = self.store.put(group, own_images=group.id in alone)
-                yield GroupSummary.of(group, object_bytes), reference
+                yield GroupSummary.of(group, self.processor.image_token_id, object_bytes), reference
         finally:  # the engine died, or nobody wants the rest
             for future in running:
                 future.cancel()
@@ -270,15 +272,12 @@ class RolloutRank:
         return Group(
             id=prepared.task.group_id,
             problem_id=prepared.problem.id,
-            prompt_ids=prepared.request.ids,
-            images=prepared.problem.images,
-            image_grids=prepared.request.image_grids,
+            prefix_length=len(prepared.request.ids),
             trajectories=tuple(trajectories),
             answer=prepared.problem.answer,
         )
 
     def _grade(self, prepared: _Prepared, env: Env, sample: Sample) -> Trajectory:
-        assert not (sample.ids == self.processor.image_token_id).any(), "an image placeholder was sampled"
         text = self.processor.decode(sample.ids)
         reward, correct, parts, error = 0.0, False, {}, None
         try:
@@ -301,31 +300,19 @@ class RolloutRank:
             _close((env,))
         if error:
             log.warning("%s: %s", prepared.problem.id, error)
-        return Trajectory(
-            ids=sample.ids,
-            response_mask=np.ones(len(sample.ids), bool),
-            logprobs=sample.logprobs if self.config.rollout.return_logprobs else None,
-            versions=sample.versions,
-            reward=reward,
-            finish_reason=sample.finish_reason,
-            correct=correct,
-            error=error,
-            reward_parts=parts,
-        )
+        sequence = TokenSequence.of_sample(prepared.request, sample)
+        sequence.assert_images_placed(self.processor.image_token_id, self.processor.merge_size)
+        if not self.config.rollout.return_logprobs:
+            sequence = replace(sequence, logprobs=None)
+        turn = Turn(0, len(prepared.request.ids), len(sequence.ids), sample.finish_reason, reward)
+        return Trajectory((sequence,), (turn,), reward, parts, sample.finish_reason, correct, error)
 
     async def _failed(self, task: Task, error: Exception) -> Group:
         """A group without tokens whose trajectories carry the reason, its kind first."""
         reason = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
-        none = np.zeros(0, np.int32)
-        trajectory = Trajectory(none, none.astype(bool), None, none, 0.0, "error", error=reason)
-        return Group(
-            task.group_id,
-            self.datasets[task.split].row_id(task.row),
-            none,
-            (),
-            np.zeros((0, 3), np.int32),
-            (trajectory,) * len(task.seeds),
-        )
+        trajectory = Trajectory((), (), 0.0, {}, "error", error=reason)
+        row_id = self.datasets[task.split].row_id(task.row)
+        return Group(task.group_id, row_id, 0, (trajectory,) * len(task.seeds))
 
     async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Take published weights, bucket by bucket, as `version`."""

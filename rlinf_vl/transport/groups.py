@@ -1,12 +1,12 @@
 """Groups in Ray's object store, on their way from a rollout worker to the actor ranks.
 
-A group is one contiguous buffer; an image that several rows show is an object of its own, which every group of the worker
-that shows it names: it is there once, however many do. Arrays, and such images, are read in place.
+A group's arrays are one contiguous buffer. An image that several rows show is an object of its own, stored once and named by
+every group that shows it; its bytes are read in place.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import ray
@@ -46,19 +46,14 @@ class GroupStore:
         travels inside a streamed result can be counted out of existence before its receiver has registered it.
         """
         new = []
-        for image in group.images:
+        for image, _ in group.images:
             if not own_images and len(image.data) > REFERENCE_BYTES and image.hash not in self._images:
                 new.append(ray.put(np.frombuffer(image.data, np.uint8)))
                 self._images[image.hash] = new[-1]
-        stored = replace(
-            group,
-            images=tuple(
-                StoredImage(image.hash, self._images[image.hash]) if image.hash in self._images else image
-                for image in group.images
-            ),
-        )
-        reference = ray.put(stored)
-        self._groups[group.id] = (reference, {image.hash for image in group.images})
+        hashes = {image.hash for image, _ in group.images}
+        stored = {name: StoredImage(name, self._images[name]) for name in hashes & self._images.keys()}
+        reference = ray.put(group.with_images(stored))
+        self._groups[group.id] = (reference, hashes)
         sizes = get_local_object_locations([reference, *new])
         return reference, sum(size["object_size"] for size in sizes.values())
 
@@ -83,15 +78,12 @@ def fetch_surviving(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]
 
 
 def fetch(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]:
-    """The groups by key, with their images: all groups in one call, then all images, each once. Nothing is copied.
+    """The groups by key, with their images: all groups in one call, then all images, each once.
 
-    Arrays are read-only views of the object store, which keeps an object as long as a view of it lives.
+    Images are read-only views of the object store, which keeps an object as long as a view of it lives.
     """
     groups = dict(zip(references, ray.get(list(references.values())), strict=True))
-    stored = {i.hash: i for group in groups.values() for i in group.images if isinstance(i, StoredImage)}
+    stored = {i.hash: i for group in groups.values() for i, _ in group.images if isinstance(i, StoredImage)}
     data = ray.get([image.reference for image in stored.values()])
     images = {name: ImageRef(name, memoryview(array)) for name, array in zip(stored, data, strict=True)}
-    return {
-        key: replace(group, images=tuple(images.get(image.hash, image) for image in group.images))
-        for key, group in groups.items()
-    }
+    return {key: group.with_images(images) for key, group in groups.items()}

@@ -210,7 +210,7 @@ def test_a_bad_row_that_is_asked_for_all_the_same_is_a_group_with_that_reason(ra
             continue  # its header is whole: only the engine finds out
         with pytest.raises(ValueError) as caught:
             rank._prepare(task)
-        summary = GroupSummary.of(asyncio.run(rank._failed(task, caught.value)))
+        summary = GroupSummary.of(asyncio.run(rank._failed(task, caught.value)), image_token_id=-1)
         assert summary.problem_id == rank.datasets["train"].row_id(i)
         row = found.bad.get(i)
         expected = f"{row.kind}: {row.reason}" if row else f"{TOO_LONG}: the prompt has "

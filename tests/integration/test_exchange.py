@@ -9,7 +9,7 @@ import ray
 
 from rlinf_vl.config import load_config
 from rlinf_vl.transport.groups import GroupStore, StoredImage, fetch
-from rlinf_vl.types import Group, ImageRef, Trajectory
+from rlinf_vl.types import Group, ImageRef, Request, Sample, SamplingParams, TokenSequence, Trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -27,10 +27,13 @@ class Worker:
         out = []
         for g, images in enumerate(shown):
             refs = tuple(ImageRef.of(bytes([i]) * size) for i in images)
-            arrays = (np.full(tokens, g, np.int32), np.ones(tokens, bool), np.ones(tokens, np.float32))
-            trajectories = (Trajectory(*arrays, np.zeros(tokens, np.int32), 1.0, "stop"),) * 4
             grids = np.ones((len(refs), 3), np.int32)
-            group = Group(f"g{g}", "p", np.arange(20, dtype=np.int32), refs, grids, trajectories)
+            request = Request(np.arange(20, dtype=np.int32), refs, grids, SamplingParams(), ())
+            sample = Sample(
+                np.full(tokens, g, np.int32), np.ones(tokens, np.float32), np.zeros(tokens, np.int32), "stop"
+            )
+            sequence = TokenSequence.of_sample(request, sample)
+            group = Group(f"g{g}", "p", 20, (Trajectory((sequence,), (), 1.0, {}, "stop"),) * 4)
             out.append(self.store.put(group, own_images=own_images))
         return out
 
@@ -45,13 +48,11 @@ def look(references) -> list:
     groups = fetch(references)
     data = {}
     for group in groups.values():
-        for array in (group.prompt_ids, *(t.ids for t in group.trajectories)):
-            assert not array.flags.owndata and not array.flags.writeable
-        for image in group.images:
+        for image, _ in group.images:
             assert image.data.readonly
             address = np.frombuffer(image.data, np.uint8).ctypes.data
             assert data.setdefault(image.hash, address) == address, "a second copy"
-    return [(g, [i.data[0] for i in group.images], int(group.trajectories[3].ids[0])) for g, group in groups.items()]
+    return [(g, [i.data[0] for i, _ in group.images], int(group.sequences[3].ids[-1])) for g, group in groups.items()]
 
 
 @pytest.fixture
@@ -83,7 +84,9 @@ def test_small_images_that_no_other_row_shows_travel_inside(cluster):
     unique = 4000 + 4 * (20 + 3) + 4 * 13 * 60
     assert all(size < 1.1 * unique for _, size in stored)
     groups = fetch({g: reference for g, (reference, _) in enumerate(stored)})
-    assert [[bytes(i.data) for i in group.images] for group in groups.values()] == [[bytes([i]) * 4000] for i in (1, 2)]
+    assert [[bytes(i.data) for i, _ in group.images] for group in groups.values()] == [
+        [bytes([i]) * 4000] for i in (1, 2)
+    ]
     assert ray.get(worker.release.remote(["g0", "g1"])) == 0
 
 
@@ -100,7 +103,7 @@ def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(clus
     assert used_bytes() - before <= sum(sizes)
 
     lazily = ray.get(references[1])  # a reader that does not use `fetch` has the images too
-    assert all(isinstance(i, StoredImage) and i.hash == ImageRef.of(bytes(i.data)).hash for i in lazily.images)
+    assert all(isinstance(i, StoredImage) and i.hash == ImageRef.of(bytes(i.data)).hash for i, _ in lazily.images)
     assert ray.get(worker.release.remote(["g0", "g1"])) == 2
     assert ray.get(look.remote({2: references[2]})) == [(2, [2, 1], 2)]
     del lazily, stored, references

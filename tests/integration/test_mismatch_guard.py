@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from tiny import answered
 
 from rlinf_vl.actor.worker import ActorRank, RankMiniBatch
 from rlinf_vl.config import load_config
@@ -16,7 +17,7 @@ from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.runtime.launch import ray_cluster
-from rlinf_vl.types import Group, GroupSummary, Request, SamplingParams, Trajectory
+from rlinf_vl.types import Group, GroupSummary, Request, SamplingParams
 
 pytestmark = pytest.mark.integration
 FAMILY = family_of("qwen3_vl")
@@ -64,21 +65,11 @@ def sampled_groups(folder, *, blind=False, stale=False) -> list[Group]:
         requests.append(Request(ids, images, grids, SamplingParams(max_new_tokens=12), (k, k + 100)))
     completions = engine.generate(requests)
     engine.close()
-    return [
-        Group(
-            str(k),
-            str(k),
-            r.ids,
-            r.images,
-            r.image_grids,
-            tuple(Trajectory(s.ids, np.ones(len(s.ids), bool), s.logprobs, s.versions, 0.0, "stop") for s in c.samples),
-        )
-        for k, (r, c) in enumerate(zip(requests, completions, strict=True))
-    ]
+    return [answered(r, c.samples, str(k)) for k, (r, c) in enumerate(zip(requests, completions, strict=True))]
 
 
 def verdict(rank, groups):
-    summaries = [GroupSummary.of(g) for g in groups]
+    summaries = [GroupSummary.of(g, image_token_id=-1) for g in groups]
     items = pick(summaries)
     assert len(items) == 6
     plan = plan_micro_batches(items, ranks=1, budget=200)

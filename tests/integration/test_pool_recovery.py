@@ -50,7 +50,7 @@ def tasks(n: int, prefix: str = "g") -> list[Task]:
 def tokens(pool, results):
     groups = ray.get([reference for _, reference in results])
     pool.release([summary for summary, _ in results])
-    return [[t.ids.tolist() for t in group.trajectories] for group in groups]
+    return [[s.ids.tolist() for s in group.sequences] for group in groups]
 
 
 def pid_of(pool, i: int) -> int:

@@ -67,11 +67,14 @@ def _changed(groups, change):
 
 
 def _observed(t, sampled):
-    """The trajectory with these tokens sampled, the others an environment's."""
-    return replace(
-        t, response_mask=sampled, logprobs=np.where(sampled, t.logprobs, 0.0).astype(np.float32),
-        versions=np.where(sampled, t.versions, -1).astype(np.int32),
+    """The trajectory with these tokens after the prompt sampled, the others an environment's."""
+    (sequence,) = t.sequences
+    mask = np.append(np.zeros(len(sequence.ids) - len(sampled), bool), sampled)
+    changed = replace(
+        sequence, loss_mask=mask, logprobs=np.where(mask, sequence.logprobs, 0.0).astype(np.float32),
+        versions=np.where(mask, sequence.versions, -1).astype(np.int32),
     )  # fmt: skip
+    return replace(t, sequences=(changed,))
 
 
 def settings_of(layout: Layout):
@@ -133,7 +136,7 @@ def train(rank: int, layout: Layout, kind: str, port: int, out) -> None:
     reference = policy_of(9, True) if layout.kl_beta else None
     groups = groups_of(kind)
     plan = plan_step(
-        [GroupSummary.of(g) for g in groups],
+        [GroupSummary.of(g, IMAGE_ID) for g in groups],
         ranks=layout.ranks,
         n_minibatches=layout.minibatches,
         budget=layout.budget,
@@ -228,17 +231,17 @@ def plain_reference(layout: Layout, kind: str = "mixed"):
         half(model), half(reference)
 
     def logprobs_of(model, g, i):
-        return transformers_logprobs(model, g, i, 0.7)[torch.from_numpy(g.trajectories[i].response_mask)]
+        return transformers_logprobs(model, g, i, 0.7)
 
     trained_on = {
-        g.id: [i for i, t in enumerate(g.trajectories) if t.error is None and t.response_mask.any()] for g in groups
+        g.id: [i for i, t in enumerate(g.trajectories) if t.error is None and t.n_response_tokens] for g in groups
     }
     with torch.no_grad():
         start = {(g.id, i): logprobs_of(model, g, i) for g in groups for i in trained_on[g.id]}
     losses, norms = [], []
     for part in np.array_split(np.arange(len(groups)), layout.minibatches):
         members = [(groups[k], i) for k in part for i in trained_on[groups[k].id]]
-        tokens = sum(int(g.trajectories[i].response_mask.sum()) for g, i in members)
+        tokens = sum(g.trajectories[i].n_response_tokens for g, i in members)
         loss = torch.zeros(())
         for g, i in members:
             token = token_losses(layout, g, i, trained_on[g.id], logprobs_of(model, g, i), start[g.id, i])
@@ -269,7 +272,8 @@ def token_losses(layout: Layout, g, i: int, trained_on: list[int], logp, start):
     rewards = np.array([g.trajectories[k].reward for k in trained_on])
     tied = len(set(rewards)) == 1
     adv = 0.0 if tied else (g.trajectories[i].reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    rollout = torch.from_numpy(g.trajectories[i].logprobs[g.trajectories[i].response_mask])
+    (sequence,) = g.trajectories[i].sequences
+    rollout = torch.from_numpy(sequence.logprobs[sequence.loss_mask])
     train = start if layout.minibatches > 1 else logp.detach()
     ratio = (logp - (rollout if layout.old_logprobs == "false" else train)).exp()
     token = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.28))
@@ -286,19 +290,12 @@ def entropy_of(model, g, i):
     """Entropy at each response position, from transformers' logits through every candidate's logprob."""
     import tiny
 
-    t = g.trajectories[i]
-    ids = torch.tensor(np.concatenate([g.prompt_ids, t.ids]), dtype=torch.int64)[None]
-    inputs = {}
-    if g.images:
-        inputs = {
-            "pixel_values": torch.from_numpy(np.concatenate([tiny.pixels(x) for x in g.images])),
-            "image_grid_thw": torch.from_numpy(g.image_grids.astype(np.int64)),
-            "mm_token_type_ids": (ids == IMAGE_ID).int(),
-        }
+    (sequence,) = g.trajectories[i].sequences
+    ids, inputs = tiny.transformers_inputs(sequence)
     model.model.rope_deltas = None
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float() / 0.7
-    logits = logits[len(g.prompt_ids) - 1 : -1][:, torch.from_numpy(~banned())]
-    return torch.distributions.Categorical(logits=logits).entropy()[torch.from_numpy(t.response_mask)]
+    before = torch.from_numpy(np.flatnonzero(sequence.loss_mask) - 1)
+    return torch.distributions.Categorical(logits=logits[before][:, torch.from_numpy(~banned())]).entropy()
 
 
 def assert_same(ours, theirs):

@@ -88,26 +88,30 @@ def of_model(model, toy_folder, group, trajectory):
     from rlinf_vl.models.processing import Processor
 
     processor = Processor(str(toy_folder), family_of("qwen3_vl"))
-    ids = torch.tensor(np.concatenate([group.prompt_ids, trajectory.ids]), dtype=torch.int64)[None]
+    (sequence,) = trajectory.sequences
+    ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
     model.model.rope_deltas = None
     logits = model(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        pixel_values=torch.from_numpy(np.concatenate([processor.pixels(image) for image in group.images])),
-        image_grid_thw=torch.from_numpy(group.image_grids.astype(np.int64)),
+        pixel_values=torch.from_numpy(np.concatenate([processor.pixels(image) for image, _ in sequence.images])),
+        image_grid_thw=torch.tensor([grid for _, grid in sequence.images]),
         mm_token_type_ids=(ids == processor.image_token_id).int(),
     ).logits[0].float()  # fmt: skip
     logits[:, torch.from_numpy(processor.banned_ids(logits.shape[-1]))] = -torch.inf
-    table = logits[len(group.prompt_ids) - 1 : -1].log_softmax(-1)
-    return table.gather(1, torch.tensor(trajectory.ids).long()[:, None])[:, 0].numpy()
+    table = logits[group.prefix_length - 1 : -1].log_softmax(-1)
+    return table.gather(1, ids[0, group.prefix_length :, None])[:, 0].numpy()
 
 
 def assert_sampled_from(pool, model, toy_folder, version):
     for group in sampled(pool):
         for trajectory in group.trajectories:
             assert trajectory.error is None
-            assert (trajectory.versions == version).all()
-            np.testing.assert_allclose(trajectory.logprobs, of_model(model, toy_folder, group, trajectory), atol=1e-4)
+            (sequence,) = trajectory.sequences
+            mask = sequence.loss_mask
+            assert (sequence.versions[mask] == version).all()
+            expected = of_model(model, toy_folder, group, trajectory)
+            np.testing.assert_allclose(sequence.logprobs[mask], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("synced", STRATEGIES, indirect=True)

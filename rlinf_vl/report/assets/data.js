@@ -29,6 +29,7 @@ async function unpack() {
       if (column.table) column.index = view(column.index);
       else if (column.type) trajectories[name] = view(column);
     }
+    trajectories.token_columns = trajectories.token_columns.map(([name, ref]) => [name, view(ref)]);
   }
   for (const image of data.images) {
     let url = null; // made when the image is first shown

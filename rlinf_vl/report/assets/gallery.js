@@ -244,6 +244,7 @@ function setUpTooltip(holder) {
       ["rollout logprob", number(t.rollout_logprobs[k])], ["train logprob", number(t.train_logprobs[k])],
       ["advantage", number(item.advantage)], ["token id", t.response_ids[k] < 0 ? "–" : String(t.response_ids[k])],
       ["weights of step", t.weight_versions[k] < 0 ? "–" : String(t.weight_versions[k])],
+      ...t.token_columns.map(([name, values]) => [name, number(values[k])]),
       ["place", `${Number(span.dataset.n) + 1} of ${item.to - item.from}`],
       ...(t.response_mask[k] ? [] : [["trained on", "no"]]),
     ];

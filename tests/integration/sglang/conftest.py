@@ -70,7 +70,9 @@ class Toy:
     def request_of(group):
         """The request that a group answers."""
         seeds = tuple(range(len(group.trajectories)))
-        return Request(group.prompt_ids, group.images, group.image_grids, SamplingParams(), seeds)
+        shown = group.sequences[0].images
+        grids = np.array([grid for _, grid in shown], np.int32).reshape(-1, 3)
+        return Request(group.prefix, tuple(image for image, _ in shown), grids, SamplingParams(), seeds)
 
     @torch.no_grad()
     def logp(self, request, ids, temperature=1.0, model=None):

@@ -69,7 +69,9 @@ def test_an_engine_that_is_killed_or_stopped_is_replaced(pool, toy, number, capl
     groups = ray.get([reference for _, reference in results])
     pool.release([summary for summary, _ in results])
     assert [group.id for group in groups] == [task.group_id for task in tasks]
-    assert all(len(group.trajectories) == SAMPLES and all(len(t.ids) for t in group.trajectories) for group in groups)
+    assert all(
+        len(group.trajectories) == SAMPLES and all(t.n_response_tokens for t in group.trajectories) for group in groups
+    )
 
     other, _ = toy.perturbed("language_model")
     for group in groups[:4]:

@@ -8,13 +8,14 @@ import socket
 import numpy as np
 import pytest
 import ray
+from tiny import answered
 
 from rlinf_vl.actor.worker import ActorRank, RankMiniBatch
 from rlinf_vl.config import load_config
 from rlinf_vl.controller.step_plan import item_of
 from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.transport import unpack
-from rlinf_vl.types import Group, GroupSummary, Trajectory
+from rlinf_vl.types import Group, GroupSummary
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-4  # nats, the mean over a group's tokens
@@ -59,24 +60,14 @@ def sampled(engine, toy, **sampling) -> list[Group]:
     """Four answers each to prompts with 1, 2 and 3 images, always the same prompts."""
     requests = [toy.request(k, 4, stop_ids=(), **sampling) for k in (1, 2, 3)]
     return [
-        Group(
-            str(k),
-            str(k),
-            r.ids,
-            r.images,
-            r.image_grids,
-            tuple(
-                Trajectory(s.ids, np.ones(len(s.ids), bool), s.logprobs, s.versions, 0.0, s.finish_reason)
-                for s in completion.samples
-            ),
-        )
+        answered(r, completion.samples, str(k))
         for k, (r, completion) in enumerate(zip(requests, engine.generate(requests), strict=True))
     ]
 
 
 def shares(groups) -> tuple[RankMiniBatch, dict[int, ray.ObjectRef]]:
     """All trajectories as one mini-batch of the only rank."""
-    summaries = [GroupSummary.of(group) for group in groups]
+    summaries = [GroupSummary.of(group, image_token_id=-1) for group in groups]
     items = [item_of(g, i, s) for g, s in enumerate(summaries) for i in range(len(s.tokens))]
     plan = plan_micro_batches(items, ranks=1, budget=600)
     tokens = sum(sum(s.response_tokens) for s in summaries)

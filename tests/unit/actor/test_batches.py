@@ -75,7 +75,7 @@ def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patche
     advantages = {g: [0.0] * 2 for g in groups}
     for _ in range(2):
         cached.prepare(groups.values())
-    assert sorted(encoded) == sorted({i.hash for g in groups.values() for i in g.images})
+    assert sorted(encoded) == sorted({i.hash for g in groups.values() for i, _ in g.images})
 
     plain = BatchMaker(policy, collate, pixels, None, max_patches)
     with torch.no_grad():

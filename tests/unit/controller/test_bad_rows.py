@@ -74,7 +74,7 @@ def test_a_resumed_run_counts_no_row_twice(tmp_path):
 
 def test_groups_that_failed_are_recorded_with_kind_and_reason(tmp_path):
     def summary(name, *errors):
-        made = GroupSummary.of(tiny.group(default_rng(0), [], [2] * len(errors), name))
+        made = GroupSummary.of(tiny.group(default_rng(0), [], [2] * len(errors), name), tiny.IMAGE_ID)
         return dataclasses.replace(made, errors=errors)
 
     bad = BadRows(tmp_path, 1.0, {"train": 10})

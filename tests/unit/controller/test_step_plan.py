@@ -20,7 +20,7 @@ def summary(name, rewards, lengths, errors=None, patches=0):
         response_tokens=tuple(lengths),
         rewards=tuple(rewards),
         correct=tuple(r > 0 for r in rewards),
-        finish_reasons=("stop",) * n,
+        statuses=("stop",) * n,
         errors=tuple(errors or (None,) * n),
         min_version=0,
         max_version=0,

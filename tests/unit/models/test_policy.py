@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model, transformers_logprobs
+from tiny import IMAGE_ID, MERGE, PAD, banned, grids, group, pixels, tiny_model, transformers_logprobs
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import use_packed_attention
@@ -49,8 +49,8 @@ def test_an_image_is_encoded_once_however_often_it_is_named():
     g = some_groups()[2]
     batch = collator()([Member(g, 0, 0.0), Member(g, 1, 0.0)], run_vision=True)
     assert len(batch.grids) == len(g.images)
-    assert len(batch.pixel_values) == g.image_grids.prod(axis=1).sum()
-    assert len(batch.image_positions) == (g.prompt_ids == IMAGE_ID).sum()
+    assert len(batch.pixel_values) == grids(g.images).prod(axis=1).sum()
+    assert len(batch.image_positions) == (g.prefix == IMAGE_ID).sum()
     repeated = collator(share=False)([Member(g, 0, 0.0), Member(g, 1, 0.0)], run_vision=True)
     assert len(repeated.pixel_values) == len(batch.pixel_values)
     assert len(repeated.image_positions) == 2 * len(batch.image_positions)
@@ -60,10 +60,10 @@ def test_a_shared_prompt_stands_in_the_row_once():
     g, other = some_groups()[:2]
     members = [Member(g, i, 0.0) for i in (0, 1, 2)] + [Member(other, 0, 0.0)]
     batch = collator()(members, run_vision=True)
-    lengths = [len(g.prompt_ids), 5, 1, 9, len(other.prompt_ids) + 4]
+    lengths = [len(g.prefix), 5, 1, 9, len(other.prefix) + 4]
     assert np.diff(batch.cu_seqlens).tolist() == lengths
     assert batch.prefix.tolist() == [-1, 0, 0, 0, -1]
-    last = len(g.prompt_ids) - 1
+    last = len(g.prefix) - 1
     assert (batch.predict[np.flatnonzero(np.diff(batch.trajectories, prepend=-1))[:3]] == last).all()
     assert (batch.positions[0] == np.concatenate([np.arange(last + 1), *[last + 1 + np.arange(n) for n in (5, 1, 9)],
                                                   np.arange(lengths[-1])])).all()  # fmt: skip
@@ -89,7 +89,7 @@ def test_images_matter_and_stay_with_their_own_sample():
     unseen, _ = model(blind(members, run_vision=True))
     assert (seen - unseen).abs().max() > 1e-2
     swapped, _ = model(collator()(members[::-1], run_vision=True))
-    n = len(groups[0].trajectories[0].ids)
+    n = groups[0].trajectories[0].n_response_tokens
     torch.testing.assert_close(torch.cat([swapped[-n:], swapped[:-n]]), seen, atol=5e-6, rtol=1e-5)
 
 
@@ -106,9 +106,6 @@ def test_filler_row_has_no_loss_and_calls_the_tower_with_gradient():
 
 def test_a_wrong_placeholder_count_is_refused():
     g = some_groups()[0]
-    t = g.trajectories[0]
-    bad = np.concatenate([t.ids[:-1], [IMAGE_ID]]).astype(np.int32)
-    broken = type(t)(bad, t.response_mask, t.logprobs, t.versions, 0.0, "stop")
-    g = type(g)(g.id, g.id, g.prompt_ids, g.images, g.image_grids, (broken,))
+    g.sequences[0].ids[-1] = IMAGE_ID
     with pytest.raises(ValueError, match="image placeholder ids"):
         collator()([Member(g, 0, 0.0)], run_vision=True)

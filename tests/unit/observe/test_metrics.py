@@ -2,13 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from rlinf_vl.observe.metrics import MetricSums, summarize_rollout
-from rlinf_vl.types import Group, GroupSummary, ImageRef, Trajectory
+from rlinf_vl.types import Group, GroupSummary, ImageRef, Request, Sample, SamplingParams, TokenSequence, Trajectory
 
 
 def test_mean_is_over_all_items_and_not_over_micro_batches():
@@ -86,23 +87,17 @@ def test_merge_leaves_the_other_alone():
 def trajectory(
     n: int, reward: float, finish: str = "stop", *, error: str | None = None, version: int = 3
 ) -> Trajectory:
-    return Trajectory(
-        ids=np.zeros(n, np.int32),
-        response_mask=np.ones(n, bool),
-        logprobs=np.zeros(n, np.float32),
-        versions=np.full(n, version, np.int32),
-        reward=reward,
-        finish_reason="error" if error else finish,
-        correct=reward > 0.5,
-        error=error,
-    )
+    prompt = Request(np.zeros(5, np.int32), (), np.zeros((0, 3), np.int32), SamplingParams(), ())
+    sample = Sample(np.zeros(n, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
+    sequence = TokenSequence.of_sample(prompt, sample)
+    return Trajectory((sequence,), (), reward, {}, "error" if error else finish, reward > 0.5, error)
 
 
 def summary(name: str, *trajectories: Trajectory, images: bytes = b"", object_bytes: int = 0) -> GroupSummary:
     """`images`: one byte stands for the encoded bytes of an image."""
-    refs = tuple(ImageRef.of(bytes([byte]) * 50) for byte in images)
-    group = Group(name, name, np.zeros(5, np.int32), refs, np.ones((len(refs), 3), np.int32), trajectories)
-    return GroupSummary.of(group, object_bytes)
+    shown = tuple((ImageRef.of(bytes([byte]) * 50), (1, 1, 1)) for byte in images)
+    seeing = (replace(t, sequences=(replace(t.sequences[0], images=shown),)) for t in trajectories)
+    return GroupSummary.of(Group(name, name, 5, tuple(seeing)), image_token_id=-1, object_bytes=object_bytes)
 
 
 def test_rollout_summary_by_hand():
@@ -137,8 +132,8 @@ def test_rollout_summary_by_hand():
             "rollout/weight_version_min": 2,
             "rollout/weight_version_max": 3,
             "data/object_store_bytes": 120,
-            # 13 a response token, 4 a prompt token, 12 an image's grid, and two images
-            "data/unique_bytes": 13 * 30 + 4 * 4 * 5 + 4 * 12 + 2 * 50,
+            # 13 a response token, 4 a prompt token, and two images
+            "data/unique_bytes": 13 * 30 + 4 * 4 * 5 + 2 * 50,
         }
     )
 

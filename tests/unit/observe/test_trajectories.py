@@ -10,7 +10,7 @@ import tiny
 from tokenizers import Tokenizer, decoders, models
 
 from rlinf_vl.observe.trajectories import SCHEMA, TrajectoryStore
-from rlinf_vl.types import Group, Trajectory
+from rlinf_vl.types import Group, TokenSequence, Trajectory
 
 IMAGE = "<|image_pad|>"
 
@@ -48,11 +48,13 @@ def test_rows_hold_what_was_sampled(model, run):
     first, second = rows(run, 7)
     for row, trajectory, place in ((first, group.trajectories[0], 0), (second, group.trajectories[1], 1)):
         assert (row["step"], row["split"], row["group_id"], row["sample"]) == (7, "train", "train-7-0", place)
-        assert row["response_ids"] == trajectory.ids.tolist()
-        assert row["tokens"] == [f"w{i} " for i in trajectory.ids] and row["response"] == "".join(row["tokens"])
-        assert row["rollout_logprobs"] == trajectory.logprobs.tolist()
+        (sequence,) = trajectory.sequences
+        response = sequence.ids[group.prefix_length :].tolist()
+        assert row["response_ids"] == response
+        assert row["tokens"] == [f"w{i} " for i in response] and row["response"] == "".join(row["tokens"])
+        assert row["rollout_logprobs"] == sequence.logprobs[group.prefix_length :].tolist()
         assert row["reward"] == trajectory.reward and row["advantage"] == 0.5 - place
-        for path, image in zip(row["images"], group.images, strict=True):
+        for path, (image, _) in zip(row["images"], group.images, strict=True):
             assert path == f"images/{image.hash}.png"
             assert hashlib.sha256((run / path).read_bytes()).hexdigest() == image.hash
         assert row["prompt"].count("<image>") == 2 and IMAGE not in row["prompt"]
@@ -60,13 +62,13 @@ def test_rows_hold_what_was_sampled(model, run):
 
 
 def test_what_an_environment_said_has_no_logprob_of_the_trainer(model, run):
-    ids, mask = np.array([5, 6, 7, 8], np.int32), np.array([True, False, False, True])
+    ids, mask = np.array([4, 5, 6, 7, 8], np.int32), np.array([False, True, False, False, True])
     parts = {"format": 0.1, "accuracy": 0.9}
-    t = Trajectory(ids, mask, None, np.array([2, -1, -1, 3]), 1.0, "stop", True, None, parts)
-    failed = Trajectory(ids[:0], mask[:0], None, ids[:0], 0.0, "error", error="grading timed out: …")
-    none = np.zeros((0, 3), np.int32)
+    sequence = TokenSequence(ids, mask, None, np.array([-1, 2, -1, -1, 3], np.int32))
+    t = Trajectory((sequence,), (), 1.0, parts, "stop", correct=True)
+    failed = Trajectory((), (), 0.0, {}, "error", error="grading timed out: …")
     store = TrajectoryStore(run, model, IMAGE, 10**9)
-    store.add(1, "train", Group("g", "p", ids, (), none, (t, failed)), (1.0, 0.0), {0: np.array([-0.5, -1.5])})
+    store.add(1, "train", Group("g", "p", 1, (t, failed)), (1.0, 0.0), {0: np.array([-0.5, -1.5])})
     store.write(1)
     row, bad = rows(run, 1)
     train = row["train_logprobs"]
@@ -78,7 +80,7 @@ def test_what_an_environment_said_has_no_logprob_of_the_trainer(model, run):
 
 def test_an_image_is_written_once_and_counted_to_the_limit(model, run):
     group = tiny.group(np.random.default_rng(1), [(4, 4)], [2])
-    size = len(group.images[0].data)
+    size = len(group.images[0][0].data)
     store = TrajectoryStore(run, model, IMAGE, max_bytes=size + 100_000)
     for step in (1, 2):
         store.add(step, "val", group)

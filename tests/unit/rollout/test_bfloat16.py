@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import EOS, IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model
+from tiny import EOS, IMAGE_ID, MERGE, PAD, answered, banned, pixels, request, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlinf_vl.actor.fsdp import shard
@@ -14,7 +14,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, use_packed_attention
 from rlinf_vl.models.policy import PolicyModel, encode_images
 from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.types import Group, Request, SamplingParams, Trajectory
+from rlinf_vl.types import Request, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
 
@@ -40,16 +40,16 @@ def engine(tmp_path):
     engine.close()
 
 
-def some_groups() -> list[Group]:
-    rng = np.random.default_rng(1)
-    return [group(rng, s, []) for s in ([(2, 3)], [], [(1, 1), (3, 2), (2, 2)], [(4, 3)])]
+def some_requests() -> list[Request]:
+    rng, sampling = np.random.default_rng(1), SamplingParams(stop_ids=(EOS,), max_new_tokens=6)
+    return [request(rng, s, sampling, range(8)) for s in ([(2, 3)], [], [(1, 1), (3, 2), (2, 2)], [(4, 3)])]
 
 
 @torch.no_grad()
 def test_the_trainers_features_are_the_engines_bit_for_bit(trainer, engine):
-    groups = [g for g in some_groups() if g.images]
-    patches = np.concatenate([pixels(i) for g in groups for i in g.images])
-    grids = np.concatenate([g.image_grids for g in groups]).astype(np.int64)
+    requests = [r for r in some_requests() if r.images]
+    patches = np.concatenate([pixels(i) for r in requests for i in r.images])
+    grids = np.concatenate([r.image_grids for r in requests]).astype(np.int64)
     ours, theirs = trainer.encode(patches, grids), encode_images(engine.model, FAMILY, patches, grids, "cpu")
     for a, b in zip([ours.tokens, *ours.deepstack], [theirs.tokens, *theirs.deepstack], strict=True):
         assert a.dtype == b.dtype == torch.bfloat16
@@ -59,15 +59,9 @@ def test_the_trainers_features_are_the_engines_bit_for_bit(trainer, engine):
 @torch.no_grad()
 def test_the_trainer_gives_a_first_token_the_logprob_it_was_sampled_with(trainer, engine):
     collate = Collator(FAMILY, IMAGE_ID, MERGE, pixels, PAD)
-    for g in some_groups():
-        request = Request(g.prompt_ids, g.images, g.image_grids, SamplingParams(stop_ids=(EOS,), max_new_tokens=6),
-                          tuple(range(8)))  # fmt: skip
-        (completion,) = engine.generate([request])
-        drawn = tuple(
-            Trajectory(s.ids, np.ones(len(s.ids), bool), s.logprobs, s.versions, 0.0, "stop")
-            for s in completion.samples
-        )
-        g = Group(g.id, g.id, g.prompt_ids, g.images, g.image_grids, drawn)
+    for asked in some_requests():
+        (completion,) = engine.generate([asked])
+        g = answered(asked, completion.samples)
         batch = collate([Member(g, i, 0.0) for i in range(8)], run_vision=bool(g.images))
         logprobs = trainer(batch)[0].numpy()
         first = np.flatnonzero(np.diff(batch.trajectories, prepend=-1))

@@ -1,34 +1,47 @@
-"""A group through pickle: one buffer for all of its arrays, read in place, and nothing lost."""
+"""A group through pickle: one buffer for all of its arrays, what is shared written once, and nothing lost."""
 
 import copy
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny
 
-from rlinf_vl.types import Group, ImageRef, Trajectory
-
-COLUMNS = ("ids", "response_mask", "logprobs", "versions")
+from rlinf_vl.types import Group, Sample, TokenSequence, Trajectory, Turn
 
 
 def group(*lengths: int, logprobs: bool = True, images: int = 2) -> Group:
+    """Trajectories of one sequence each, with a column; the second one failed, and has a second sequence with an image more."""
     rng = np.random.default_rng(0)
-    trajectories = [
-        Trajectory(
-            rng.integers(0, 99, n).astype(np.int32),
-            rng.random(n) < 0.5,
-            rng.random(n).astype(np.float32) if logprobs else None,
-            np.full(n, i, np.int32),
-            reward=0.1 * i,
-            finish_reason="stop",
-            correct=bool(i % 2),
-            error="why" if i == 1 else None,
+    request = tiny.request(rng, [(1, 2)] * images)
+    prompt, trajectories = len(request.ids), []
+    for i, n in enumerate(lengths):
+        columns = {"entropy": rng.random(n).astype(np.float16)}
+        sample = Sample(
+            rng.integers(2, 50, n), rng.random(n).astype(np.float32), np.full(n, i, np.int32), "stop", columns
         )
-        for i, n in enumerate(lengths)
-    ]
-    grids = np.arange(3 * images, dtype=np.int32).reshape(images, 3)
-    refs = tuple(ImageRef.of(rng.bytes(2000)) for _ in range(images))
-    return Group("g", "p", np.arange(7, dtype=np.int32), refs, grids, tuple(trajectories), "42")
+        sequences = [TokenSequence.of_sample(request, sample)]
+        if i == 1:
+            sequences.append(
+                replace(sequences[0], images=(*sequences[0].images, (tiny.image(rng, 1, 1)[0], (1, 2, 2))))
+            )
+        if not logprobs:
+            sequences = [replace(sequence, logprobs=None) for sequence in sequences]
+        turns = (Turn(len(sequences) - 1, prompt, prompt + n, "stop", 0.5),)
+        error = "why" if i == 1 else None
+        trajectories.append(Trajectory(tuple(sequences), turns, 0.1 * i, {"format": 0.5}, "length", bool(i % 2), error))
+    return Group("g", "p", prompt if lengths else 0, tuple(trajectories), "42")
+
+
+def assert_same(got: Group, sent: Group) -> None:
+    assert (got.id, got.problem_id, got.answer, got.prefix_length) == ("g", "p", "42", sent.prefix_length)
+    for a, b in zip(got.trajectories, sent.trajectories, strict=True):
+        assert replace(a, sequences=(), turns=()) == replace(b, sequences=(), turns=()) and a.turns == b.turns
+    for a, b in zip(got.sequences, sent.sequences, strict=True):
+        assert a.images == b.images and a.arrays().keys() == b.arrays().keys()
+        for name, array in b.arrays().items():
+            assert a.arrays()[name].dtype == array.dtype and np.array_equal(a.arrays()[name], array)
 
 
 @pytest.mark.parametrize(
@@ -38,26 +51,17 @@ def test_nothing_is_lost_and_all_arrays_are_one_buffer(sent):
     buffers = []
     inside = pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
     assert [len(buffer.raw()) for buffer in buffers] == [sent.array_bytes]
-    memory = bytes(buffers[0])
-    got = pickle.loads(inside, buffers=[memory])
-    assert (got.id, got.problem_id, got.answer, got.images) == ("g", "p", "42", sent.images)
-    whole = np.frombuffer(memory, np.uint8)
-    pairs = [(got.prompt_ids, sent.prompt_ids), (got.image_grids, sent.image_grids)]
-    for a, b in zip(got.trajectories, sent.trajectories, strict=True):
-        assert (a.reward, a.finish_reason, a.correct, a.error) == (b.reward, b.finish_reason, b.correct, b.error)
-        pairs += [(getattr(a, name), getattr(b, name)) for name in COLUMNS]
-    for a, b in pairs:
-        if b is None:
-            assert a is None
-            continue
-        assert a.dtype == b.dtype and np.array_equal(a, b)
-        assert not a.flags.owndata and not a.flags.writeable and (not a.size or np.shares_memory(a, whole))
+    assert_same(pickle.loads(inside, buffers=[bytes(buffers[0])]), sent)
 
 
 @pytest.mark.parametrize("remade", [lambda g: pickle.loads(pickle.dumps(g, protocol=4)), copy.deepcopy])
 def test_a_group_also_survives_pickles_without_buffers(remade):
     sent = group(3, 0, 5)
-    got = remade(sent)
-    assert (got.id, got.images) == ("g", sent.images) and np.array_equal(got.prompt_ids, sent.prompt_ids)
-    for a, b in zip(got.trajectories, sent.trajectories, strict=True):
-        assert all(np.array_equal(getattr(a, name), getattr(b, name)) for name in COLUMNS)
+    assert_same(remade(sent), sent)
+
+
+def test_prefix_and_images_are_written_once():
+    sent = tiny.group(np.random.default_rng(0), [(4, 4), (4, 4)], [6] * 8)
+    images = sum(len(image.data) for image, _ in sent.images)
+    assert sent.array_bytes == 4 * sent.prefix_length + 8 * 6 * 13
+    assert len(pickle.dumps(sent, protocol=5)) < images + sent.array_bytes + 1000

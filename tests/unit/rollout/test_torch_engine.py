@@ -1,17 +1,19 @@
 """The torch engine against transformers' `generate` and `forward`."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from tiny import EOS, IMAGE_ID, MERGE, PAD, VOCAB, banned, group, pixels, tiny_model, transformers_logprobs
+from tiny import EOS, IMAGE_ID, MERGE, PAD, VOCAB, answered, banned, pixels, tiny_model, transformers_logprobs
+from tiny import request as tiny_request
 
 from rlinf_vl.controller.mismatch import Score, judge
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import use_packed_attention
-from rlinf_vl.types import Group, Request, SamplingParams, Trajectory
+from rlinf_vl.types import Sample, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
 
@@ -42,25 +44,18 @@ def engine_of():
 def prompts():
     rng = np.random.default_rng(1)
     shapes = [[(2, 3)], [], [(1, 1), (3, 2), (2, 2)], [(2, 2)], []]
-    return [group(rng, shape, []) for shape in shapes]
+    return [tiny_request(rng, shape) for shape in shapes]
 
 
 def request(g, n, seed=0, **sampling):
-    return Request(
-        g.prompt_ids, g.images, g.image_grids, SamplingParams(stop_ids=(EOS,), **sampling), tuple(range(seed, seed + n))
-    )
-
-
-def as_group(g, sample):
-    t = Trajectory(sample.ids, np.ones(len(sample.ids), bool), sample.logprobs, sample.versions, 0.0, "stop")
-    return Group(g.id, g.id, g.prompt_ids, g.images, g.image_grids, (t,))
+    return replace(g, sampling=SamplingParams(stop_ids=(EOS,), **sampling), seeds=tuple(range(seed, seed + n)))
 
 
 def test_greedy_ids_are_those_of_generate(engine_of):
     engine, model = engine_of(), tiny_model()
     done = engine.generate([request(g, 2, temperature=0.0, max_new_tokens=12) for g in prompts()])
     for g, completion in zip(prompts(), done, strict=True):
-        ids = torch.from_numpy(g.prompt_ids)[None].long()
+        ids = torch.from_numpy(g.ids)[None].long()
         inputs = {}
         if g.images:
             inputs = {
@@ -96,7 +91,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(engine_of, temperature,
             assert not banned()[sample.ids].any()
             assert len(sample.ids) == 10 or sample.ids[-1] == EOS
             assert (sample.ids[:-1] != EOS).all()
-            expected = transformers_logprobs(model, as_group(g, sample), 0, temperature)
+            expected = transformers_logprobs(model, answered(g, [sample]), 0, temperature)
             np.testing.assert_allclose(sample.logprobs, expected.detach().numpy(), atol=2e-5)
 
 
@@ -122,8 +117,7 @@ def first_token_probabilities(g):
     """[VOCAB]: what transformers gives each token to begin with, banned ones left out."""
     p = np.zeros(VOCAB)
     for token in np.flatnonzero(~banned()):
-        t = Trajectory(np.array([token], np.int32), np.ones(1, bool), None, np.zeros(1, np.int32), 0.0, "stop")
-        one = Group("g", "g", g.prompt_ids, g.images, g.image_grids, (t,))
+        one = answered(g, [Sample(np.array([token]), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")])
         p[token] = transformers_logprobs(tiny_model(), one, 0).detach().exp()
     return p
 
@@ -140,7 +134,7 @@ def test_truncated_sampling_agrees_with_the_trainer(engine_of, sampling):
     kept = order[(p[order].cumsum() - p[order] < sampling.get("top_p", 1.0))][: sampling.get("top_k")]
     assert {int(s.ids[0]) for s in done.samples} == set(kept.tolist())
     differences = [
-        np.abs(s.logprobs - transformers_logprobs(tiny_model(), as_group(g, s), 0, temperature).detach().numpy())
+        np.abs(s.logprobs - transformers_logprobs(tiny_model(), answered(g, [s]), 0, temperature).detach().numpy())
         for s in done.samples[:8]
     ]
     scores = [Score(1, len(d), float(d.sum()), 9.0) for d in differences]
@@ -172,7 +166,7 @@ def test_new_weights_are_used_and_marked(engine_of):
     engine.load_weights([{name: p.detach() for name, p in other.named_parameters()}], version=3)
     sample = engine.generate([request(g, 1, max_new_tokens=6)])[0].samples[0]
     assert (sample.versions == 3).all()
-    expected = transformers_logprobs(other, as_group(g, sample), 0)
+    expected = transformers_logprobs(other, answered(g, [sample]), 0)
     np.testing.assert_allclose(sample.logprobs, expected.detach().numpy(), atol=2e-5)
 
 
