@@ -85,7 +85,7 @@ def main() -> None:
         path = str(toy_checkpoint_path())
     family = family_of("qwen3_vl")
     processor = Processor(path, family)
-    dataset = ProblemDataset.open([args.data], split="train")
+    dataset = ProblemDataset([args.data], "train")
     sampling = SamplingParams(max_new_tokens=args.new_tokens, stop_ids=processor.stop_ids)
     requests = []
     for i in range(args.groups):

@@ -85,7 +85,7 @@ def write_model(folder: Path, shape: str, dtype: torch.dtype = torch.float32) ->
 
 
 def geo3k_problems(parquet: Path, count: int, rng: np.random.Generator) -> list[Problem]:
-    dataset = ProblemDataset.open([str(parquet)], split="train")
+    dataset = ProblemDataset([str(parquet)], "train")
     return [dataset[int(i)] for i in rng.permutation(len(dataset))[:count]]
 
 

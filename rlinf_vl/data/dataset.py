@@ -3,34 +3,25 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from itertools import accumulate, count
 
 from rlinf_vl.data.images import decode
-from rlinf_vl.data.rows import kind_and_reason, missing_column, row_to_problem, wanted_columns
+from rlinf_vl.data.rows import BadRow, RowFormat, kind_and_reason, row_to_problem
+from rlinf_vl.data.sources import Source, open_source
 from rlinf_vl.types import Problem
 
-if TYPE_CHECKING:
-    from rlinf_vl.data.sources import Source
-
-
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that can't be used: the kind of reason that it is counted under, its id, and the reason."""
-
-    kind: str
-    id: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"row {self.id}: {self.kind}: {self.reason}"
+_DEFAULT = RowFormat()
 
 
 @dataclass(slots=True)
 class FilterResult:
-    """Which rows can be used: `kept`, those with too long a prompt, and unusable ones with the reason. `answers` counts the
-    answers of those that are kept; `fewest` and `most` are the tokens of the shortest and the longest prompt that is too long."""
+    """Rows that can be used, those with too long a prompt, and bad ones.
+
+    Attributes:
+        answers: how often each answer occurs in the `kept` rows.
+        fewest, most: tokens of the shortest and of the longest prompt that is too long.
+    """
 
     kept: list[int] = field(default_factory=list)
     too_long: list[int] = field(default_factory=list)
@@ -54,62 +45,33 @@ class FilterResult:
 
 
 class ProblemDataset:
-    """`len(dataset)` rows; `dataset[i]` is a `Problem` or raises `RowError`. Made by `open`."""
+    """`len(dataset)` rows; `dataset[i]` is a `Problem` or raises `RowError`."""
 
-    def __init__(self, sources: Sequence["Source"], row_format: dict[str, Any], columns: list[str]) -> None:
-        self._sources = list(sources)
-        self._format, self._columns = row_format, columns
-        self._ids = [id for source in sources for id in source.ids()]
-        self._ends = list(accumulate(len(source) for source in sources))
-        self._decodable: set[str] = set()  # hashes of images that were decoded before
-
-    @classmethod
-    def open(
-        cls,
-        paths: Sequence[str],
-        *,
-        split: str,
-        prompt_key: str = "problem",
-        answer_key: str = "answer",
-        image_keys: Sequence[str] = ("images",),
-        system_prompt: str | None = None,
-        prompt_suffix: str = "",
-        blank_images: bool = False,
-        image_hosts: Sequence[str] = (),
-    ) -> "ProblemDataset":
-        """Open sources (see `rlinf_vl.data.sources.open_source`) one after the other; no row is converted yet.
-
-        Args:
-            paths: files, folders, hub names or `toy`.
-            split: "train" or "val".
-            prompt_key, …: as in `rlinf_vl.data.rows.row_to_problem`.
+    def __init__(self, paths: Sequence[str], split: str, form: RowFormat = _DEFAULT) -> None:
+        """Open the sources (see `open_source`) one after the other; no row is converted yet.
 
         Raises:
             ValueError: nothing to open, or a source lacks one of the columns.
         """
-        from rlinf_vl.data.sources import open_source  # imports `datasets`, which takes a second
-
         if split not in ("train", "val"):
             raise ValueError(f"split: {split!r} is neither 'train' nor 'val'")
         if not paths:
             raise ValueError(f"data.{split}_data_paths: no path given")
-        wanted = wanted_columns(prompt_key, answer_key, image_keys)
-        sources: list[Source] = []
+        self._form = form
+        self._sources: list[Source] = []
+        self._ids: list[str] = []
+        self._decodable: set[str] = set()  # hashes of images that were decoded before
+        stems: set[str] = set()
         for path in paths:
             source = open_source(str(path), split)
-            if missing := missing_column(wanted, source.rows.column_names, source.name):
+            if missing := form.missing_column(source.rows.column_names, source.name):
                 raise ValueError(missing)
-            sources.append(_with_own_stem(source, {s.stem for s in sources}))
-        row_format = {
-            "prompt_key": prompt_key,
-            "answer_key": answer_key,
-            "image_keys": tuple(image_keys),
-            "system_prompt": system_prompt,
-            "prompt_suffix": prompt_suffix,
-            "blank_images": blank_images,
-            "image_hosts": tuple(image_hosts),
-        }
-        return cls(sources, row_format, list(dict.fromkeys(column for _, column in wanted)))
+            names = (f"{source.stem}-{n}" if n > 1 else source.stem for n in count(1))
+            stem = next(name for name in names if name not in stems)  # several may be called `train`
+            stems.add(stem)
+            self._sources.append(source)
+            self._ids += source.ids(stem)
+        self._ends = list(accumulate(len(source.rows) for source in self._sources))
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -125,20 +87,20 @@ class ProblemDataset:
             raise IndexError(f"row {i} of {len(self)}")
         k = bisect_right(self._ends, i)
         source = self._sources[k]
-        row = source.row(i - (self._ends[k] - len(source)), self._columns)
-        return row_to_problem(row, row_id=self._ids[i], root=source.root, **self._format)
+        row = source.row(i - self._ends[k] + len(source.rows), list(self._form.columns))
+        return row_to_problem(row, self._ids[i], self._form, source.root)
 
     def row_id(self, i: int) -> str:
-        """The id that `Problem.id` is, of a row that may be bad."""
+        """`Problem.id` of a row, which may be bad."""
         return self._ids[i]
 
     def filter_by_length(
         self, rows: Sequence[int], count_tokens: Callable[[int, Problem], int], max_tokens: int
     ) -> FilterResult:
-        """Sort rows by whether their prompt is at most `max_tokens` long, as `count_tokens(row, problem)` counts it.
+        """Sort rows by whether their prompt has at most `max_tokens` tokens, as `count_tokens(row, problem)` counts them.
 
-        Every image of those that fit is decoded, once by this dataset, as a header doesn't tell that a file is truncated.
-        No row raises here: one that can't be read, counted or decoded is in `bad`.
+        Every image of those that fit is decoded once, as a header doesn't tell that a file is truncated.
+        No row raises: one that can't be read, counted or decoded is in `bad`.
         """
         result = FilterResult()
         for i in rows:
@@ -146,10 +108,8 @@ class ProblemDataset:
                 problem = self[i]
                 if (tokens := count_tokens(i, problem)) > max_tokens:
                     result.too_long.append(i)
-                    result.fewest, result.most = (
-                        min(tokens, result.fewest or tokens),
-                        max(tokens, result.most or tokens),
-                    )
+                    result.fewest = min(tokens, result.fewest or tokens)
+                    result.most = max(tokens, result.most or tokens)
                     continue
                 for image in problem.images:
                     if image.hash not in self._decodable:
@@ -162,12 +122,3 @@ class ProblemDataset:
                 result.kept.append(i)
                 result.answers[problem.answer.strip()] += 1
         return result
-
-
-def _with_own_stem(source: "Source", taken: set[str]) -> "Source":
-    """The source, renamed `train-2`, `train-3`… if others are called `train` too: ids stay unique."""
-    stem, n = source.stem, 1
-    while stem in taken:
-        n += 1
-        stem = f"{source.stem}-{n}"
-    return replace(source, stem=stem)

@@ -1,19 +1,20 @@
 """Images that rows name by URL: fetched from listed hosts only, within a time and a size, once per machine."""
 
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from hashlib import sha256
 from http.client import HTTPException
+from multiprocessing import TimeoutError as NotInTime
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rlinf_vl.data import shorten
 from rlinf_vl.data.cache import build_once, cache_root
 
+#: Seconds for a whole image, from looking up its host to its last byte.
 TIMEOUT_S = 30.0
-"""Seconds for a whole image, from looking up its host to its last byte."""
 
 
 class FetchError(Exception):
@@ -21,22 +22,26 @@ class FetchError(Exception):
 
 
 def fetch(url: str, hosts: Sequence[str], max_bytes: int, check: Callable[[bytes], object]) -> bytes:
-    """What an http(s) URL of one of `hosts` holds. It is kept under `cache_root()` if `check` doesn't raise, and taken
-    from there from then on.
+    """The content of an http(s) URL of one of `hosts`, from `cache_root()` after the first time; cached if `check` accepts it.
 
     Raises:
         FetchError: the host of the URL, or of one that it redirects to, is not listed (case and port don't matter); no
             complete answer within `TIMEOUT_S`, or one above `max_bytes`.
     """
     _check_host(url, hosts)
-    kept = cache_root() / "fetched" / sha256(url.encode(errors="surrogatepass")).hexdigest()
 
     def build(path: Path) -> None:
-        data = _download(url, hosts, max_bytes)
+        # In a thread, as the time-out of a socket begins anew with every byte that a host sends.
+        with ThreadPool(1) as thread:
+            try:
+                data = thread.apply_async(_read, (url, hosts, max_bytes)).get(TIMEOUT_S)
+            except NotInTime:
+                raise FetchError(f"{_shown(url)}: not complete after {TIMEOUT_S:g} s") from None
         check(data)
         path.write_bytes(data)
 
-    return build_once(kept, build).read_bytes()
+    name = sha256(url.encode(errors="surrogatepass")).hexdigest()
+    return build_once(cache_root() / "fetched" / name, build).read_bytes()
 
 
 def _check_host(url: str, hosts: Sequence[str]) -> None:
@@ -63,23 +68,6 @@ class _RedirectToListed(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _download(url: str, hosts: Sequence[str], max_bytes: int) -> bytes:
-    """In a thread, as the time-out of a socket begins anew with every byte that a host sends."""
-    answer: Future[bytes] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(_read(url, hosts, max_bytes))
-        except BaseException as e:
-            answer.set_exception(e)
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        return answer.result(TIMEOUT_S)
-    except TimeoutError:
-        raise FetchError(f"{_shown(url)}: not complete after {TIMEOUT_S:g} s") from None
-
-
 def _read(url: str, hosts: Sequence[str], max_bytes: int) -> bytes:
     opener = urllib.request.build_opener(_RedirectToListed(hosts))
     deadline = time.monotonic() + TIMEOUT_S
@@ -98,4 +86,4 @@ def _read(url: str, hosts: Sequence[str], max_bytes: int) -> bytes:
 
 
 def _shown(url: str) -> str:
-    return repr(url if len(url) <= 80 else url[:77] + "…")
+    return repr(shorten(url))

@@ -2,23 +2,24 @@
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlinf_vl.data import shorten
 from rlinf_vl.data.images import ImageError, blank_like, image_values, to_image_ref
 from rlinf_vl.types import ImageRef, Message, Problem
 
 IMAGE_PLACEHOLDER = "<image>"
 _IMAGE = object()
 
+#: Kinds of bad rows that other rooms name, too.
 PROMPT_UNUSABLE = "prompt unusable"
 PROMPT_TOO_LONG = "prompt too long"
-ANSWER_MISSING = "answer missing"
 ANSWER_UNUSABLE = "answer unusable"
-IMAGES_DISAGREE = "placeholders and images disagree"
 
 
 class RowError(ValueError):
@@ -26,99 +27,110 @@ class RowError(ValueError):
 
     def __init__(self, row_id: str, kind: str, reason: str) -> None:
         super().__init__(row_id, kind, reason)
-        self.row_id, self.kind, self.reason = row_id, kind, reason
+        self.row_id = row_id
+        self.kind = kind
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"row {self.row_id}: {self.reason}"
 
 
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that can't be used: the kind of reason that it is counted under, its id, and the reason."""
+
+    kind: str
+    id: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"row {self.id}: {self.kind}: {self.reason}"
+
+
 def kind_and_reason(error: Exception) -> tuple[str, str]:
-    """What a bad row is counted under, and what is wrong with it; an error that isn't ours is counted by its type."""
+    """The kind that a bad row is counted under, and what is wrong with it; foreign errors are counted by their type."""
     if isinstance(error, (RowError, ImageError)):
         return error.kind, error.reason
     return type(error).__name__, str(error)
 
 
-def wanted_columns(prompt_key: str, answer_key: str, image_keys: Sequence[str]) -> list[tuple[str, str]]:
-    """(config key, column) of every column that a problem is made from."""
-    keys = [("data.prompt_key", prompt_key), ("data.answer_key", answer_key)]
-    return keys + [("data.image_keys", column) for column in image_keys]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFormat:
+    """How a row becomes a problem; the fields are those of `data.*`.
 
+    The prompt is a string or a list of chat messages whose content is a string or parts (`text`, `image`); `<image>` in a text
+    marks where an image stands. Without any placeholder all images stand first.
 
-def missing_column(wanted: Sequence[tuple[str, str]], columns: Sequence[str], source: str) -> str | None:
-    """Says which (config key, column) `columns` lacks first, and what is near; None if all are there."""
-    for key, column in wanted:
-        if column not in columns:
-            near = difflib.get_close_matches(column, columns, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            return f"{key}: column {column!r} not in {source}; columns are {', '.join(sorted(columns)) or 'none'}{hint}"
-    return None
-
-
-def row_to_problem(
-    row: dict[str, Any],
-    *,
-    row_id: str,
-    prompt_key: str = "problem",
-    answer_key: str = "answer",
-    image_keys: Sequence[str] = ("images",),
-    system_prompt: str | None = None,
-    prompt_suffix: str = "",
-    blank_images: bool = False,
-    image_hosts: Sequence[str] = (),
-    root: Path | None = None,
-) -> Problem:
-    """The problem that a row states.
-
-    Args:
-        row: column → value. The prompt is a string or a list of chat messages whose content is a string or parts
-            (`text`, `image`); `<image>` in a text marks where an image stands. Without any placeholder all images stand
-            first in the first user message.
-        row_id: becomes `Problem.id`.
-        system_prompt: put first; it replaces a system message of the row's own, and the images shown there.
+    Attributes:
+        system_prompt: replaces the row's own, and the images shown there.
         prompt_suffix: appended to the last message.
         blank_images: replace each image by a grey one of its size.
-        image_hosts: whom images may be fetched from.
-        root: the folder that paths of images are relative to.
+        image_hosts: hosts that images may be fetched from.
+    """
+
+    prompt_key: str = "problem"
+    answer_key: str = "answer"
+    image_keys: Sequence[str] = ("images",)
+    system_prompt: str | None = None
+    prompt_suffix: str = ""
+    blank_images: bool = False
+    image_hosts: Sequence[str] = ()
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Every column that a problem is made from → the config key that names it."""
+        prompt_and_answer = {self.prompt_key: "data.prompt_key", self.answer_key: "data.answer_key"}
+        return prompt_and_answer | dict.fromkeys(self.image_keys, "data.image_keys")
+
+    def missing_column(self, columns: Iterable[str], source: str) -> str | None:
+        """What to say of the first column that `columns` lacks, with what is near; None if all are there."""
+        there = sorted(columns)
+        for column, key in self.columns.items():
+            if column not in there:
+                near = difflib.get_close_matches(column, there, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                return f"{key}: column {column!r} not in {source}; columns are {', '.join(there) or 'none'}{hint}"
+        return None
+
+
+def row_to_problem(row: dict[str, Any], row_id: str, form: RowFormat, root: Path | None = None) -> Problem:
+    """The problem that a row (column → value) states; paths of images are relative to `root`.
 
     Raises:
         RowError: a missing column, an unusable prompt, answer or image, or placeholders and images unequal in number.
     """
-    if missing := missing_column(wanted_columns(prompt_key, answer_key, image_keys), list(row), "the row"):
+    if missing := form.missing_column(row, "the row"):
         raise RowError(row_id, "column missing", missing)
-    images = _images(row, row_id, image_keys, root, image_hosts)
-    if blank_images:
-        images = [blank_like(image) for image in images]
-    try:
-        turns = _turns(row[prompt_key], prompt_key)
-    except ValueError as e:
-        raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
-    _place_images(turns, len(images), row_id)
-    if prompt_suffix:
-        turns[-1][1].append(prompt_suffix)
-    if system_prompt is not None:
-        roles = [role for role, pieces in turns for piece in pieces if piece is _IMAGE]  # of each image, in order
-        images = [image for image, role in zip(images, roles, strict=True) if role != "system"]
-        turns = [("system", [system_prompt])] + [turn for turn in turns if turn[0] != "system"]
-    return Problem(
-        id=row_id,
-        messages=_messages(turns, images),
-        answer=_answer(row[answer_key], row_id, answer_key),
-        images=tuple(images),
-    )
-
-
-def _images(
-    row: dict[str, Any], row_id: str, image_keys: Sequence[str], root: Path | None, hosts: Sequence[str]
-) -> list[ImageRef]:
     images = []
-    for column in image_keys:
+    for column in form.image_keys:
         for i, value in enumerate(image_values(row[column])):
             try:
-                images.append(to_image_ref(value, root=root, hosts=hosts))
+                images.append(to_image_ref(value, root=root, hosts=form.image_hosts))
             except ImageError as e:
                 raise RowError(row_id, e.kind, f"column {column!r}, image {i}: {e}") from e
-    return images
+    if form.blank_images:
+        images = [blank_like(image) for image in images]
+    try:
+        turns = _turns(row[form.prompt_key], form.prompt_key)
+    except ValueError as e:
+        raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
+    roles = [
+        role for role, pieces in turns for piece in pieces if piece is _IMAGE
+    ]  # of the message with each placeholder
+    if not roles:
+        first = next(pieces for role, pieces in turns if role == "user")
+        first[:0] = [_IMAGE] * len(images)
+        roles = ["user"] * len(images)
+    if len(roles) != len(images):
+        reason = f"the prompt has {len(roles)} {IMAGE_PLACEHOLDER} and the row {len(images)} images"
+        raise RowError(row_id, "placeholders and images disagree", reason)
+    if form.prompt_suffix:
+        turns[-1][1].append(form.prompt_suffix)
+    if form.system_prompt is not None:
+        images = [image for image, role in zip(images, roles, strict=True) if role != "system"]
+        turns = [("system", [form.system_prompt])] + [turn for turn in turns if turn[0] != "system"]
+    answer = _answer(row[form.answer_key], row_id, form.answer_key)
+    return Problem(id=row_id, messages=_messages(turns, images), answer=answer, images=tuple(images))
 
 
 def _turns(prompt: Any, key: str) -> list[tuple[str, list[Any]]]:
@@ -154,22 +166,9 @@ def _pieces(part: Any, key: str) -> list[Any]:
 
 
 def _split(text: str) -> list[Any]:
-    pieces: list[Any] = []
-    for i, piece in enumerate(text.split(IMAGE_PLACEHOLDER)):
-        pieces += [_IMAGE, piece] if i else [piece]
-    return pieces
-
-
-def _place_images(turns: list[tuple[str, list[Any]]], n_images: int, row_id: str) -> None:
-    """Put images first in the first user message if nothing marks a place; else check that the numbers agree."""
-    places = sum(piece is _IMAGE for _, pieces in turns for piece in pieces)
-    if places == 0:
-        first = next(pieces for role, pieces in turns if role == "user")
-        first[:0] = [_IMAGE] * n_images
-    elif places != n_images:
-        raise RowError(
-            row_id, IMAGES_DISAGREE, f"the prompt has {places} {IMAGE_PLACEHOLDER} and the row {n_images} images"
-        )
+    """The pieces around the placeholders, and `_IMAGE` in place of each."""
+    first, *rest = text.split(IMAGE_PLACEHOLDER)
+    return [first, *(piece for after in rest for piece in (_IMAGE, after))]
 
 
 def _messages(turns: list[tuple[str, list[Any]]], images: Sequence[ImageRef]) -> tuple[Message, ...]:
@@ -189,27 +188,31 @@ def _messages(turns: list[tuple[str, list[Any]]], images: Sequence[ImageRef]) ->
 
 
 def _answer(value: Any, row_id: str, key: str) -> str:
-    if value is None or not str(value).strip():
-        raise RowError(row_id, ANSWER_MISSING, f"column {key!r} is empty")
-    usable = isinstance(value, (str, int, float, np.floating)) and not isinstance(value, bool)
-    nan = str(value).strip().lower() == "nan"  # also as a text, which is how tables of strings hold a missing value
-    if not usable or nan or (isinstance(value, (float, np.floating)) and math.isinf(value)):
-        raise RowError(
-            row_id, ANSWER_UNUSABLE, f"column {key!r} holds {_shown(value)}: expected a string or a finite number"
-        )
-    return value if isinstance(value, str) else _number(value)
+    text = "" if value is None else str(value).strip()
+    if not text:
+        raise RowError(row_id, "answer missing", f"column {key!r} is empty")
+    if isinstance(value, str) and text.lower() != "nan":  # which is how tables of strings hold a missing value
+        return value
+    if (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, (float, np.floating)) and math.isfinite(value)
+    ):
+        return _number(value)
+    raise RowError(
+        row_id, ANSWER_UNUSABLE, f"column {key!r} holds {_shown(value)}: expected a string or a finite number"
+    )
 
 
 def _number(value: int | float | np.floating) -> str:
     """A number as people write it: 0.00001, not 1e-05; 0.1 for a float32, not 0.10000000149011612; 5 for 5.0. Digits beyond
     the type's precision are noise of a computation, and rounded: 0.1 + 0.2 is 0.3."""
-    if isinstance(value, int) or value == int(value):
-        return str(value) if isinstance(value, int) else np.format_float_positional(value, trim="-")
+    if isinstance(value, int):
+        return str(value)
+    if value == int(value):
+        return np.format_float_positional(value, trim="-")
     digits = np.finfo(value.dtype if isinstance(value, np.floating) else float).precision
     places = max(1, digits - 1 - math.floor(math.log10(abs(value))))
     return np.format_float_positional(value, precision=places, trim="-")
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+    return shorten(repr(value))

@@ -1,60 +1,78 @@
-"""Where rows come from: files, dataset folders, hub names and the embedded toy task, each as memory-mapped rows.
+"""Where rows come from: files, dataset folders, hub names and the embedded toy task.
 
-Rows are read in Arrow's own form, so that `datasets` never decodes an image: cells hold what was stored.
+`peek` tells a file's columns and number of rows in a fraction of a second, before a run; `open_source` loads it through
+`datasets` (which takes a second to import) as memory-mapped rows in Arrow's own form, so that images are never decoded.
 """
 
+import itertools
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import datasets
 import numpy as np
 
-from rlinf_vl.data.peek import FILE_FORMATS, peek
+from rlinf_vl.data import shorten
+
+if TYPE_CHECKING:
+    import datasets
 
 log = logging.getLogger(__name__)
 
 HUB_PREFIX = "hf://"
+FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+#: Bytes of a JSON file that `peek` reads before a run; a damaged line beyond them is found when the file is loaded.
+SCANNED = 2**25
+#: Files of a folder that `peek` reads; a folder with more is left to `datasets`.
+_MOST_FILES = 64
 _VAL_SPLITS = ("validation", "val", "valid", "dev", "test", "train")
+
+
+class Peek(NamedTuple):
+    """Columns and number of rows; None for what can't be told without loading."""
+
+    columns: list[str] | None
+    rows: int | None
+
+
+#: The embedded task (`rlinf_vl.toy.drawings`, which may have to be made first), by split.
+TOY = {split: Peek(["id", "problem", "images", "answer"], rows) for split, rows in (("train", 5840), ("val", 152))}
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """The rows of one entry of data.train_data_paths.
 
-    `name` is that entry as errors show it, `stem` the beginning of its rows' ids; `root` is the folder that image paths
-    in rows are relative to (None for the hub).
+    Attributes:
+        name: that entry, as errors show it.
+        stem: the beginning of its rows' ids.
+        root: the folder that image paths in rows are relative to; None for the hub.
     """
 
     name: str
     stem: str
-    rows: datasets.Dataset
+    rows: "datasets.Dataset"
     root: Path | None
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def row(self, i: int, columns: Sequence[str]) -> dict[str, Any]:
         """The wanted columns of row i as Python values: bytes, strings, numbers, lists and dicts."""
         table: Any = self.rows.with_format("arrow", columns=list(columns))[i]
-        features = self.rows.features
-        return {name: _python(features[name], value) for name, value in table.to_pylist()[0].items()}
+        return {name: _python(self.rows.features[name], value) for name, value in table.to_pylist()[0].items()}
 
-    def ids(self) -> list[str]:
+    def ids(self, stem: str) -> list[str]:
         """One unique id per row: `<stem>:<value of column id>`, or the row's number where there is no such column."""
-        numbers = [f"{self.stem}:{i}" for i in range(len(self))]
-        if "id" not in self.rows.column_names:
-            return numbers
-        feature = self.rows.features["id"]
-        values = self.rows.with_format("arrow", columns=["id"])[:]["id"].to_pylist()
-        values = [_python(feature, value) for value in values]
-        if not all(isinstance(value, (str, int)) for value in values) or len(set(map(str, values))) < len(values):
-            log.warning("%s: column 'id' has missing or repeated values; rows are named by number", self.name)
-            return numbers
-        return [f"{self.stem}:{value}" for value in values]
+        values: list[Any] = list(range(len(self.rows)))
+        if "id" in self.rows.column_names:
+            column = self.rows.with_format("arrow", columns=["id"])[:]["id"].to_pylist()
+            named = [_python(self.rows.features["id"], value) for value in column]
+            if all(isinstance(value, (str, int)) for value in named) and len(set(map(str, named))) == len(named):
+                values = named
+            else:
+                log.warning("%s: column 'id' has missing or repeated values; rows are named by number", self.name)
+        return [f"{stem}:{value}" for value in values]
 
 
 def open_source(name: str, split: str) -> Source:
@@ -68,12 +86,9 @@ def open_source(name: str, split: str) -> Source:
     Raises:
         ValueError: nothing of that kind is there, or it can't be read.
     """
-    datasets.disable_progress_bars()
-    if name == "toy":
-        from rlinf_vl.toy.drawings import toy_dataset_path
+    import datasets
 
-        path = Path(toy_dataset_path("train" if split == "train" else "val"))
-        return Source(name, "toy", _load(name, path, split), path if path.is_dir() else path.parent)
+    datasets.disable_progress_bars()
     if name.startswith(HUB_PREFIX):
         repository, _, hub_split = name.removeprefix(HUB_PREFIX).partition(":")
         try:
@@ -81,13 +96,21 @@ def open_source(name: str, split: str) -> Source:
         except Exception as e:  # the hub's client raises its own, the network's and the builders' errors
             raise ValueError(f"{name}: can't be loaded from the hub: {type(e).__name__}: {e}") from e
         return Source(name, repository, rows, None)
-    path = Path(name).expanduser()
+    if name == "toy":
+        from rlinf_vl.toy.drawings import toy_dataset_path
+
+        path = toy_dataset_path("train" if split == "train" else "val")
+    else:
+        path = Path(name).expanduser()
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder (hub datasets are named {HUB_PREFIX}owner/name[:split])")
-    return Source(name, path.stem, _load(name, path, split), path if path.is_dir() else path.parent)
+    rows = _load(name, path, split)
+    return Source(name, "toy" if name == "toy" else path.stem, rows, path if path.is_dir() else path.parent)
 
 
-def _load(name: str, path: Path, split: str) -> datasets.Dataset:
+def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
+    import datasets
+
     try:
         peek(path)
     except ValueError as e:
@@ -103,26 +126,20 @@ def _load(name: str, path: Path, split: str) -> datasets.Dataset:
         except ValueError as known:
             raise ValueError(f"{name} {known}") from e
         raise ValueError(f"{name}: can't be read: {type(e).__name__}: {e}") from e
-    return _choose_split(name, loaded, split)
-
-
-def _choose_split(name: str, loaded: datasets.Dataset | datasets.DatasetDict, split: str) -> datasets.Dataset:
-    """A folder's rows: its only part, else the one named for training or validation."""
     if isinstance(loaded, datasets.Dataset):
         return loaded
-    if len(loaded) == 1:
-        return next(iter(loaded.values()))
-    for part in ("train",) if split == "train" else _VAL_SPLITS:
-        if part in loaded:
-            return loaded[part]
-    raise ValueError(
-        f"{name}: none of its parts {', '.join(map(str, loaded))} is for {split}; name one of its files instead"
-    )
+    wanted = list(loaded) if len(loaded) == 1 else ("train",) if split == "train" else _VAL_SPLITS
+    if not (found := [loaded[part] for part in wanted if part in loaded]):
+        parts = ", ".join(map(str, loaded))
+        raise ValueError(f"{name}: none of its parts {parts} is for {split}; name one of its files instead")
+    return found[0]
 
 
 def _python(feature: Any, value: Any) -> Any:
     """Undo the JSON encoding that `datasets` gives to columns of mixed types, and the widening of short floats by Arrow;
     leave everything else as stored."""
+    import datasets
+
     if value is None:
         return None
     if isinstance(feature, datasets.Json):
@@ -134,3 +151,109 @@ def _python(feature: Any, value: Any) -> Any:
     if isinstance(feature, (datasets.List, datasets.LargeList)):
         return [_python(feature.feature, item) for item in value]
     return value
+
+
+def peek(path: Path, scanned: int = SCANNED) -> Peek:
+    """Columns and rows of a file (of JSON, its first bytes are read), or of a folder that `datasets` loads.
+
+    Raises:
+        ValueError: it can't hold rows, or is damaged; the reason reads on after the file's name.
+    """
+    if not path.is_dir() and path.suffix not in FILE_FORMATS:
+        raise ValueError(
+            f"has suffix {path.suffix!r}, which is none of {', '.join(FILE_FORMATS)}; convert it to one of them"
+        )
+    try:
+        if path.is_dir():
+            return _peek_folder(path)
+        look = _peek_parquet if path.suffix == ".parquet" else _peek_json
+        found = look(path, scanned) if path.stat().st_size else Peek([], 0)
+    except OSError as error:
+        raise ValueError(f"can't be read: {error.strerror or error}") from error
+    if found.rows == 0:
+        raise ValueError("is empty; write at least one row to it, or leave it out")
+    return found
+
+
+def _peek_parquet(path: Path, _scanned: int) -> Peek:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            return Peek(file.schema_arrow.names, file.metadata.num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"is no parquet file, or a damaged one ({_why(error)}); write it anew") from error
+
+
+def _peek_json(path: Path, scanned: int) -> Peek:
+    """An array of objects, one object a line, or one object over several lines."""
+    with path.open("rb") as file:
+        start = file.read(scanned).removeprefix(b"\xef\xbb\xbf")
+        whole = not file.read(1)
+    if start.lstrip().startswith(b"["):
+        if not whole:
+            return Peek(None, None)
+        try:
+            rows = json.loads(start)
+        except ValueError as error:
+            where = f" in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+            raise ValueError(f"is no JSON array: {_why(error)}{where}; repair it") from error
+        return Peek(_columns(rows, "item"), len(rows))
+    rows, lines = [], start.split(b"\n")
+    for number, line in enumerate(lines if whole else lines[:-1], 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            if not rows and whole:
+                try:
+                    return Peek(_columns([json.loads(start)], "line"), 1)
+                except ValueError:
+                    pass
+            shown = shorten(line.decode(errors="replace").strip(), 60)
+            raise ValueError(
+                f"line {number} is not JSON ({_why(error)}): {shown}; repair or delete that line"
+            ) from error
+    return Peek(_columns(rows, "line"), len(rows) if whole else None)
+
+
+def _columns(rows: list[Any], unit: str) -> list[str]:
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{unit} {number} is {shorten(json.dumps(row), 60)}, not an object of columns; repair it")
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+def _peek_folder(path: Path) -> Peek:
+    """The columns of a folder that `save_to_disk` wrote, and of one with files of one of our formats alone; what another
+    holds is for `datasets` to say."""
+    os.listdir(path)  # raises where it may not be read; rglob passes over that
+    found = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    files = sorted(itertools.islice(found, _MOST_FILES))
+    if not files:
+        raise ValueError("holds no files; name a folder with some, or a file")
+    for info in [path / "dataset_info.json", *path.glob("*/dataset_info.json")]:
+        if (info.parent / "state.json").is_file() and info.is_file():
+            return Peek(list(json.loads(info.read_bytes()).get("features") or ()) or None, None)
+    if {file.suffix for file in files} <= {".txt", ".md"}:
+        raise ValueError(f"holds no file of rows ({', '.join(FILE_FORMATS)}); name a folder with some, or a file")
+    rows = [file for file in files if file.suffix != ".md" and file.stat().st_size]
+    formats = {file.suffix for file in rows}
+    if len(files) == _MOST_FILES or len(formats) != 1 or not formats <= FILE_FORMATS.keys():
+        return Peek(None, None)
+    columns: dict[str, None] = {}
+    for file in rows:
+        try:
+            named = peek(file, scanned=2**20).columns
+        except ValueError as error:
+            raise ValueError(f"holds {file.relative_to(path)}, which {error}") from error
+        if named is None:
+            return Peek(None, None)
+        columns |= dict.fromkeys(named)
+    return Peek(list(columns), None)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, column {error.colno}"
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -19,7 +19,7 @@ from rlinf_vl.config.keys import nearest
 from rlinf_vl.config.placement import engine_slots
 from rlinf_vl.config.validate import CHOICES, why_absent
 from rlinf_vl.data.cache import cache_root
-from rlinf_vl.data.peek import TOY, peek
+from rlinf_vl.data.sources import TOY, peek
 from rlinf_vl.engines.sglang.cuda import missing_tools
 from rlinf_vl.engines.sglang.version import require_sglang, server_argument_names
 from rlinf_vl.errors import ConfigError

@@ -20,7 +20,14 @@ from transformers import AutoConfig
 from rlinf_vl.config.schema import Config, SamplingConfig
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
 from rlinf_vl.data.images import ImageError
-from rlinf_vl.data.rows import ANSWER_UNUSABLE, PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError, kind_and_reason
+from rlinf_vl.data.rows import (
+    ANSWER_UNUSABLE,
+    PROMPT_TOO_LONG,
+    PROMPT_UNUSABLE,
+    RowError,
+    RowFormat,
+    kind_and_reason,
+)
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.engines.make import make_engine, warm_up
 from rlinf_vl.envs import Env, make_env
@@ -96,18 +103,17 @@ class RolloutRank:
             trust_remote_code=model_config.trust_remote_code,
         )
         self.engine = make_engine(config, model_path, self.processor, device)
+        form = RowFormat(
+            prompt_key=data.prompt_key,
+            answer_key=data.answer_key,
+            image_keys=data.image_keys,
+            system_prompt=data.system_prompt,
+            prompt_suffix=data.prompt_suffix,
+            blank_images=data.blank_images,
+            image_hosts=data.image_hosts,
+        )
         self.datasets = {
-            split: ProblemDataset.open(
-                paths,
-                split=split,
-                prompt_key=data.prompt_key,
-                answer_key=data.answer_key,
-                image_keys=data.image_keys,
-                system_prompt=data.system_prompt,
-                prompt_suffix=data.prompt_suffix,
-                blank_images=data.blank_images,
-                image_hosts=data.image_hosts,
-            )
+            split: ProblemDataset(paths, split, form)
             for split, paths in (("train", data.train_data_paths), ("val", data.val_data_paths))
             if paths
         }

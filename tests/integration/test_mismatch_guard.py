@@ -56,7 +56,7 @@ def sampled_groups(folder, *, blind=False, stale=False) -> list[Group]:
         merge_size=processor.merge_size,
         max_running=64,
     )
-    dataset, requests = ProblemDataset.open(["toy"], split="val"), []
+    dataset, requests = ProblemDataset(["toy"], "val"), []
     for k in range(6):
         images = tuple(dataset[k + i].images[0] for i in range(k // 2))
         parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlinf_vl import __main__ as command_line
-from rlinf_vl.data.peek import TOY, peek
+from rlinf_vl.data.sources import TOY, peek
 from rlinf_vl.engines.sglang import version as sglang_version
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.preflight import inputs

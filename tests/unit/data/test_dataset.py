@@ -16,11 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rlinf_vl.data import sources
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
 from rlinf_vl.data.images import decode, image_size
-from rlinf_vl.data.peek import SCANNED, peek
-from rlinf_vl.data.rows import RowError
+from rlinf_vl.data.rows import RowError, RowFormat
+from rlinf_vl.data.sources import SCANNED, peek
 from rlinf_vl.types import ImageRef, Problem
 
 
@@ -40,7 +39,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 def open_(*paths: Path | str, split: str = "train", **options: Any) -> ProblemDataset:
-    return ProblemDataset.open([str(path) for path in paths], split=split, **options)
+    return ProblemDataset([str(path) for path in paths], split, RowFormat(**options))
 
 
 def write(path: Path, rows: list[dict[str, Any]], schema: pa.Schema | None = None) -> Path:
@@ -143,7 +142,7 @@ def test_the_hub_is_asked_for_the_named_split(monkeypatch: pytest.MonkeyPatch) -
             raise ConnectionError("no network")
         return datasets.Dataset.from_list(rows([A, B]))
 
-    monkeypatch.setattr(sources.datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset", load)
     dataset = open_("hf://someone/geometry", "hf://someone/geometry:test")
     assert asked == [("someone/geometry", "train"), ("someone/geometry", "test")]
     assert [dataset[i].id for i in range(2)] == ["someone/geometry:0", "someone/geometry-2:0"]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.images import decode
-from rlinf_vl.data.rows import RowError, kind_and_reason, row_to_problem
+from rlinf_vl.data.rows import RowError, RowFormat, kind_and_reason, row_to_problem
 from rlinf_vl.rewards import grade_math
 from rlinf_vl.types import ImageRef, Problem
 
@@ -28,7 +28,7 @@ A, B = png(10), png(200)
 
 
 def problem(prompt: Any, images: Any = None, answer: Any = "6", **options: Any) -> Problem:
-    return row_to_problem({"problem": prompt, "images": images, "answer": answer}, row_id="d:0", **options)
+    return row_to_problem({"problem": prompt, "images": images, "answer": answer}, "d:0", RowFormat(**options))
 
 
 def contents(p: Problem) -> list[list[str]]:
@@ -70,7 +70,10 @@ def test_a_row_may_have_no_image() -> None:
     for none in (None, [], [None]):
         p = problem("Find x.", none)
         assert contents(p) == [["Find x."]] and p.images == ()
-    assert row_to_problem({"q": "1+1", "a": 2}, row_id="r", prompt_key="q", answer_key="a", image_keys=[]).answer == "2"
+    assert (
+        row_to_problem({"q": "1+1", "a": 2}, "r", RowFormat(prompt_key="q", answer_key="a", image_keys=[])).answer
+        == "2"
+    )
 
 
 def test_an_image_that_appears_twice_is_listed_twice() -> None:
@@ -80,7 +83,7 @@ def test_an_image_that_appears_twice_is_listed_twice() -> None:
 
 def test_several_image_columns_follow_each_other() -> None:
     row = {"problem": "<image> and <image>", "first": A, "more": [B], "answer": "6"}
-    p = row_to_problem(row, row_id="d:0", image_keys=["more", "first"])
+    p = row_to_problem(row, "d:0", RowFormat(image_keys=["more", "first"]))
     assert p.images == (ImageRef.of(B), ImageRef.of(A))
 
 
@@ -141,7 +144,7 @@ def test_an_answer_of_any_type_of_number_is_graded_right(tmp_path: Path) -> None
     for kind, column in values.items():
         table = {"problem": ["x?"] * 5, "images": pa.array([[]] * 5, pa.list_(pa.binary()))}
         pq.write_table(pa.table(table | {"answer": pa.array(column, kind)}), tmp_path / f"{kind}.parquet")
-        rows = ProblemDataset.open([str(tmp_path / f"{kind}.parquet")], split="train")
+        rows = ProblemDataset([str(tmp_path / f"{kind}.parquet")], "train")
         for i, response in enumerate(responses):
             assert grade_math(rf"\boxed{{{response}}}", rows[i].answer), (kind, rows[i].answer)
             assert not grade_math(rf"\boxed{{9{response}}}", rows[i].answer)
@@ -208,7 +211,7 @@ def test_unusable_rows_name_themselves_and_the_reason(prompt: Any, images: Any, 
 )
 def test_each_class_of_reason_has_a_kind(row: dict[str, Any], kind: str) -> None:
     with pytest.raises(RowError) as caught:
-        row_to_problem(row, row_id="d:0")
+        row_to_problem(row, "d:0", RowFormat())
     assert kind_and_reason(caught.value) == (kind, caught.value.reason)
     assert kind_and_reason(KeyError("x")) == ("KeyError", "'x'")
 

@@ -119,7 +119,7 @@ def test_failed_build_leaves_nothing_and_stale_remains_are_removed(tmp_path: Pat
     with pytest.raises(RuntimeError, match="disk on fire"):
         build_once(target, fail)
     assert [p.name for p in tmp_path.iterdir()] == ["thing.lock"]
-    (tmp_path / ".thing.killed").mkdir()
+    (tmp_path / ".thing.tmp").mkdir()
     build_once(target, lambda path: path.write_text("whole") and None)
     assert target.read_text() == "whole"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["thing", "thing.lock"]
