@@ -456,7 +456,6 @@ class GrpoController:
             self.pool.replace_all("they may wait for weights that will not come")
         self.pool.release()
         self.trackers.close()
-        self.ledger.close()
         config, placement = self.config, self.placement
         self.actors = ActorGroup(config, self.model_path, placement.device, placement.actor)
         self._start_actors()

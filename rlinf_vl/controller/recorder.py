@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlinf_vl.config.schema import Config
-from rlinf_vl.observe.samples import make_sample_trackers
+from rlinf_vl.observe.tracker import make_sample_trackers
 from rlinf_vl.observe.trajectories import TrajectoryStore
 from rlinf_vl.transport.groups import fetch_surviving
 from rlinf_vl.types import GroupSummary
@@ -59,7 +59,9 @@ class Recorder:
         rows = [row for row in self._store.write(step) if row["split"] == "val"]
         if rows:
             images = {path: (self._run_dir / path).read_bytes() for row in rows for path in row["images"]}
-            self._samples.log(step, [row | {"images": [images[path] for path in row["images"]]} for row in rows])
+            self._samples.log_samples(
+                step, [row | {"images": [images[path] for path in row["images"]]} for row in rows]
+            )
 
     def close(self) -> None:
         """Write out what the trackers hold."""

@@ -1,125 +1,126 @@
-"""Where a step's scalars go: metrics.jsonl always, TensorBoard, wandb and trackio on request."""
+"""Trackers: scalars of every step go to metrics.jsonl always, and with samples to TensorBoard, wandb and trackio on request.
+
+The controller logs scalars, the recorder's process samples: it joins the run that the controller has begun with a tracker.
+"""
 
 import importlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from rlinf_vl.observe.lines import StepLines
+from rlinf_vl.observe.samples import FACTS, TEXTS, Sample, choose_samples, code_block, inert
 
 logger = logging.getLogger(__name__)
 
 TRACKER_BACKENDS = ("tensorboard", "wandb", "trackio")
-#: In the run's folder: the id of its wandb run.
 WANDB_ID = "wandb_id"
+"""File in the run's folder: the id of its wandb run."""
 
 
 class Tracker(Protocol):
-    """Takes the scalars of one step, once per step, in growing order of steps."""
+    """Shows what is logged, in growing order of steps; a step is logged again only after the run went back."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the scalars of one step, by their full names."""
+        """Scalars of one step, by their full names."""
         ...
 
-    def close(self) -> None:
-        """Write out what is held; nothing is logged after it."""
+    def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
+        """Samples of one step and split."""
         ...
 
-
-class JsonlTracker:
-    """`metrics.jsonl`: the scalars of each step by name, sorted (`StepLines`). NaN and infinities are written as null, so
-    every line is valid JSON.
-
-    Raises:
-        ValueError: (`log`) a step not after the last one, or a metric called `step`.
-    """
-
-    def __init__(self, path: str | Path, resume_step: int = -1) -> None:
-        self._lines = StepLines(path, resume_step)
-
-    @property
-    def last_step(self) -> int | None:
-        return self._lines.last_step
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if "step" in metrics:
-            raise ValueError("a metric can't be called 'step'")
-        self._lines.append(step, {name: _json_number(metrics[name]) for name in sorted(metrics)})
-
-    def close(self) -> None:
-        self._lines.close()
+    def close(self) -> None: ...
 
 
 class TensorBoardTracker:
-    """TensorBoard event files in `folder`; after a resume, TensorBoard hides what was written past `resume_step`."""
+    """Event files in `folder`. TensorBoard reads only the newest file of a folder, so scalars and samples need one each.
+    Where a run goes back to a step, what was written from there on is hidden.
 
-    def __init__(self, folder: str | Path, resume_step: int = -1) -> None:
-        # A second of imports that only this tracker needs.
-        from torch.utils.tensorboard import SummaryWriter
+    Args:
+        first_step: hide what an earlier process wrote from this step on; None: from the first step that is logged.
+    """
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+    def __init__(self, folder: Path, first_step: int | None = None) -> None:
+        self._folder = folder
+        self._first_step = first_step
+        self._step = 0
+        self._writer: Any = None
+
+    def _at(self, step: int) -> Any:
+        """The writer, for something of this step."""
+        if self._writer is None or step < self._step:
+            from torch.utils.tensorboard import SummaryWriter  # a second of imports
+
+            purge_step = step if self._writer or self._first_step is None else self._first_step
+            self.close()
+            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+        self._step = step
+        return self._writer
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()
+            self._at(step).add_scalar(name, float(value), step)
+        self._at(step).flush()
+
+    def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
+        for i, sample in enumerate(samples):
+            known = {name: value for name, value in sample.values.items() if value is not None}
+            facts = " · ".join(f"{name}: {known[name]}" for name in FACTS if name in known)
+            parts = {"facts": facts} | {name: str(known[name]) for name in TEXTS if name in known}
+            text = "\n\n".join(f"**{name}**\n\n{code_block(part)}" for name, part in parts.items())
+            self._at(step).add_text(f"{split}/{i}", text, step)
+            if sample.picture is not None:
+                self._at(step).add_image(f"{split}/{i}", np.asarray(sample.picture), step, dataformats="HWC")
+        self._at(step).flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
-class WandbTracker:
-    """A Weights & Biases run. Its id is kept in `run_dir/wandb_id`, so that a resumed run goes on in the same one.
+class HostedTracker:
+    """A run of wandb or trackio, which name things alike; `log_values` logs values by name at a step."""
 
-    Raises:
-        ImportError: wandb isn't installed.
-    """
-
-    def __init__(
-        self,
-        run_dir: str | Path,
-        *,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any],
-        resumed: bool,
-    ) -> None:
-        id_file = Path(run_dir) / WANDB_ID
-        self._run = open_wandb(
-            run_dir,
-            project_name=project_name,
-            experiment_name=experiment_name,
-            config=dict(config),
-            run_id=id_file.read_text().strip() if resumed and id_file.exists() else None,
-        )
-        id_file.write_text(self._run.id)
+    def __init__(self, backend: Any, run: Any, log_values: Callable[[dict[str, Any], int], None]) -> None:
+        self._backend = backend
+        self._run = run
+        self._log_values = log_values
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, "step": step})
+        self._log_values(dict(metrics), step)
+
+    def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
+        rows = [[s.picture and self._backend.Image(s.picture), *map(inert, s.values.values())] for s in samples]
+        table = self._backend.Table(columns=["images", *FACTS, *TEXTS], data=rows)
+        self._log_values({f"samples/{split}": table}, step)
 
     def close(self) -> None:
         self._run.finish()
 
 
 def open_wandb(
-    run_dir: str | Path,
+    run_dir: Path,
+    config: dict[str, Any] | None,
     *,
     project_name: str,
     experiment_name: str,
-    run_id: str | None,
-    config: dict[str, Any] | None = None,
-    primary: bool = True,
-) -> Any:
-    """A wandb run to which several processes may write, all but one of them not `primary`: online in wandb's shared mode,
-    offline as one folder each, which `wandb sync` joins by `run_id`. Neither knows the steps of the others, so what is
-    logged says its own, as "step".
+    resumed: bool,
+    primary: bool,
+) -> HostedTracker:
+    """A wandb run that several processes may write to, one of them `primary`: online in wandb's shared mode, offline as one
+    folder each, which `wandb sync` joins by the run's id. None knows the others' steps, so each says its own, as "step".
 
     Raises:
-        ImportError: wandb isn't installed.
+        FileNotFoundError: the primary process has not begun the run.
     """
-    wandb = import_backend("wandb")
+    id_file = run_dir / WANDB_ID
+    run_id = id_file.read_text().strip() if not primary or (resumed and id_file.exists()) else None
+    wandb = _import_backend("wandb")
     settings: dict[str, Any] = {} if primary else {"x_disable_stats": True, "console": "off"}
     if wandb.setup().settings.mode == "online":  # neither WANDB_MODE nor `wandb offline` wants it otherwise
         label = "trainer" if primary else "samples"
@@ -134,38 +135,26 @@ def open_wandb(
         settings=wandb.Settings(**settings),
     )
     run.define_metric("*", step_metric="step")
-    return run
+    id_file.write_text(run.id)
+    return HostedTracker(wandb, run, lambda values, step: run.log(values | {"step": step}))
 
 
-class TrackioTracker:
+def open_trackio(
+    resume: str, begin: int | None, *, project_name: str, experiment_name: str, **options: Any
+) -> HostedTracker:
     """A trackio run: in trackio's own local folder, or where `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says.
 
-    Raises:
-        ImportError: trackio isn't installed.
+    Args:
+        begin: log nothing at this step, so that another process finds the run by its name.
     """
-
-    def __init__(
-        self, *, project_name: str, experiment_name: str, config: Mapping[str, Any], step: int, resumed: bool
-    ) -> None:
-        resume = "allow" if resumed else "never"
-        self._run = import_backend("trackio").init(
-            project=project_name, name=experiment_name, config=dict(config), resume=resume
-        )
-        self._run.log({}, step=step)  # from now on another process finds it by its name
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    trackio = _import_backend("trackio")
+    run = trackio.init(project=project_name, name=experiment_name, resume=resume, **options)
+    if begin is not None:
+        run.log({}, step=begin)
+    return HostedTracker(trackio, run, lambda values, step: run.log(values, step=step))
 
 
-def import_backend(name: str) -> Any:
-    """A tracker's module; they are optional, and slow to import.
-
-    Raises:
-        ImportError: it isn't installed.
-    """
+def _import_backend(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -174,42 +163,75 @@ def import_backend(name: str) -> Any:
         ) from error
 
 
+class Trackers:
+    """Several trackers by name, and metrics.jsonl, which alone may stop training: a tracker that fails warns once.
+
+    Args:
+        openers: each tracker is opened when something is first logged, or by `open`.
+        metrics: metrics.jsonl; None where only samples are logged.
+    """
+
+    def __init__(self, openers: Mapping[str, Callable[[], Tracker]], metrics: StepLines | None = None) -> None:
+        self._openers = dict(openers)
+        self._open: dict[str, Tracker] = {}
+        self._warned: set[str] = set()
+        self._metrics = metrics
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step in metrics.jsonl."""
+        return self._metrics.last_step if self._metrics else None
+
+    def open(self) -> None:
+        for name in self._openers:
+            self._call(name, "open")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the scalars of a step. metrics.jsonl gets them sorted; NaN and infinities are null there.
+
+        Raises:
+            ValueError: a step not after the last one, or a metric called `step`.
+        """
+        if "step" in metrics:
+            raise ValueError("a metric can't be called 'step'")
+        if self._metrics:
+            self._metrics.append(step, {name: _json_number(metrics[name]) for name in sorted(metrics)})
+        for name in self._openers:
+            self._call(name, "log", step, metrics)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log some of these rows, which have the keys split, images (encoded bytes) and those in `FACTS` and `TEXTS`."""
+        for split in dict.fromkeys(row["split"] for row in rows) if self._openers else ():
+            samples = choose_samples([row for row in rows if row["split"] == split])
+            for name in self._openers:
+                self._call(name, "log_samples", step, split, samples)
+
+    def close(self) -> None:
+        for name in self._open:
+            self._call(name, "close")
+
+    def _call(self, name: str, method: str, *args: Any) -> None:
+        """Open the tracker if it is not, and call it; one that could not start is left alone from then on."""
+        try:
+            if name not in self._open and name not in self._warned:
+                self._open[name] = self._openers[name]()
+            if name in self._open and method != "open":
+                getattr(self._open[name], method)(*args)
+        except Exception as error:
+            if name not in self._warned:
+                self._warned.add(name)
+                about = "failed" if name in self._open else "could not start"
+                logger.warning("tracker %s %s (%r); training goes on without it", name, about, error)
+
+
 def check_backends(backends: Sequence[str]) -> None:
-    """Raises ValueError for one that isn't among `TRACKER_BACKENDS`."""
+    """Raise ValueError for one that isn't among `TRACKER_BACKENDS`."""
     for backend in backends:
         if backend not in TRACKER_BACKENDS:
             raise ValueError(
                 f"runner.logger.logger_backends: {backend!r} is unknown; known are {', '.join(TRACKER_BACKENDS)} "
                 "(metrics.jsonl is always written)"
             )
-
-
-class Trackers:
-    """Several trackers as one. One that fails, other than metrics.jsonl, warns once and never stops training."""
-
-    def __init__(self, trackers: Sequence[Tracker], last_step: int | None = None) -> None:
-        """`last_step`: the last step that they have."""
-        self._trackers, self.last_step = list(trackers), last_step
-        self._warned: set[int] = set()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            self._call(tracker, "log", step, metrics)
-        self.last_step = step
-
-    def close(self) -> None:
-        for tracker in self._trackers:
-            self._call(tracker, "close")
-
-    def _call(self, tracker: Tracker, method: str, *args: Any) -> None:
-        try:
-            getattr(tracker, method)(*args)
-        except Exception as error:
-            if isinstance(tracker, JsonlTracker):
-                raise
-            if id(tracker) not in self._warned:
-                self._warned.add(id(tracker))
-                logger.warning("%s failed (%r); training goes on", type(tracker).__name__, error)
 
 
 def make_trackers(
@@ -221,37 +243,51 @@ def make_trackers(
     config: Mapping[str, Any],
     resume_step: int = -1,
 ) -> Trackers:
-    """`run_dir/metrics.jsonl`, and what `backends` names beside it.
+    """`run_dir/metrics.jsonl` and what `backends` names beside it, for scalars.
 
     Args:
-        backends: out of `TRACKER_BACKENDS`.
         config: the resolved configuration, as plain containers, for trackers that show it.
-        resume_step: the step of the checkpoint the run goes on from; -1: none. Whether a tracker goes on in a run of its own
-            is told by the folder: it has a metrics.jsonl then.
+        resume_step: the step of the checkpoint the run goes on from; -1: none. A tracker goes on in a run of its own if the
+            folder has a metrics.jsonl.
 
     Raises:
         ValueError: an unknown backend.
         ImportError: a backend isn't installed. Anything else that keeps a backend from starting is a warning.
     """
     check_backends(backends)
+    for backend in set(backends) - {"tensorboard"}:
+        _import_backend(backend)
     run_dir = Path(run_dir)
-    resumed = (run_dir / "metrics.jsonl").exists()
-    jsonl = JsonlTracker(run_dir / "metrics.jsonl", resume_step)
-    trackers: list[Tracker] = [jsonl]
     names = {"project_name": project_name, "experiment_name": experiment_name}
-    for backend in dict.fromkeys(backends):
-        try:
-            if backend == "tensorboard":
-                trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step))
-            elif backend == "wandb":
-                trackers.append(WandbTracker(run_dir, **names, config=config, resumed=resumed))
-            else:
-                trackers.append(TrackioTracker(**names, config=config, step=max(0, resume_step), resumed=resumed))
-        except Exception as error:
-            if isinstance(error, ImportError):
-                raise
-            logger.warning("tracker %s could not start (%r); training goes on without it", backend, error)
-    return Trackers(trackers, jsonl.last_step)
+    resumed = (run_dir / "metrics.jsonl").exists()
+    resume, begin = "allow" if resumed else "never", max(0, resume_step)
+    openers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": partial(TensorBoardTracker, run_dir / "tensorboard", resume_step + 1),
+        "wandb": partial(open_wandb, run_dir, dict(config), **names, resumed=resumed, primary=True),
+        "trackio": partial(open_trackio, resume, begin, **names, config=dict(config)),
+    }
+    trackers = Trackers({b: openers[b] for b in backends}, StepLines(run_dir / "metrics.jsonl", resume_step))
+    trackers.open()
+    return trackers
+
+
+def make_sample_trackers(
+    run_dir: str | Path, backends: Sequence[str], *, project_name: str, experiment_name: str
+) -> Trackers:
+    """What `backends` names, for samples; each joins what the scalars' tracker has begun when samples are first logged.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    check_backends(backends)
+    run_dir = Path(run_dir)
+    names = {"project_name": project_name, "experiment_name": experiment_name}
+    openers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": partial(TensorBoardTracker, run_dir / "tensorboard" / "samples"),
+        "wandb": partial(open_wandb, run_dir, None, **names, resumed=True, primary=False),
+        "trackio": partial(open_trackio, "allow", None, **names, auto_log_cpu=False, auto_log_gpu=False),
+    }
+    return Trackers({b: openers[b] for b in backends})
 
 
 def _json_number(value: float) -> float | int | None:

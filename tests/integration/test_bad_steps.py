@@ -54,7 +54,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_a_few_in_a_row_end_t
     controller, monkeypatch, tmp_path
 ):
     from rlinf_vl.controller.grpo import TooManyBadSteps
-    from rlinf_vl.observe.lines import read_steps
+    from rlinf_vl.runtime.files import read_lines
 
     plan, weights = controller.plan, {}
 
@@ -72,7 +72,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_a_few_in_a_row_end_t
     assert controller.step == 5
     same = [weights[step] == weights[step - 1] for step in range(1, 6)]
     assert same == [False, True, False, True, True]
-    rows = read_steps(tmp_path / "metrics.jsonl")
+    rows = read_lines(tmp_path / "metrics.jsonl")[0]
     assert [row["actor/skipped_steps"] for row in rows] == [0, 1, 0, 1]
     assert rows[1]["actor/grad_norm"] is None and rows[2]["actor/grad_norm"] > 0
     assert controller.events.count("step_skipped") == 3
@@ -81,7 +81,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_a_few_in_a_row_end_t
 def test_whatever_happens_names_the_step_that_is_being_trained(controller, monkeypatch, tmp_path):
     """The step of the ledger, of the trajectories and of metrics.jsonl, in events, bad rows and spans alike."""
     from rlinf_vl.observe import spans
-    from rlinf_vl.observe.lines import read_steps
+    from rlinf_vl.runtime.files import read_lines
 
     submit, plan, done = controller.pool.submit, controller.plan, set()
     (tmp_path / "spans").mkdir()
@@ -118,13 +118,13 @@ def test_whatever_happens_names_the_step_that_is_being_trained(controller, monke
     monkeypatch.setattr(controller, "plan", planned)
     controller.fit()
     spans.flush_spans()
-    events = [(row["kind"], row["step"]) for row in read_steps(tmp_path / "events.jsonl")]
+    events = [(row["kind"], row["step"]) for row in read_lines(tmp_path / "events.jsonl")[0]]
     named = ("worker_replaced", "actors_restarted", "resumed", "step_skipped")
     assert [event for event in events if event[0] in named] == list(zip(named, (2, 3, 2, 4), strict=True))
-    assert [row["step"] for row in read_steps(tmp_path / "bad_rows.jsonl")] == [5]
+    assert [row["step"] for row in read_lines(tmp_path / "bad_rows.jsonl")[0]] == [5]
     for name in ("ledger.jsonl", "metrics.jsonl"):
-        assert [row["step"] for row in read_steps(tmp_path / name)] == [1, 2, 3, 4, 5, 6]
-    (skipped,) = [row for row in read_steps(tmp_path / "metrics.jsonl") if row["actor/skipped_steps"]]
+        assert [row["step"] for row in read_lines(tmp_path / name)[0]] == [1, 2, 3, 4, 5, 6]
+    (skipped,) = [row for row in read_lines(tmp_path / "metrics.jsonl")[0] if row["actor/skipped_steps"]]
     assert skipped["step"] == 4
     for phase in ("step", "generate", "train", "sync", "checkpoint"):
         seen = {span["about"]["step"] for span in spans.read_spans(tmp_path) if span["name"] == phase}

@@ -16,8 +16,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from rlinf_vl.observe.samples import MAX_SAMPLES, MAX_SIDE, MAX_TEXT, SampleTrackers, inert, make_sample_trackers
-from rlinf_vl.observe.tracker import make_trackers
+from rlinf_vl.observe.samples import MAX_SAMPLES, MAX_SIDE, MAX_TEXT, inert
+from rlinf_vl.observe.tracker import Trackers, make_sample_trackers, make_trackers
 
 NAMES = {"project_name": "p", "experiment_name": "e"}
 HOSTILE = """<img src=x onerror=alert(1)><script>alert(2)</script> **bold** [a](javascript:x) ![b](http://evil/c.png)
@@ -60,7 +60,7 @@ def texts(events, tag) -> dict[int, str]:
 def test_tensorboard_shows_text_and_images(tmp_path):
     trackers = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
     images = [png(60, 40), b"torn", png(4000, 2000, "blue")]
-    trackers.log(3, [row(images=images), row(split="val", images=[], error="no answer")])
+    trackers.log_samples(3, [row(images=images), row(split="val", images=[], error="no answer")])
     trackers.close()
     events = tensorboard(tmp_path)
     (image,) = events.Tensors("train/0")
@@ -75,7 +75,7 @@ def test_tensorboard_shows_text_and_images(tmp_path):
 
 def test_tensorboard_takes_hostile_text_as_text(tmp_path):
     trackers = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
-    trackers.log(1, [row()])
+    trackers.log_samples(1, [row()])
     trackers.close()
     html = markdown_to_safe_html(texts(tensorboard(tmp_path), "train/0")[1])
     for tag in ("<img", "<script", "<b>", "<i>", "<u>", "<a ", "\x1b"):
@@ -91,13 +91,13 @@ def test_samples_do_not_hide_scalars_and_a_run_that_goes_back_hides_what_was_lat
     for step, answer in ((1, "a"), (2, "b"), (3, "c"), (2, "d")):
         if answer == "d":
             time.sleep(1.1)  # a new file, which TensorBoard knows to be newer by the second in its name
-        trackers.log(step, [row(answer=answer)])
+        trackers.log_samples(step, [row(answer=answer)])
     scalars.log(2, {"x": 2.0})
     assert {step: text[-1] for step, text in texts(tensorboard(tmp_path), "train/0").items()} == {1: "a", 2: "d"}
     trackers.close()
     time.sleep(1.1)
     resumed = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
-    resumed.log(1, [row(answer="e")])
+    resumed.log_samples(1, [row(answer="e")])
     resumed.close()
     assert {step: text[-1] for step, text in texts(tensorboard(tmp_path), "train/0").items()} == {1: "e"}
     assert [e.step for e in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("x")] == [1, 2]
@@ -110,7 +110,7 @@ class Kept:
     def __init__(self):
         self.logged, self.closed = [], False
 
-    def log(self, step, split, samples):
+    def log_samples(self, step, split, samples):
         self.logged.append((step, split, samples))
 
     def close(self):
@@ -119,8 +119,10 @@ class Kept:
 
 def test_samples_are_few_spread_and_short():
     kept = Kept()
-    trackers = SampleTrackers({"kept": lambda: kept})
-    trackers.log(1, [row(problem_id=f"{i}", images=[]) for i in range(100)] + [row(split="val", prompt="x" * 9999)])
+    trackers = Trackers({"kept": lambda: kept})
+    trackers.log_samples(
+        1, [row(problem_id=f"{i}", images=[]) for i in range(100)] + [row(split="val", prompt="x" * 9999)]
+    )
     (_, train, samples), (_, val, (long,)) = kept.logged
     assert (train, val) == ("train", "val")
     chosen = [int(sample.values["problem_id"]) for sample in samples]
@@ -135,15 +137,15 @@ def test_one_that_fails_warns_once_and_the_others_go_on(caplog):
         opened.append(1)
         raise ConnectionError("no route")
 
-    broken = types.SimpleNamespace(log=lambda *_: 1 / 0, close=lambda: 1 / 0)
-    trackers = SampleTrackers({"door": closed_door, "broken": lambda: broken, "kept": lambda: kept})
+    broken = types.SimpleNamespace(log_samples=lambda *_: 1 / 0, close=lambda: 1 / 0)
+    trackers = Trackers({"door": closed_door, "broken": lambda: broken, "kept": lambda: kept})
     for step in range(3):
-        trackers.log(step, [row()])
+        trackers.log_samples(step, [row()])
     trackers.close()
     assert len(kept.logged) == 3 and kept.closed and len(opened) == 1
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        "samples to door failed (ConnectionError('no route')); training goes on",
-        "samples to broken failed (ZeroDivisionError('division by zero')); training goes on",
+        "tracker door could not start (ConnectionError('no route')); training goes on without it",
+        "tracker broken failed (ZeroDivisionError('division by zero')); training goes on without it",
     ]
 
 
@@ -151,9 +153,9 @@ def test_what_is_unknown_or_never_began(tmp_path, caplog):
     with pytest.raises(ValueError, match="'mlflow' is unknown; known are tensorboard, wandb, trackio"):
         make_sample_trackers(tmp_path, ["mlflow"], **NAMES)
     trackers = make_sample_trackers(tmp_path, ["wandb"], **NAMES)
-    trackers.log(1, [row()])
-    assert "samples to wandb failed (FileNotFoundError" in caplog.text
-    make_sample_trackers(tmp_path, [], **NAMES).log(1, [row()])
+    trackers.log_samples(1, [row()])
+    assert "tracker wandb could not start (FileNotFoundError" in caplog.text
+    make_sample_trackers(tmp_path, [], **NAMES).log_samples(1, [row()])
 
 
 def test_inert_text_is_no_markup():
@@ -185,7 +187,7 @@ def record_samples(run_dir, backend):
     """Logs samples in another process, as the recorder does."""
     python(f"""
 trackers = make_sample_trackers({str(run_dir)!r}, [{backend!r}], **NAMES)
-trackers.log(1, [row(), row(images=[])])
+trackers.log_samples(1, [row(), row(images=[])])
 trackers.close()
 """)
 

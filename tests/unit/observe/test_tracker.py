@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 import sys
 import types
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlinf_vl.observe.lines import read_steps
-from rlinf_vl.observe.tracker import JsonlTracker, TensorBoardTracker, Trackers, make_trackers, open_wandb
+from rlinf_vl.observe.lines import StepLines
+from rlinf_vl.observe.tracker import TensorBoardTracker, Trackers, make_trackers, open_wandb
 
 NAMES = {"project_name": "p", "experiment_name": "e", "config": {"a": {"b": 1}}}
 
@@ -28,7 +29,7 @@ def strict_lines(path) -> list[dict]:
 
 def test_jsonl_lines_are_sorted_flushed_and_valid(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
-    tracker = JsonlTracker(path)
+    tracker = Trackers({}, StepLines(path))
     tracker.log(
         0, {"z": 1, "a": 0.5, "nan": math.nan, "inf": -math.inf, "np": np.float32(0.25), "torch": torch.tensor(2.0)}
     )
@@ -40,7 +41,7 @@ def test_jsonl_lines_are_sorted_flushed_and_valid(tmp_path):
 
 
 def test_jsonl_never_has_a_step_twice(tmp_path):
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker = Trackers({}, StepLines(tmp_path / "metrics.jsonl"))
     tracker.log(1, {})
     for step in (1, 0):
         with pytest.raises(ValueError, match=f"step {step} logged after step 1"):
@@ -52,14 +53,14 @@ def test_jsonl_never_has_a_step_twice(tmp_path):
 
 def test_jsonl_resume_drops_later_and_torn_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    tracker = JsonlTracker(path)
+    tracker = Trackers({}, StepLines(path))
     for step in range(5):
         tracker.log(step, {"x": step / 10})
     tracker.close()
     with path.open("a") as file:
         file.write('{"step": 5, "x": 0.')
 
-    resumed = JsonlTracker(path, resume_step=2)
+    resumed = Trackers({}, StepLines(path, resume_step=2))
     assert [row["step"] for row in strict_lines(path)] == [0, 1, 2]
     with pytest.raises(ValueError, match="step 2"):
         resumed.log(2, {})
@@ -72,15 +73,8 @@ def test_jsonl_resume_drops_later_and_torn_lines(tmp_path):
 def test_jsonl_resume_keeps_a_whole_line_that_lost_its_newline_and_one_of_two_equal_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "x": 1}\n{"step": 1, "x": 2}\n\x00\x00\n{"step": 2, "x": 3}')
-    JsonlTracker(path, resume_step=2).close()
+    StepLines(path, resume_step=2)
     assert strict_lines(path) == [{"step": 1, "x": 2}, {"step": 2, "x": 3}]
-
-
-def test_read_steps_warns_of_what_it_skips(tmp_path, caplog):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n[3]\n{"step": 2, "x"')
-    assert read_steps(path) == [{"step": 1}]
-    assert "torn" in caplog.text
 
 
 def scalars(folder, name) -> list[tuple[int, float]]:
@@ -95,11 +89,11 @@ def test_tensorboard_file_reads_back_and_resume_hides_later_steps(tmp_path):
         tracker.log(step, {"actor/loss": step + 0.5, "reward/mean": torch.tensor(1.0)})
     assert scalars(tmp_path, "actor/loss") == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5)]
     tracker.close()
-    resumed = TensorBoardTracker(tmp_path, resume_step=1)
+    resumed = TensorBoardTracker(tmp_path, first_step=2)
     resumed.log(2, {"actor/loss": -1.0})
     resumed.close()
     assert scalars(tmp_path, "actor/loss") == [(0, 0.5), (1, 1.5), (2, -1.0)]
-    fresh = TensorBoardTracker(tmp_path)
+    fresh = TensorBoardTracker(tmp_path, first_step=0)
     fresh.log(1, {"actor/loss": 7.0})
     fresh.close()
     assert scalars(tmp_path, "actor/loss") == [(1, 7.0)]
@@ -118,22 +112,22 @@ class Broken:
 
 def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path, caplog):
     broken = Broken()
-    trackers = Trackers([broken, JsonlTracker(tmp_path / "metrics.jsonl")])
+    trackers = Trackers({"broken": lambda: broken}, StepLines(tmp_path / "metrics.jsonl"))
     for step in range(3):
         trackers.log(step, {"x": 1.0})
     trackers.close()
     assert len(strict_lines(tmp_path / "metrics.jsonl")) == 3
     assert broken.calls == 3
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        "Broken failed (ConnectionError('no route')); training goes on"
+        "tracker broken failed (ConnectionError('no route')); training goes on without it"
     ]
 
 
 def test_a_failing_jsonl_does_stop_training(tmp_path):
-    jsonl = JsonlTracker(tmp_path / "metrics.jsonl")
-    jsonl.close()
-    with pytest.raises(ValueError, match="closed"):
-        Trackers([jsonl]).log(1, {})
+    trackers = Trackers({}, StepLines(tmp_path / "gone" / "metrics.jsonl"))
+    shutil.rmtree(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError):
+        trackers.log(1, {})
 
 
 def test_make_trackers_writes_the_run_folder(tmp_path):
@@ -194,7 +188,8 @@ def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
 def test_wandb_is_shared_where_it_is_online_and_one_process_leads(tmp_path, monkeypatch, mode, primary):
     wandb = FakeWandb(mode)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    open_wandb(tmp_path, project_name="p", experiment_name="e", run_id="id7", primary=primary)
+    (tmp_path / "wandb_id").write_text("id7")
+    open_wandb(tmp_path, None, project_name="p", experiment_name="e", resumed=True, primary=primary)
     (options,) = wandb.inits
     settings = options["settings"]
     shared = {"mode": "shared", "x_primary": primary, "x_update_finish_state": primary}

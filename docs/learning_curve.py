@@ -1,6 +1,6 @@
 """A line chart as a small SVG file, written by hand: the README's learning curves.
 
-`python -m rlinf_vl.observe.curve OUT.svg NAME=RUN_DIR …` draws the validation accuracy of runs.
+`python docs/learning_curve.py OUT.svg NAME=RUN_DIR …` draws the validation accuracy of runs.
 """
 
 import argparse
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from rlinf_vl.observe.lines import read_steps
+from rlinf_vl.runtime.files import read_lines
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 64, 52
-#: Mid-tones, told apart on a white page, on a black one, and by colour-blind eyes; so are the greys of text and grid.
+#: Mid-tones that differ on a white page, on a black one, and to colour-blind eyes; so do the greys of text and grid.
 COLORS = ("#2f81c7", "#d9772b", "#3a9d5d", "#b8579e", "#a08a1f", "#6f74c9")
 TEXT, GRID = "#7d8590", "#7d859055"
 
@@ -96,8 +96,7 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: `python -m rlinf_vl.observe.curve OUT.svg NAME=RUN_DIR…`."""
-    parser = argparse.ArgumentParser(prog="python -m rlinf_vl.observe.curve", description="Draw val/accuracy of runs.")
+    parser = argparse.ArgumentParser(prog="python docs/learning_curve.py", description="Draw val/accuracy of runs.")
     parser.add_argument("out", metavar="OUT.svg")
     parser.add_argument("runs", metavar="NAME=RUN_DIR", nargs="+")
     options = parser.parse_args(arguments)
@@ -109,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metrics_file = Path(folder) / "metrics.jsonl"
         if not metrics_file.exists():
             parser.error(f"{metrics_file} does not exist")
-        series[name] = [(row["step"], row["val/accuracy"]) for row in read_steps(metrics_file) if "val/accuracy" in row]
+        rows = read_lines(metrics_file)[0]
+        series[name] = [(row["step"], row["val/accuracy"]) for row in rows if "val/accuracy" in row]
         if not series[name]:
             parser.error(f"{metrics_file} has no val/accuracy")
     draw_curve(series, options.out, "Validation accuracy", "val/accuracy")
