@@ -32,6 +32,7 @@ from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import Request, SamplingParams
 
 
@@ -85,12 +86,13 @@ def main() -> None:
         path = str(toy_checkpoint_path())
     family = family_of("qwen3_vl")
     processor = Processor(path, family)
+    renderer = Renderer(processor)
     dataset = ProblemDataset([args.data], "train")
     sampling = SamplingParams(max_new_tokens=args.new_tokens, stop_ids=processor.stop_ids)
     requests = []
     for i in range(args.groups):
         problem = dataset[i * 7 % len(dataset)]
-        ids, grids = processor.prompt(problem.messages, problem.images)
+        ids, grids = renderer.prompt(problem.messages, problem.images)
         requests.append(Request(ids, problem.images, grids, sampling, tuple(range(i * 1000, i * 1000 + args.samples))))
 
     model = load_model(path, family, dtype)

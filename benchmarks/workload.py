@@ -16,6 +16,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.models.processing import Processor
+from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.toy.files import (
     EOS_TOKEN,
     PAD_TOKEN,
@@ -127,9 +128,9 @@ def make_workload(
 ) -> Workload:
     """Groups of `samples` random responses each; prompts of other than 150 … 500 ids are left out."""
     allowed = np.flatnonzero(~banned)
-    kept, groups = [], []
+    kept, groups, renderer = [], [], Renderer(processor)
     for problem in problems:
-        prompt, grids = processor.prompt(problem.messages, problem.images)
+        prompt, grids = renderer.prompt(problem.messages, problem.images)
         if not 150 <= len(prompt) <= 500:
             continue
         kept.append(problem)

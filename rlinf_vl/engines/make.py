@@ -3,8 +3,9 @@
 import dataclasses
 import io
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 from PIL import Image
 from transformers import AutoConfig
 
@@ -14,7 +15,7 @@ from rlinf_vl.engines.base import Engine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, load_model
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.types import ImageRef, Request, SamplingParams
+from rlinf_vl.types import ImageRef, Message, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +64,17 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
     )
 
 
-def warm_up(engine: Engine, processor: Processor, samplings: Iterable[SamplingParams], longest: int) -> None:
+def warm_up(
+    engine: Engine,
+    prompt: Callable[[Sequence[Message], Sequence[ImageRef]], tuple[np.ndarray, np.ndarray]],
+    samplings: Iterable[SamplingParams],
+    longest: int,
+) -> None:
     """Ask for two tokens in each way of sampling, alone and as a group, with an image and without: SGLang compiles kernels
     when they are first needed, for minutes, and the first rollout would pass for a hang.
 
     Args:
+        prompt: as `rlinf_vl.rollout.renderer.Renderer.prompt`.
         longest: most tokens of a prompt and its response together; what is longer is left out.
     """
     log.info("the engine is warming up; on a GPU that never ran this model it compiles kernels, which takes minutes")
@@ -77,7 +84,7 @@ def warm_up(engine: Engine, processor: Processor, samplings: Iterable[SamplingPa
     shown = {"type": "image_url", "image_url": {"url": image.url}}
     requests = []
     for images, content in (((), "?"), ((image,), [shown, {"type": "text", "text": "?"}])):
-        ids, grids = processor.prompt([{"role": "user", "content": content}], images)
+        ids, grids = prompt([{"role": "user", "content": content}], images)
         for sampling in samplings:
             brief = dataclasses.replace(sampling, max_new_tokens=2, stop_ids=())
             requests += [Request(ids, images, grids, brief, seeds) for seeds in ((0,), (0, 1))]

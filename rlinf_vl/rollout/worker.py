@@ -36,6 +36,7 @@ from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
+from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.supervisor import Task
 from rlinf_vl.runtime.ray_process import own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
@@ -102,6 +103,7 @@ class RolloutRank:
             max_pixels=data.image_max_pixels,
             trust_remote_code=model_config.trust_remote_code,
         )
+        self.renderer = Renderer(self.processor)
         self.engine = make_engine(config, model_path, self.processor, device)
         form = RowFormat(
             prompt_key=data.prompt_key,
@@ -125,7 +127,7 @@ class RolloutRank:
             )
         }
         if config.rollout.rollout_backend == "sglang":
-            warm_up(self.engine, self.processor, self.sampling.values(), config.runner.seq_length)
+            warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length)
         self.grade = GRADERS[config.reward.reward_type]
         self.store = GroupStore()
 
@@ -246,7 +248,7 @@ class RolloutRank:
         self, problem: Problem, messages: Sequence[Message], any_length: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         try:
-            ids, grids = self.processor.prompt(messages, problem.images)
+            ids, grids = self.renderer.prompt(messages, problem.images)
         except Exception as e:  # what the chat template, the tokenizer or the processor refuses
             raise RowError(problem.id, PROMPT_UNUSABLE, f"{type(e).__name__}: {e}") from e
         limit = self.config.data.max_prompt_length

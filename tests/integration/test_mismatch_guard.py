@@ -16,6 +16,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.packing.planner import plan_micro_batches
+from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.runtime.launch import ray_cluster
 from rlinf_vl.types import Group, GroupSummary, Request, SamplingParams
 
@@ -61,7 +62,7 @@ def sampled_groups(folder, *, blind=False, stale=False) -> list[Group]:
         images = tuple(dataset[k + i].images[0] for i in range(k // 2))
         parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
         parts.append({"type": "text", "text": "area?"})
-        ids, grids = processor.prompt([{"role": "user", "content": parts}], images)
+        ids, grids = Renderer(processor).prompt([{"role": "user", "content": parts}], images)
         requests.append(Request(ids, images, grids, SamplingParams(max_new_tokens=12), (k, k + 100)))
     completions = engine.generate(requests)
     engine.close()

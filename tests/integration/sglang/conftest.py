@@ -11,6 +11,7 @@ from PIL import Image
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import ImageRef, Request, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
@@ -36,6 +37,7 @@ class Toy:
         build_toy_checkpoint(path, progress=False, steps=1)
         self.path = str(path)
         self.processor = Processor(self.path, FAMILY)
+        self.renderer = Renderer(self.processor)
         self.pixels = PixelCache(self.processor.pixels)
         self.model = AutoModelForImageTextToText.from_pretrained(self.path, dtype=torch.float32).eval()
         self._amplify(self.model)
@@ -62,7 +64,7 @@ class Toy:
             images = tuple(self.image(rng, (48 + 16 * (i % 2), 48 + 32 * (i % 3))) for i in range(images))
         parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
-        ids, grids = self.processor.prompt([message], images)
+        ids, grids = self.renderer.prompt([message], images)
         sampling = {"max_new_tokens": 12, "stop_ids": self.processor.stop_ids} | sampling
         return Request(ids, images, grids, SamplingParams(**sampling), tuple(range(n)))
 

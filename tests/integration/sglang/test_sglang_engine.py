@@ -278,7 +278,7 @@ def test_the_warm_up_samples_in_each_way_with_an_image_and_without(engine, toy, 
     submit = engine.submit
     monkeypatch.setattr(engine, "submit", lambda requests: seen.extend(requests) or submit(requests))
     ways = [SamplingParams(temperature=0.7, stop_ids=(5,)), SamplingParams(temperature=0.0), SamplingParams(top_p=0.9)]
-    warm_up(engine, toy.processor, ways, longest=512)
+    warm_up(engine, toy.renderer.prompt, ways, longest=512)
     kinds = {(r.sampling.temperature, r.sampling.top_p, len(r.images), len(r.seeds)) for r in seen}
     assert kinds == {(t, p, i, n) for t, p in ((0.7, 1.0), (0.0, 1.0), (1.0, 0.9)) for i in (0, 1) for n in (1, 2)}
     assert all(r.sampling.max_new_tokens == 2 and not r.sampling.stop_ids for r in seen)
