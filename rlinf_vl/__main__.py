@@ -17,7 +17,7 @@ from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.observe.progress import RunProgress, setup_logging
 from rlinf_vl.observe.spans import FOLDER as SPANS
 from rlinf_vl.observe.spans import flush_spans, record_spans, write_timeline
-from rlinf_vl.observe.status import StatusFile
+from rlinf_vl.observe.status import StatusFile, write_environment
 from rlinf_vl.preflight.inputs import packages_missing, problems_here
 from rlinf_vl.runtime.run_folder import (
     find_checkpoint,
@@ -154,7 +154,6 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
     """Train in a folder that is ready, from a checkpoint or from the start."""
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.grpo import GrpoController
-    from rlinf_vl.observe.environment import write_environment
     from rlinf_vl.preflight.gpu_share import settle_gpu_share
     from rlinf_vl.runtime.launch import place, ray_cluster
     from rlinf_vl.runtime.stop_request import Interrupted

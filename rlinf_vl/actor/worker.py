@@ -33,8 +33,7 @@ from rlinf_vl.models.loading import DTYPES, freeze_vision, load_model, vocab_siz
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.models.vision_cache import VisionCache
-from rlinf_vl.observe.profiling import profiler
-from rlinf_vl.observe.spans import flush_spans, record_spans, span
+from rlinf_vl.observe.spans import flush_spans, profiler, record_spans, span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.runtime.ray_process import own_process, where
 from rlinf_vl.runtime.run_folder import run_folder

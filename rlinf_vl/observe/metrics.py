@@ -28,20 +28,20 @@ class MetricSums:
         self._minima: dict[str, Scalar] = {}
 
     def add(self, name: str, total: Scalar, count: Scalar) -> None:
-        """Adds a sum over `count` items (tokens, sequences, …) to the mean called `name`."""
+        """Add a sum over `count` items (tokens, sequences, …) to the mean called `name`."""
         self._totals[name] = self._totals.get(name, 0.0) + _widen(total)
         self._counts[name] = self._counts.get(name, 0.0) + _widen(count)
 
     def maximum(self, name: str, value: Scalar) -> None:
-        """Keeps the largest value given under `name`."""
+        """Let `name` be the largest value given under it."""
         self._maxima[name] = _larger(self._maxima.get(name, -math.inf), _widen(value))
 
     def minimum(self, name: str, value: Scalar) -> None:
-        """Keeps the smallest value given under `name`."""
+        """Let `name` be the smallest value given under it."""
         self._minima[name] = -_larger(-self._minima.get(name, math.inf), -_widen(value))
 
     def merge(self, other: "MetricSums") -> None:
-        """Takes in what another micro-batch or rank has accumulated."""
+        """Add what another micro-batch or rank has accumulated."""
         for name, total in other._totals.items():
             self.add(name, total, other._counts[name])
         for name, value in other._maxima.items():

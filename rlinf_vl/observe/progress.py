@@ -16,10 +16,8 @@ from rlinf_vl.observe.status import StatusFile, last_words
 
 logger = logging.getLogger(__name__)
 
-#: The terminal that the live line and the log share: sharing it is what keeps lines from tearing.
 _CONSOLE = Console(stderr=True)
-
-#: Shown name, metrics it is taken from (the first one there is), format.
+"""The terminal of both the live line and the log: two consoles would tear each other's lines."""
 _SHOWN = (
     ("reward", ("reward/mean",), "{:.3f}"),
     ("accuracy", ("reward/accuracy",), "{:.3f}"),
@@ -27,15 +25,15 @@ _SHOWN = (
     ("kl", ("actor/ref_kl", "actor/rollout_train_kl"), "{:.2g}"),
     ("tok/s", ("rollout/tokens_per_second",), "{:,.0f}"),
 )
-
-#: Time left is judged by so many last steps.
+"""Shown name, metrics (the first that a step has is shown), format."""
 _WINDOW = 20
+"""Time left is extrapolated from so many last steps."""
 
 
 def setup_logging(level: int = logging.INFO, console: Console | None = None) -> None:
-    """Sends the library's log to the terminal, above the live line, or as plain lines to what isn't one.
+    """Send the library's log to the terminal, above the live line, or as plain lines to what isn't a terminal.
 
-    Other libraries' loggers keep their levels. Calling it again replaces the handler, so it may be called freely.
+    Other libraries' loggers keep their levels. Calling it again replaces the handler.
     """
     console = console or _CONSOLE
     root = logging.getLogger()
@@ -52,14 +50,20 @@ def setup_logging(level: int = logging.INFO, console: Console | None = None) -> 
 
 
 class RunProgress:
-    """Progress of a run. A context manager; `begin` once its length is known, `update` after every step, `phase` when
-    another part of it begins. All of it goes to `status` too."""
+    """Progress of a run, on the terminal and in `status`. A context manager: call `begin` once the run's length is known,
+    `update` after every step, `phase` when another part of the run begins.
+
+    Attributes:
+        end: how the run ends: done, stopped or failed.
+        reason: why it stopped or failed.
+    """
 
     def __init__(self, status: StatusFile | None = None, *, console: Console | None = None) -> None:
+        self.end = "done"
+        self.reason = ""
         self._status = status
-        #: How the run will have ended (done, stopped or failed), and why.
-        self.end, self.reason = "done", ""
-        self._total = self._step = 0
+        self._total = 0
+        self._step = 0
         self._console = console or _CONSOLE
         self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
         self._validation: dict[str, float] = {}
@@ -91,13 +95,13 @@ class RunProgress:
             self.end, self.reason = "failed", last_words(error)
         self._tell(state=self.end, reason=self.reason, phase="")
 
-    def workers(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Who works for the run, as `StatusFile.update` takes them."""
-        self._tell(workers=list(workers))
-
     def _tell(self, **changes: Any) -> None:
         if self._status is not None:
             self._status.update(**changes)
+
+    def workers(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """The run's workers and their states, as in `StatusFile.update`."""
+        self._tell(workers=list(workers))
 
     def begin(self, total_steps: int, start_step: int = 0) -> None:
         """The run has `total_steps`, of which `start_step` were done before it was resumed."""
@@ -107,7 +111,7 @@ class RunProgress:
             self._live.update(self._task, total=total_steps, completed=start_step)
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Says what is happening now: start-up, generate, train, sync, validate, …; and how much of it is done."""
+        """Show what is happening now (generate, train, sync, validate, …) and how much of it is done."""
         self._tell(phase=name, progress=None if total is None else {"done": done, "total": total})
         if total is not None:
             name = f"{name}: {done} of {total}"
@@ -117,7 +121,7 @@ class RunProgress:
             logger.debug("step %d/%d: %s", self._step, self._total, name)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` (counted from 1) is done, with these metrics. The last validation stays in sight."""
+        """Step `step` (counted from 1) is done, with these metrics. The last validation stays visible."""
         self._step = step
         self._tell(step=step)
         self._ends.append(time.monotonic())
@@ -141,7 +145,7 @@ class RunProgress:
         return "  ".join(parts)
 
     def _seconds_per_step(self, metrics: Mapping[str, float]) -> float | None:
-        """Mean over the last steps, from end to end, so without start-up; the first step says its own."""
+        """Mean over the last steps, from end to end, so without start-up; after the first step its own `time/step`."""
         if len(self._ends) > 1:
             return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return metrics.get("time/step")

@@ -1,7 +1,6 @@
-"""Spans: what every process of a run does when, written to `spans/<process>.jsonl` in its folder, and merged into one timeline.
+"""Spans: what every process of a run does when, in `spans/<process>.jsonl`, merged into one timeline; and torch's profiler.
 
-On a GPU a span is the time that its process spends, not the time of the kernels it starts; those are what
-`runner.profile.steps` is for.
+On a GPU a span is the time that its process spends, not the time of the kernels it starts; `runner.profile.steps` shows those.
 """
 
 import json
@@ -12,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from rlinf_vl.runtime.files import read_lines
+
 FOLDER = "spans"
-#: Seconds between two spans of one name in one thread under which they are one.
 MERGE_GAP_S = 0.005
-#: Seconds after which spans that have ended are on disk.
+"""Two spans of one name in one thread, with less than this between them, become one."""
 FLUSH_S = 1.0
+"""Spans that have ended are on disk after this time."""
 
 _file: TextIO | None = None
 _lock = threading.Lock()
@@ -25,7 +26,7 @@ _flushed = 0.0
 
 
 def record_spans(run_dir: Path, process: str) -> None:
-    """From now on `span` writes, as `process` (such as "actor 0"), if the run's folder has one for spans."""
+    """From now on write spans as those of `process` (such as "actor 0"), if the run's folder has a folder for spans."""
     global _file, _flushed
     folder = run_dir / FOLDER
     if folder.is_dir():
@@ -35,7 +36,7 @@ def record_spans(run_dir: Path, process: str) -> None:
 
 @contextmanager
 def span(name: str, **about: Any) -> Iterator[None]:
-    """The time that the block takes, under `name` and with what else is worth knowing (JSON). Costs microseconds."""
+    """Record the time that the block takes, with what else is worth knowing (JSON). Costs microseconds."""
     if _file is None:
         yield
         return
@@ -47,7 +48,6 @@ def span(name: str, **about: Any) -> Iterator[None]:
 
 
 def _add(name: str, start: float, end: float, about: dict[str, Any]) -> None:
-    """Spans of one name that follow each other in a thread, with nothing to tell them apart, become one."""
     global _flushed
     thread = threading.get_native_id()
     with _lock:
@@ -64,7 +64,7 @@ def _add(name: str, start: float, end: float, about: dict[str, Any]) -> None:
 
 
 def flush_spans() -> None:
-    """Write what has ended."""
+    """Write the spans that have ended."""
     with _lock:
         _flush()
 
@@ -87,19 +87,13 @@ def _write(row: dict[str, Any]) -> None:
 
 def read_spans(run_dir: Path) -> list[dict[str, Any]]:
     """All spans of a run: name, start and end in Unix seconds, process, thread, count, about. Torn lines are left out."""
-    rows = []
-    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                rows.append(json.loads(line) | {"process": path.stem.replace("-", " ")})
-            except json.JSONDecodeError:
-                continue
-    return rows
+    files = sorted((run_dir / FOLDER).glob("*.jsonl"))
+    return [row | {"process": path.stem.replace("-", " ")} for path in files for row in read_lines(path)[0]]
 
 
 def write_timeline(run_dir: Path, output: Path | None = None) -> Path:
     """Merge a run's spans into a file for chrome://tracing or ui.perfetto.dev (Chrome's Trace Event Format), by default
-    `timeline.json` in the run's folder. The clocks of several hosts are taken as they are.
+    `timeline.json` in the run's folder. Clocks of several hosts are not aligned.
 
     Raises:
         ValueError: the folder has no spans.
@@ -113,10 +107,23 @@ def write_timeline(run_dir: Path, output: Path | None = None) -> Path:
         {"ph": "M", "name": "process_name", "pid": i, "tid": 0, "args": {"name": name}} for name, i in processes.items()
     ]
     for row in rows:
-        times = {"ts": round((row["start"] - start) * 1e6, 1), "dur": round((row["end"] - row["start"]) * 1e6, 1)}
-        args = row["about"] | ({"count": row["count"]} if row["count"] > 1 else {})
-        process = processes[row["process"]]
-        events.append({"ph": "X", "name": row["name"], "pid": process, "tid": row["thread"], "args": args} | times)
+        event = {"ph": "X", "name": row["name"], "pid": processes[row["process"]], "tid": row["thread"]}
+        event |= {"ts": round((row["start"] - start) * 1e6, 1), "dur": round((row["end"] - row["start"]) * 1e6, 1)}
+        events.append(event | {"args": row["about"] | ({"count": row["count"]} if row["count"] > 1 else {})})
     output = output or run_dir / "timeline.json"
     output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return output
+
+
+@contextmanager
+def profiler(run_dir: Path, step: int, rank: int) -> Iterator[None]:
+    """Write `profile/step_N-rank_R.json.gz` in the run's folder, for ui.perfetto.dev: operators and, on a GPU, kernels."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    with profile(activities=activities) as profiled:
+        yield
+    folder = run_dir / "profile"
+    folder.mkdir(parents=True, exist_ok=True)
+    profiled.export_chrome_trace(str(folder / f"step_{step}-rank_{rank}.json.gz"))

@@ -1,24 +1,30 @@
-"""`status.json`: what a run is doing at this moment, or why it ended, for those who watch it from outside."""
+"""`status.json`: what a run is doing at this moment, or why it ended; `environment.json`: what it runs on and from."""
 
 import json
 import os
 import platform
+import subprocess
+import sys
 import time
 import traceback
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlinf_vl.errors import ConfigError, RunError, reason_of
+from rlinf_vl.runtime.files import write_aside
 
-#: Lines that a reason has at most, and of a traceback, its last ones.
 REASON_LINES, TRACE_LINES = 40, 8
+"""Lines that a reason has at most, and a traceback in it, its last ones."""
+PACKAGES = ("rlinf_vl", "torch", "transformers", "ray", "sglang", "numpy", "datasets", "math-verify", "tokenizers")
+"""Packages whose versions matter to a result."""
 
 
 class StatusFile:
-    """The file, replaced as a whole at every change, so that a reader never sees half of one. That it can't be written stops
-    nothing."""
+    """status.json, replaced as a whole at every change. A run goes on if it can't be written."""
 
     def __init__(self, run_dir: Path) -> None:
         now = time.time()
@@ -45,19 +51,15 @@ class StatusFile:
         if changes.get("phase", self._status["phase"]) != self._status["phase"]:
             changes = {"phase_since": now} | changes
         self._status |= changes | {"time": now}
-        scratch = self._path.with_suffix(".tmp")
-        try:
-            scratch.write_text(json.dumps(self._status))
-            os.replace(scratch, self._path)
-        except OSError:
-            pass
+        with suppress(OSError), write_aside(self._path, durable=False) as aside:
+            aside.write_text(json.dumps(self._status))
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """What `status.json` says; empty if it is not there or torn.
+    """The content of `status.json`; empty if it is missing or torn.
 
-    A run that says it goes on, and whose process is not on this host any more, has `state` "gone" and a `reason`. Of another
-    host's process nothing is known.
+    If the run says that it goes on and its process is not on this host any more, `state` is "gone" and `reason` says so.
+    Nothing is known of another host's process.
     """
     try:
         status = dict(json.loads((run_dir / "status.json").read_bytes()))
@@ -83,10 +85,55 @@ def _lives(status: dict[str, Any]) -> bool:
 
 
 def last_words(error: BaseException) -> str:
-    """Why a run failed, in lines: what went wrong, and for an error that is not ours the end of its traceback."""
+    """Why a run failed, in lines; an error that is not ours ends with the end of its traceback."""
     lines = reason_of(error).splitlines()
     if not isinstance(error, (RunError, ConfigError)):
-        lines += [line for line in "".join(traceback.format_exception(error)).splitlines() if line.strip()][
-            -TRACE_LINES:
-        ]
+        trace = "".join(traceback.format_exception(error)).splitlines()
+        lines += [line for line in trace if line.strip()][-TRACE_LINES:]
     return "\n".join(lines[:REASON_LINES])
+
+
+def write_environment(run_dir: Path) -> None:
+    """Write environment.json: command, machine, versions, and the state of the checkout that is run."""
+    import torch
+
+    # by the driver's own tool: torch would take GPU memory for as long as this process lives
+    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    packages = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    environment = {
+        "command": " ".join(sys.orig_argv),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": gpus.splitlines(),
+        "cuda": torch.version.cuda if gpus else None,
+        "packages": packages,
+        "git": _checkout(),
+    }
+    (run_dir / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+
+
+def _checkout() -> dict[str, Any] | None:
+    """The checkout that this file is tracked in; None without one, such as for an installed package."""
+    if not _output("git", "ls-files", Path(__file__).name):
+        return None
+    return {
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "branch": _output("git", "rev-parse", "--abbrev-ref", "HEAD"),
+        "changed_files": len(_output("git", "status", "--porcelain", "--untracked-files=no").splitlines()),
+    }
+
+
+def _output(*command: str) -> str:
+    """What a command prints; empty if it fails or is missing."""
+    try:
+        folder = Path(__file__).parent
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
