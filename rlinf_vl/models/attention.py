@@ -2,11 +2,12 @@
 
 Every layer (`layers.attention_forward`, `layers.vision_attention_forward`) hands its rotated queries, keys and values to the
 `context` of the running forward: `SegmentAttention` here (images, training and prefill), or the engine's decode step
-(`rollout.torch_decode`).
+(`engines.torch.decode`).
 
-A row is segments end to end. A segment sees itself, causally, and before that the prefix it continues: the prompt of its
-group, which stands in the row once. The two parts are attended apart and merged by their log-sum-exps, so that neither a
-[T, T] mask nor a second copy of a prompt's keys is ever made. How one part is computed is a row of `KERNELS`.
+A row is segments end to end, a forest in depth-first order. A token sees the tokens before it in its segment, and all of the
+segments that its segment continues: the prompt of its group, which stands in the row once, and what longer prefixes sequences
+share. Own segment and each level of prefixes are attended apart and merged by their log-sum-exps, so neither a [T, T] mask nor
+a second copy of a prefix's keys is made. A row of `KERNELS` computes one part.
 """
 
 from typing import Protocol
@@ -27,7 +28,7 @@ class AttentionContext(Protocol):
 
 
 class SegmentAttention:
-    """Attention of one packed row [1, H, T, D], whose segments may continue a shared prefix."""
+    """Attention of one packed row [1, H, T, D], whose segments may continue others."""
 
     def __init__(
         self,
@@ -43,35 +44,26 @@ class SegmentAttention:
         """
         Args:
             cu_seqlens: int [S + 1], segment boundaries, 0 … T.
-            prefix: int [S], the earlier segment that each continues, -1 for none; None: none does. Segments that continue
-                one prefix are neighbours. A prefix continues nothing itself.
+            prefix: int [S], the earlier segment that each continues, -1 for none; None: none does. Segments lie in depth-first
+                order, so those that descend from one are the neighbours behind it.
             causal: a token of a segment sees what is before it, and itself; False: the whole segment.
             dtype: of the queries; with `device` it chooses the kernel, unless `kernel` names one.
-            capture: keep `self.captured[layer]` = (k, v), [T, H_kv, D], for the engine's cache.
+            capture: record `self.captured[layer]` = (k, v), [T, H_kv, D], for the engine's cache.
         """
         self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = {} if capture else None
         make = kernel_for(torch.device(device), dtype, kernel)
         self.own: Kernel = make(cu_seqlens, cu_seqlens, causal, device)
-        #: tokens that continue prefixes (queries), those prefixes' tokens (keys), and the kernel between the two
+        #: (queries that continue prefixes, those prefixes' tokens as keys, the kernel between the two)
         self.shared: list[tuple[torch.Tensor | slice, torch.Tensor | slice, Kernel]] = []
-        if prefix is not None and (np.diff(cu_seqlens)[prefix >= 0] > 0).any():
-            self._share(cu_seqlens, prefix, make, device)
-
-    def _share(self, cu_seqlens: np.ndarray, prefix: np.ndarray, make, device) -> None:
-        continuing = np.flatnonzero((prefix >= 0) & (np.diff(cu_seqlens) > 0))
-        first = np.flatnonzero(np.diff(prefix[continuing], prepend=-1))  # where a run of one prefix's segments begins
-        prefixes = prefix[continuing][first]
-        assert len(set(prefixes.tolist())) == len(prefixes), "segments that continue one prefix must be neighbours"
-        assert (prefix[prefixes] == -1).all(), "a prefix can't continue another"
-        lengths = np.diff(cu_seqlens)
-        runs = np.split(continuing, first[1:])
-        at_once = len(runs) if make.many else 1  # a call for one prefix sees nothing but its own part of the row
-        for i in range(0, len(runs), at_once):
-            members, theirs = runs[i : i + at_once], prefixes[i : i + at_once]
-            rows, keys = (_where(cu_seqlens[s], lengths[s], device) for s in (np.concatenate(members), theirs))
-            queries = np.cumsum([0, *(lengths[m].sum() for m in members)])
-            kernel = make(queries, np.cumsum([0, *lengths[theirs]]), False, device)
-            self.shared.append((rows, keys, kernel))
+        for prefixes, ends in _levels(cu_seqlens, prefix) if prefix is not None else ():
+            at_once = len(prefixes) if make.many else 1
+            for i in range(0, len(prefixes), at_once):
+                chosen, end = prefixes[i : i + at_once], ends[i : i + at_once]
+                bounds = cu_seqlens[chosen], cu_seqlens[chosen + 1], cu_seqlens[end]
+                n_keys, n_queries = bounds[1] - bounds[0], bounds[2] - bounds[1]
+                kernel_between = make(np.cumsum([0, *n_queries]), np.cumsum([0, *n_keys]), False, device)
+                queries, keys = _where(bounds[1], n_queries, device), _where(bounds[0], n_keys, device)
+                self.shared.append((queries, keys, kernel_between))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         assert q.shape[0] == 1, f"packed rows have batch size 1, not {q.shape[0]}"
@@ -82,7 +74,7 @@ class SegmentAttention:
 
 
 class _Attention(torch.autograd.Function):
-    """softmax over [prefix; own] = the two softmaxes, weighed by exp(lse of the part - lse of both).
+    """softmax over [prefix; own] = the two softmaxes, weighed by exp(lse of the part - lse of both); so on, prefix by prefix.
 
     Given the merged output and log-sum-exp, each part's own backward is exact for its keys: p = exp(s - lse) and
     dS = p · (dP - Δ) with Δ = rowsum(dO · O) need nothing of the other part (Dao 2023, "FlashAttention-2", section 3.1).
@@ -113,8 +105,25 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
+def _levels(cu_seqlens: np.ndarray, prefix: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The segments that others continue, by their depth in the tree: (segments, first one behind each that doesn't descend
+    from it)."""
+    ends = np.full(len(prefix), len(prefix))
+    depths = np.zeros(len(prefix), int)
+    path: list[int] = []
+    for segment, parent in enumerate(prefix.tolist()):
+        while path and path[-1] != parent:
+            ends[path.pop()] = segment
+        assert parent == (path[-1] if path else -1), "segments must lie in depth-first order"
+        depths[segment] = len(path)
+        path.append(segment)
+    shared = np.flatnonzero((cu_seqlens[:-1] < cu_seqlens[1:]) & (cu_seqlens[1:] < cu_seqlens[ends]))
+    levels = (shared[depths[shared] == depth] for depth in range(depths.max(initial=-1) + 1))
+    return [(level, ends[level]) for level in levels if len(level)]
+
+
 def _where(starts: np.ndarray, lengths: np.ndarray, device) -> torch.Tensor | slice:
-    """The tokens of these ranges: a slice if each begins where the last one ends, otherwise int64 indices."""
+    """Tokens of these ranges: a slice if each range begins where the last one ends, otherwise int64 indices."""
     if (starts[1:] == starts[:-1] + lengths[:-1]).all():
         return slice(int(starts[0]), int(starts[-1] + lengths[-1]))
     offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -161,7 +161,7 @@ def train(rank: int, layout: Layout, kind: str, port: int, out) -> None:
     weights = {name: value.numpy() for name, value in whole_weights(policy, torch.float32)}
     features = {}
     if cache is not None:
-        for image in {image.hash: image for g in mine.values() for image in g.images}.values():
+        for image in {image.hash: image for g in mine.values() for image, _ in g.images}.values():
             got = cache.get([image.hash])
             features[image.hash] = torch.stack([got.tokens, *got.deepstack]).float().numpy()
     out.put((rank, sums.state(), weights if rank == 0 else None, features))
@@ -434,7 +434,7 @@ def test_bfloat16_trains_on_the_features_that_the_engine_sees(ranks, run):
     family = family_of("qwen3_vl")
     model = half(use_packed_attention(tiny_model(0), family))
     _, _, features = run(replace(BASE, dtype="bf16", ranks=ranks, budget=90, train_tower=False))
-    images = [(i, grid) for g in groups_of("mixed") for i, grid in zip(g.images, g.image_grids, strict=True)]
+    images = [shown for g in groups_of("mixed") for shown in g.images]
     assert {i.hash for i, _ in images} == features.keys()
     for image, grid in images:
         seen = encode_images(model, family, pixels(image), grid[None].astype(np.int64), "cpu")

@@ -71,7 +71,7 @@ def micro_batches(n: int):
     collate = Collator(FAMILY, IMAGE_ID, MERGE, None, PAD)
     for i in range(n):
         g = group(rng, [(2, 3), (1, 1)], [4, 7, 2], name=f"g{i}")
-        features = torch.from_numpy(np.concatenate([pixels(image) for image in g.images])[:7, :32])
+        features = torch.from_numpy(np.concatenate([pixels(image) for image, _ in g.images])[:7, :32])
         yield (
             collate([Member(g, k, k - 1.0) for k in range(3)], run_vision=False),
             VisionFeatures(features, (features,)),

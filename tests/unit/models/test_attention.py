@@ -37,9 +37,11 @@ def mask_of(lengths, prefix):
     """bool [T, T]: who sees whom."""
     segment = np.repeat(np.arange(len(lengths)), lengths)
     causal = np.tril(np.ones((len(segment), len(segment)), bool))
-    own = segment[:, None] == segment[None, :]
-    theirs = np.asarray(prefix)[segment][:, None] == segment[None, :]
-    return torch.from_numpy(causal & (own | theirs))
+    ancestors = np.eye(len(lengths), dtype=bool)
+    for s, parent in enumerate(prefix):
+        if parent >= 0:
+            ancestors[s] |= ancestors[parent]
+    return torch.from_numpy(causal & ancestors[segment][:, segment])
 
 
 def inputs(tokens, heads, kv_heads, scale=1.0, dtype=torch.float32):
@@ -54,7 +56,10 @@ ROWS = {
     "groups and others": ([6, 3, 4, 11, 5, 2, 2, 13], [-1, 0, 0, -1, -1, 4, 4, -1]),
     "an empty response": ([6, 3, 0, 8, 2, 0], [-1, 0, 0, -1, -1, 4]),
     "many of one length": ([20] + [10] * 30, [-1] + [0] * 30),
-    "others in between": ([6, 3, 4, 5, 8, 2], [-1, 0, -1, 0, -1, 4]),
+    "a chain": ([6, 3, 4, 1], [-1, 0, 1, 2]),
+    "a tree": ([6, 3, 4, 5, 8, 2, 7], [-1, 0, 1, 1, 0, 4, 4]),
+    "trees of other depths": ([5, 2, 7, 3, 6, 4, 4, 9, 1, 2, 20, 6, 3], [-1, 0, 1, 2, 2, 0, -1, -1, 7, 8, 9, 9, 7]),
+    "empty segments in a tree": ([6, 0, 4, 0, 3, 2, 0, 5], [-1, 0, 1, 1, 3, 3, 0, 6]),
     "single tokens": ([4, 1, 0, 3, 1], [-1, 0, 0, -1, 3]),
     "single tokens alone": ([1, 0, 1, 1], [-1, -1, -1, -1]),
 }
@@ -122,9 +127,60 @@ def test_every_token_of_an_image_sees_the_whole_image(dtype):
         assert (a.float() - b).norm() <= {torch.float32: 1e-5, torch.bfloat16: 0.01}[dtype] * b.norm()
 
 
-def test_segments_of_one_prefix_must_be_neighbours():
-    with pytest.raises(AssertionError, match="neighbours"):
-        SegmentAttention(np.arange(0, 12, 2), np.array([-1, 0, -1, 2, 0]))
+@pytest.mark.parametrize("prefix", [[-1, 0, -1, 2, 0], [-1, 0, 0, 1, 1], [-1, 2, 0, 0, 0]])
+def test_segments_must_lie_in_depth_first_order(prefix):
+    with pytest.raises(AssertionError, match="depth-first"):
+        SegmentAttention(np.arange(0, 12, 2), np.array(prefix))
+
+
+@pytest.mark.parametrize("kernel", HERE, indirect=True)
+def test_a_kernel_that_serves_many_sequences_is_called_once_a_level(kernel):
+    lengths, prefix = ROWS["trees of other depths"]
+    plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), kernel=kernel)
+    assert len(plan.shared) == (3 if KERNELS[kernel][0].many else 6)
+
+
+def random_tree(rng):
+    """(lengths, prefix) of a few trees, depth 4 at most, in depth-first order."""
+    lengths, prefix = [], []
+
+    def grow(parent, depth):
+        lengths.append(int(rng.integers(0, 12)))
+        prefix.append(parent)
+        segment = len(prefix) - 1
+        for _ in range(rng.integers(0, 4) if depth < 4 else 0):
+            grow(segment, depth + 1)
+
+    for _ in range(rng.integers(1, 4)):
+        grow(-1, 1)
+    return lengths, prefix
+
+
+@pytest.mark.parametrize("kernel", [*HERE, *(f"{name} bf16" for name in HALF)])
+def test_random_trees_equal_masked_attention(kernel, request, monkeypatch):
+    """Values and gradients; in bfloat16 as close as one rounding a level allows."""
+    name, half = kernel.split()[0], kernel.endswith("bf16")
+    if name == "varlen":
+        request.getfixturevalue("flash_on_cpu")
+        monkeypatch.setitem(KERNELS, "varlen", (KERNELS["varlen"][0], lambda device, dtype: True))
+    dtype = torch.bfloat16 if half else torch.float32
+    for seed in range(40):
+        lengths, prefix = random_tree(np.random.default_rng(seed))
+        if not sum(lengths):
+            continue
+        q, k, v = inputs(sum(lengths), 4, 2, dtype=dtype)
+        exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+        mask = mask_of(lengths, prefix)
+        expected = scaled_dot_product_attention(*exact, attn_mask=mask, scale=SCALE, enable_gqa=True)
+        plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), dtype=dtype, kernel=name)
+        ours = plan.attend(0, q, k, v, SCALE).transpose(1, 2)
+        grad = torch.randn_like(expected)
+        found = [ours.float(), *torch.autograd.grad(ours.float(), (q, k, v), grad)]
+        for a, b in zip(found, [expected, *torch.autograd.grad(expected, exact, grad)], strict=True):
+            if half:
+                assert (a.float() - b).norm() <= 0.02 * b.norm() + 1e-3, seed
+            else:
+                torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
 
 
 def test_the_kernel_follows_device_and_dtype():

@@ -1,0 +1,142 @@
+"""Packed rows of trees of shared prefixes against one sequence per row: logprobs, gradients, and what comes with each token."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny import IMAGE_ID, MERGE, PAD, VISION_END, VISION_START, banned, image, pixels, tiny_model
+
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import use_packed_attention
+from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.packing.collator import Collator, Member
+from rlinf_vl.types import Group, GroupSummary, TokenSequence, Trajectory
+
+FAMILY = family_of("qwen3_vl")
+RNG = np.random.default_rng(7)
+PICTURES = [image(RNG, *shape) for shape in [(1, 1), (1, 2), (2, 2), (1, 2)]]
+COLLATE = Collator(FAMILY, IMAGE_ID, MERGE, pixels, PAD)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return PolicyModel(use_packed_attention(tiny_model(), FAMILY), FAMILY, banned(), temperature=0.8, chunk=None)
+
+
+def piece(rng, n):
+    """(ids, images) of `n` stretches of text or single images. Few texts and pictures: branches often begin alike."""
+    ids, images = [], []
+    for _ in range(n):
+        if rng.random() < 0.3:
+            ref, grid = PICTURES[rng.integers(len(PICTURES))]
+            ids += [VISION_START, *[IMAGE_ID] * (int(grid.prod()) // MERGE**2), VISION_END]
+            images.append((ref, tuple(grid.tolist())))
+        else:
+            ids += rng.integers(2, 5, rng.integers(1, 5)).tolist()
+    return ids, images
+
+
+def sequence_of(rng, ids, images, prompt):
+    """Any text token after the prompt may be sampled; what was noted with it differs from sequence to sequence."""
+    ids = np.array(ids, np.int32)
+    mask = (np.arange(len(ids)) >= prompt) & (ids < IMAGE_ID) & (rng.random(len(ids)) < 0.6)
+    logprobs = np.where(mask, rng.normal(size=len(ids)), 0).astype(np.float32)
+    columns = {"entropy": np.where(mask, rng.random(len(ids)), 0).astype(np.float32)}
+    return TokenSequence(ids, mask, logprobs, np.where(mask, 3, -1).astype(np.int32), tuple(images), columns)
+
+
+def random_tree(rng, name):
+    """A group whose trajectories have several sequences, continuing each other to a depth of 4 with the prompt."""
+    prompt, shown = piece(rng, 2)
+
+    def branches(ids, images, depth):
+        more, seen = piece(rng, rng.integers(1, 3))
+        ids, images = ids + more, images + seen
+        children = rng.integers(0, 3) if depth < 4 else 0
+        found = [sequence_of(rng, ids, images, len(prompt))] if not children or rng.random() < 0.2 else []
+        return found + [sequence for _ in range(children) for sequence in branches(ids, images, depth + 1)]
+
+    trajectories = tuple(
+        Trajectory(tuple(branches(prompt, shown, 2)), (), 0.0, {}, "stop") for _ in range(rng.integers(1, 3))
+    )
+    return Group(name, name, len(prompt), trajectories)
+
+
+def loss_of(policy, batch):
+    """Logprobs, and a loss in which every token counts differently, by its advantage, logprob and column."""
+    logprobs, _ = policy(batch)
+    weights = batch.advantages + batch.rollout_logprobs + batch.columns["entropy"]
+    return logprobs.detach(), (logprobs * torch.from_numpy(weights)).sum()
+
+
+def gradient(policy, loss):
+    grads = torch.autograd.grad(loss, list(policy.parameters()), allow_unused=True)
+    return torch.cat([g.flatten() for g in grads if g is not None])
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "apart"])
+def test_random_trees_equal_one_sequence_per_row(policy, share):
+    """200 trees, 20 in a row."""
+    rng, saved = np.random.default_rng(0), 0
+    collate = replace(COLLATE, share_prompts=share)
+    for first in range(0, 200 if share else 20, 20):
+        groups = [random_tree(rng, f"g{first + k}") for k in range(20)]
+        members = [Member(g, i, float(rng.normal())) for g in groups for i in range(len(g.trajectories))]
+        batch = collate(members, run_vision=True)
+        packed, loss = loss_of(policy, batch)
+        alone, alone_loss = [], torch.zeros(())
+        for member in members:
+            for sequence in member.group.trajectories[member.index].sequences:
+                single = replace(member.group, trajectories=(Trajectory((sequence,), (), 0.0, {}, "stop"),))
+                row = COLLATE([Member(single, 0, member.advantage)], run_vision=True)
+                assert len(row.cu_seqlens) == 2
+                logprobs, its_loss = loss_of(policy, row)
+                alone.append(logprobs)
+                alone_loss = alone_loss + its_loss
+                saved += len(row.ids)
+        torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=1e-5)
+        ours, expected = gradient(policy, loss), gradient(policy, alone_loss)
+        assert (ours - expected).norm() <= 1e-5 * expected.norm()
+        saved -= len(batch.ids)
+        summaries = [GroupSummary.of(g, IMAGE_ID) for g in groups]
+        if share:
+            lone = sum(s.tokens[0] if len(s.tokens) == 1 else 0 for s in summaries)
+            together = sum(
+                s.prompt_tokens + sum(n - s.prompt_tokens for n in s.tokens) for s in summaries if len(s.tokens) > 1
+            )
+            assert len(batch.ids) == lone + together, "what the planner counts"
+        else:
+            assert len(batch.ids) == sum(sum(s.tokens) for s in summaries)
+    assert saved > 0
+
+
+def test_a_branch_is_cut_before_an_image_that_differs():
+    rng = np.random.default_rng(0)
+    (first, grid), (second, same_grid) = PICTURES[1], PICTURES[3]
+    assert grid.tolist() == same_grid.tolist()
+    grid = tuple(grid.tolist())
+    ids = [2, 3, VISION_START, IMAGE_ID, IMAGE_ID, VISION_END, 4, VISION_START, IMAGE_ID, IMAGE_ID, VISION_END, 4, 2]
+    a = sequence_of(rng, ids, [(first, grid), (first, grid)], 2)
+    b = sequence_of(rng, ids, [(first, grid), (second, grid)], 2)
+    c = sequence_of(rng, [*ids, 3], a.images, 2)
+    assert [x.shared_length(y, IMAGE_ID) for x, y in ((a, b), (b, a), (a, c), (c, a), (b, c))] == [8, 8, 13, 13, 8]
+    group = Group("g", "g", 2, (Trajectory((a, b, c), (), 0.0, {}, "stop"),))
+    batch = COLLATE([Member(group, 0, 1.0)], run_vision=True)
+    assert batch.prefix.tolist() == [-1, 0, 1, 0] and np.diff(batch.cu_seqlens).tolist() == [8, 5, 1, 5]
+    assert GroupSummary.of(group, IMAGE_ID).tokens == (19,) and len(batch.images) == 2
+
+
+def test_a_sampled_token_of_a_shared_segment_counts_for_each_sequence():
+    ids, mask = np.array([2, 3, 4, 5], np.int32), np.array([False, True, True, True])
+    sequences = tuple(
+        TokenSequence(np.append(ids[:3], [k]).astype(np.int32), mask, np.full(4, -k, np.float32) * mask, ids,
+                      columns={"k": np.full(4, k)})
+        for k in (5, 6)
+    )  # fmt: skip
+    group = Group("g", "g", 1, (Trajectory(sequences, (), 0.0, {}, "stop"),))
+    batch = COLLATE([Member(group, 0, 2.0)], run_vision=False)
+    assert batch.ids.tolist() == [2, 3, 4, 5, 6] and batch.prefix.tolist() == [-1, 0, 0]
+    assert batch.predict.tolist() == [0, 1, 2, 0, 1, 2] and batch.targets.tolist() == [3, 4, 5, 3, 4, 6]
+    assert batch.trajectories.tolist() == [0] * 6 and batch.advantages.tolist() == [2.0] * 6
+    assert batch.rollout_logprobs.tolist() == [-5] * 3 + [-6] * 3 and batch.columns["k"].tolist() == [5] * 3 + [6] * 3
