@@ -78,7 +78,7 @@ def write_model(folder: Path, shape: str, dtype: torch.dtype = torch.float32) ->
     Qwen3VLForConditionalGeneration(config).to(dtype).save_pretrained(folder)
     write_toy_tokenizer(folder)
     write_toy_processor(folder)
-    write_toy_generation_config(folder, ids)
+    write_toy_generation_config(folder)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         settings = json.loads((folder / name).read_text())
         settings |= {"patch_size": PATCH, "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}}

@@ -1,11 +1,8 @@
 """The toy task: how large is the filled rectangle on a 6×6 grid? Pictures, questions, split, parquet files.
 
-A picture is 48×48 pixels: a light ground with the lines of a 6×6 unit grid (cells of 8 pixels) and one filled rectangle
-of w×h cells in a random colour. The question asks its area or its perimeter; the answer is nowhere but in the picture
-(`best_constant_accuracy` says what can be had without looking).
-
-The split is by placement (w, h, x, y), of which there are 441: `held_out_placements()` are never trained on, and the
-sizes in `HELD_OUT_SIZES` are among them whole: no picture of those sizes is ever trained on (turned by 90° they are).
+The question asks the area or the perimeter of a rectangle; the answer is nowhere but in the picture
+(`best_constant_accuracy` says what can be had without looking). The split is by placement (w, h, x, y): `held_out_placements()`
+are never trained on, and the sizes in `HELD_OUT_SIZES` are among them whole (turned by 90° they are trained on).
 Everything is deterministic: a file is written once per version of this module and reused.
 """
 
@@ -24,25 +21,19 @@ from PIL import Image
 
 from rlinf_vl.data.cache import build_once, cache_root, source_version
 
+#: Cells along a side of the picture, and pixels along a side of a cell.
 GRID = 6
-"""Cells along a side of the picture."""
 CELL = 8
-"""Pixels along a side of a cell."""
-SIZE = GRID * CELL
-"""Pixels along a side of the picture."""
+#: Placements that are never trained on, and sizes (w, h) of which every placement is among them: 8 + 6 of the 76.
+N_HELD_OUT = 76
+HELD_OUT_SIZES = ((5, 3), (4, 5))
+#: Pictures of each training placement and question, in different colours; a validation placement has one.
+COLOURINGS = 8
 
 Kind = Literal["area", "perimeter"]
 Split = Literal["train", "val"]
-
+#: The text of each question, units of the grid understood.
 QUESTIONS: dict[Kind, str] = {"area": "What is the area?", "perimeter": "What is the perimeter?"}
-"""The text of each question, units of the grid understood."""
-
-N_HELD_OUT = 76
-"""Placements that are never trained on, of 441."""
-HELD_OUT_SIZES = ((5, 3), (4, 5))
-"""Sizes (w, h) of which every placement is held out: 8 + 6 of the 76."""
-COLOURINGS = 8
-"""Pictures of each training placement and question, in different colours; a validation placement has one."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -75,12 +66,10 @@ def held_out_placements() -> tuple[Placement, ...]:
     """
     chosen = [p for p in all_placements() if (p.width, p.height) in HELD_OUT_SIZES]
     left = Counter((p.width, p.height) for p in all_placements())
-    others = [p for p in all_placements() if p not in chosen]
+    others = set(all_placements()).difference(chosen)
     for placement in sorted(others, key=lambda p: hashlib.sha256(f"toy split {p}".encode()).digest()):
-        if len(chosen) == N_HELD_OUT:
-            break
         size = (placement.width, placement.height)
-        if left[size] > 1:
+        if len(chosen) < N_HELD_OUT and left[size] > 1:
             left[size] -= 1
             chosen.append(placement)
     return tuple(sorted(chosen))
@@ -89,8 +78,7 @@ def held_out_placements() -> tuple[Placement, ...]:
 @cache
 def training_placements() -> tuple[Placement, ...]:
     """The 365 placements that may be trained on."""
-    held_out = set(held_out_placements())
-    return tuple(p for p in all_placements() if p not in held_out)
+    return tuple(p for p in all_placements() if p not in held_out_placements())
 
 
 def solve(width: int, height: int, kind: Kind) -> int:
@@ -104,28 +92,16 @@ def draw(placement: Placement, rng: np.random.Generator) -> np.ndarray:
     The ground is light (each channel 225…255), the rectangle at least 100 darker in one channel; a grid line is one
     pixel at the left and the top of each cell, 15 % darker than what it crosses.
     """
-    picture = np.empty((SIZE, SIZE, 3), np.float32)
+    picture = np.empty((GRID * CELL, GRID * CELL, 3), np.float32)
     picture[:] = rng.integers(225, 256, size=3)
     colour = rng.integers(0, 226, size=3)
     colour[rng.integers(3)] = rng.integers(0, 126)
     top, left = placement.y * CELL, placement.x * CELL
     picture[top : top + placement.height * CELL, left : left + placement.width * CELL] = colour
-    lines = np.ones((SIZE, SIZE, 1), np.float32)
+    lines = np.ones((GRID * CELL, GRID * CELL, 1), np.float32)
     lines[::CELL] = 0.85
     lines[:, ::CELL] = 0.85
     return (picture * lines).astype(np.uint8)
-
-
-def encode_png(picture: np.ndarray) -> bytes:
-    """PNG bytes of a uint8 [height, width, 3] picture."""
-    buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def blank_png() -> bytes:
-    """The picture without information that blind checks put in place of every picture: 48×48, uniform mid-grey."""
-    return encode_png(np.full((SIZE, SIZE, 3), 128, np.uint8))
 
 
 def toy_rows(split: Split) -> list[dict[str, Any]]:
@@ -135,34 +111,33 @@ def toy_rows(split: Split) -> list[dict[str, Any]]:
         Dicts of `id` (names placement, kind and colouring), `problem` (`<image>` and the question), `images` (one
         {"bytes": PNG, "path": None}) and `answer` (`\\boxed{18}`).
     """
-    if split not in ("train", "val"):
-        raise ValueError(f"split: {split!r} is neither 'train' nor 'val'")
     placements, colourings = (training_placements(), COLOURINGS) if split == "train" else (held_out_placements(), 1)
     rng = np.random.default_rng([2024, split == "train"])
-    rows = [
-        {
-            "id": f"toy-{split}-{placement}-{kind}-{colouring}",
-            "problem": f"<image>{question}",
-            "images": [{"bytes": encode_png(draw(placement, rng)), "path": None}],
-            "answer": f"\\boxed{{{solve(placement.width, placement.height, kind)}}}",
-        }
-        for placement in placements
-        for kind, question in QUESTIONS.items()
-        for colouring in range(colourings)
-    ]
+    rows = []
+    for placement in placements:
+        for kind, question in QUESTIONS.items():
+            for colouring in range(colourings):
+                png = io.BytesIO()
+                Image.fromarray(draw(placement, rng)).save(png, format="PNG")
+                row = {
+                    "id": f"toy-{split}-{placement}-{kind}-{colouring}",
+                    "problem": f"<image>{question}",
+                    "images": [{"bytes": png.getvalue(), "path": None}],
+                    "answer": f"\\boxed{{{solve(placement.width, placement.height, kind)}}}",
+                }
+                rows.append(row)
     return [rows[i] for i in rng.permutation(len(rows))] if split == "train" else rows
 
 
 def best_constant_accuracy(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Share of rows answered right by whoever knows the best constant answer to each question and doesn't look.
+    """Share of rows answered right by the best constant answer to each question.
 
     Chosen on these very rows, so it bounds from above what any blind policy scores on them.
     """
     answers: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
         answers[row["problem"]][row["answer"]] += 1
-    right = sum(counts.most_common(1)[0][1] for counts in answers.values())
-    return right / sum(counts.total() for counts in answers.values())
+    return sum(max(counts.values()) for counts in answers.values()) / sum(map(Counter.total, answers.values()))
 
 
 def write_toy_dataset(split: Split, path: Path) -> None:
@@ -173,20 +148,13 @@ def write_toy_dataset(split: Split, path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    schema = pa.schema(
-        [("id", pa.string()), ("problem", pa.string()), ("images", pa.list_(image)), ("answer", pa.string())]
-    )
+    text, images = pa.string(), pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+    schema = pa.schema({"id": text, "problem": text, "images": images, "answer": text})
     pq.write_table(pa.Table.from_pylist(toy_rows(split), schema=schema), path)
 
 
 def toy_dataset_path(split: Split, *, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Path of a split's parquet file, generated on first use.
-
-    Args:
-        split: "train" (5840 rows) or "val" (152 rows).
-        cache_dir: folder to keep it under; default `cache_root()`.
-    """
+    """Path of the parquet file of "train" (5840 rows) or "val" (152 rows), made on first use under `cache_root(cache_dir)`."""
     if split not in ("train", "val"):
         raise ValueError(f"split: {split!r} is neither 'train' nor 'val'")
     target = cache_root(cache_dir) / f"toy-{source_version(__file__)}" / f"{split}.parquet"

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils.logging import disable_progress_bar
@@ -21,23 +22,23 @@ from transformers.utils.logging import disable_progress_bar
 from rlinf_vl.data.cache import build_once, cache_root, source_version
 from rlinf_vl.models.loading import save_model
 from rlinf_vl.toy import drawings as task
-from rlinf_vl.toy import files as files
+from rlinf_vl.toy import files
 
 logger = logging.getLogger(__name__)
 
+#: Seed of the checkpoint that the examples start from: an ordinary one among those tried, not the best.
 DEFAULT_SEED = 1
-"""Seed of the checkpoint that the examples start from: an ordinary one among those tried, not the best."""
 WARM_START_STEPS = 280
 BATCH_SIZE = 32
 LEARNING_RATE = 2e-3
-WARMUP_STEPS, COOLDOWN_STEPS = 30, 80
-"""Steps over which the learning rate rises at the start and falls to 0 at the end."""
+#: Steps over which the learning rate rises at the start and falls to 0 at the end.
+WARMUP_STEPS = 30
+COOLDOWN_STEPS = 80
+#: Probability with which a demonstration counts a side one cell too long, for each side on its own.
 MISCOUNT_PROBABILITY = 0.45
-"""Probability with which a demonstration counts a side one cell too long, for each side on its own."""
-TEXT_INIT_STD, VISION_INIT_STD = 0.05, 0.08
-
-_README = "README.md"
-_GRID_TOKENS = task.GRID // files.MERGE_SIZE
+TEXT_INIT_STD = 0.05
+VISION_INIT_STD = 0.08
+_IMAGE_TOKENS = (task.GRID // files.MERGE_SIZE) ** 2
 
 
 def toy_summary() -> str:
@@ -61,50 +62,28 @@ def toy_summary() -> str:
 def toy_config() -> Qwen3VLConfig:
     """The architecture: text 128 wide with 3 layers, vision 64 wide with 3, 9 image tokens for a 48×48 picture."""
     ids = files.special_ids()
-    vocab_size = -(-(max(ids.values()) + 1) // 8) * 8
-    text = {
-        "vocab_size": vocab_size,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 4096,
-        "initializer_range": TEXT_INIT_STD,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
-        "tie_word_embeddings": True,
-        "pad_token_id": ids[files.PAD_TOKEN],
-        "bos_token_id": None,
-        "eos_token_id": ids[files.EOS_TOKEN],
-    }
-    vision = {
-        "depth": 3,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": 128,
-        "patch_size": files.PATCH_SIZE,
-        "spatial_merge_size": files.MERGE_SIZE,
-        "temporal_patch_size": files.TEMPORAL_PATCH_SIZE,
-        "num_position_embeddings": task.GRID**2,
-        "deepstack_visual_indexes": [0, 1],
-        "initializer_range": VISION_INIT_STD,
-    }
-    return Qwen3VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=True,
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text = (
+        {"vocab_size": -(-(max(ids.values()) + 1) // 8) * 8, "hidden_size": 128, "intermediate_size": 256}
+        | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        | {"max_position_embeddings": 4096, "rope_parameters": rope, "tie_word_embeddings": True}
+        | {"pad_token_id": ids[files.PAD_TOKEN], "bos_token_id": None, "eos_token_id": ids[files.EOS_TOKEN]}
+        | {"initializer_range": TEXT_INIT_STD}
     )
+    vision = (
+        {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
+        | {"patch_size": files.PATCH_SIZE, "spatial_merge_size": files.MERGE_SIZE}
+        | {"temporal_patch_size": files.TEMPORAL_PATCH_SIZE, "num_position_embeddings": task.GRID**2}
+        | {"deepstack_visual_indexes": [0, 1], "initializer_range": VISION_INIT_STD}
+    )
+    names = (
+        ("image_pad", "image"),
+        ("video_pad", "video"),
+        ("vision_start", "vision_start"),
+        ("vision_end", "vision_end"),
+    )
+    tokens: dict[str, Any] = {f"{key}_token_id": ids[f"<|{name}|>"] for name, key in names}
+    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
 
 
 def new_toy_model(seed: int) -> Qwen3VLForConditionalGeneration:
@@ -112,12 +91,9 @@ def new_toy_model(seed: int) -> Qwen3VLForConditionalGeneration:
     model = Qwen3VLForConditionalGeneration(toy_config()).float()
     generator = torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv3d):
-            if name == "lm_head":  # tied to the embeddings
-                continue
-            nn.init.normal_(
-                module.weight, std=VISION_INIT_STD if ".visual." in name else TEXT_INIT_STD, generator=generator
-            )
+        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv3d) and name != "lm_head":  # tied to the embeddings
+            std = VISION_INIT_STD if ".visual." in name else TEXT_INIT_STD
+            nn.init.normal_(module.weight, std=std, generator=generator)
             bias = getattr(module, "bias", None)
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -143,7 +119,7 @@ def demonstration_batch(
     """
     kinds = list(task.QUESTIONS)
     by_size = [list(same) for _, same in groupby(task.training_placements(), key=lambda p: (p.width, p.height))]
-    pictures, sequences, starts = [], [], []
+    pictures, sequences, labels = [], [], []
     for _ in range(size):
         placements = by_size[rng.integers(len(by_size))]
         placement = placements[rng.integers(len(placements))]
@@ -152,26 +128,18 @@ def demonstration_batch(
         parts = [{"type": "image"}, {"type": "text", "text": task.QUESTIONS[kind]}]
         messages: Any = [{"role": "user", "content": parts}]  # transformers' annotation knows text alone
         rendered = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        prompt = rendered.replace("<|image_pad|>", "<|image_pad|>" * _GRID_TOKENS**2)
+        prompt = rendered.replace("<|image_pad|>", "<|image_pad|>" * _IMAGE_TOKENS)
         answer = demonstration(placement.width, placement.height, kind, rng) + files.EOS_TOKEN
         prompt_ids, answer_ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
-        sequences.append(prompt_ids + answer_ids)
-        starts.append(len(prompt_ids))
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    position = torch.arange(int(lengths.max()))
-    pad_id: Any = tokenizer.pad_token_id
-    input_ids = torch.full((size, len(position)), pad_id)
-    for row, sequence in enumerate(sequences):
-        input_ids[row, : len(sequence)] = torch.tensor(sequence)
-    mask = position < lengths[:, None]
-    is_answer = mask & (position >= torch.tensor(starts)[:, None])
+        sequences.append(torch.tensor(prompt_ids + answer_ids))
+        labels.append(torch.tensor([-100] * len(prompt_ids) + answer_ids))
+    input_ids = pad_sequence(sequences, batch_first=True, padding_value=files.special_ids()[files.PAD_TOKEN])
     pixels = processor(pictures, return_tensors="pt")
-    image_id: Any = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     return {
         "input_ids": input_ids,
-        "attention_mask": mask.long(),
-        "labels": input_ids.where(is_answer, -100),
-        "mm_token_type_ids": (input_ids == image_id).int(),
+        "attention_mask": pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+        "mm_token_type_ids": (input_ids == files.special_ids()["<|image_pad|>"]).int(),
         "pixel_values": pixels["pixel_values"],
         "image_grid_thw": pixels["image_grid_thw"],
     }
@@ -192,17 +160,10 @@ def warm_start(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / COOLDOWN_STEPS)
     )
-    columns = (
-        TextColumn("toy warm start"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
-    model.train()
     loss = float("nan")
-    with Progress(*columns, disable=not progress) as bar:
-        row = bar.add_task("warm start", total=steps, loss=loss)
+    model.train()
+    with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[loss]}"), disable=not progress) as bar:
+        row = bar.add_task("toy warm start", total=steps, loss="")
         for _ in range(steps):
             output = model(**demonstration_batch(tokenizer, processor, BATCH_SIZE, rng), use_cache=False)
             output.loss.backward()
@@ -211,17 +172,13 @@ def warm_start(
             schedule.step()
             optimizer.zero_grad()
             loss = output.loss.item()
-            bar.update(row, advance=1, loss=loss)
+            bar.update(row, advance=1, loss=f"loss {loss:.3f}")
     model.eval()
     return loss
 
 
 def build_toy_checkpoint(
-    out_dir: str | os.PathLike[str],
-    seed: int = DEFAULT_SEED,
-    progress: bool = True,
-    *,
-    steps: int = WARM_START_STEPS,
+    out_dir: str | os.PathLike[str], seed: int = DEFAULT_SEED, progress: bool = True, *, steps: int = WARM_START_STEPS
 ) -> None:
     """Write a toy checkpoint into the folder `out_dir`: weights, config, tokenizer, image settings, README.
 
@@ -245,9 +202,9 @@ def build_toy_checkpoint(
         torch.set_num_threads(threads)
     disable_progress_bar()  # transformers' bar for one file of 4 MB
     save_model(model, folder)
-    files.write_toy_generation_config(folder, files.special_ids())
+    files.write_toy_generation_config(folder)
     parameters = sum(p.numel() for p in model.parameters())
-    (folder / _README).write_text(
+    (folder / "README.md").write_text(
         f"# Toy checkpoint\n\n{toy_summary()}\n\nSeed {seed}, {steps} steps of warm start, last loss {loss:.3f}, "
         f"{parameters:,} parameters in float32.\n",
         encoding="utf-8",
@@ -258,7 +215,7 @@ def build_toy_checkpoint(
 def toy_checkpoint_path(
     *, seed: int = DEFAULT_SEED, cache_dir: str | os.PathLike[str] | None = None, progress: bool = True
 ) -> Path:
-    """Folder of the toy checkpoint of a seed, built on first use and kept under `cache_dir`, default `cache_root()`."""
+    """Folder of the toy checkpoint of a seed, built on first use under `cache_root(cache_dir)`."""
     version = source_version(task.__file__, files.__file__, __file__)
     target = cache_root(cache_dir) / f"toy-{version}" / f"checkpoint-seed{seed}"
     return build_once(target, lambda folder: build_toy_checkpoint(folder, seed, progress))

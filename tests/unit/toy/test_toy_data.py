@@ -85,11 +85,6 @@ def test_answering_without_looking_is_poor(rows: dict[str, list[dict]]) -> None:
     assert 0.1 < toy.best_constant_accuracy(rows["val"]) < 0.2
 
 
-def test_blank_png_is_uniform() -> None:
-    picture = np.asarray(Image.open(io.BytesIO(toy.blank_png())))
-    assert picture.shape == (48, 48, 3) and (picture == 128).all()
-
-
 def test_dataset_path_writes_once_and_holds_the_rows(tmp_path: Path, rows: dict[str, list[dict]]) -> None:
     path = toy.toy_dataset_path("val", cache_dir=tmp_path)
     assert pq.read_table(path).to_pylist() == rows["val"]

@@ -53,13 +53,11 @@ def test_folder_holds_what_loaders_look_for(checkpoint: Path) -> None:
         "chat_template.jinja",
         "config.json",
         "generation_config.json",
-        "merges.txt",
         "model.safetensors",
         "preprocessor_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "video_preprocessor_config.json",
-        "vocab.json",
     }
     rope = json.loads((checkpoint / "config.json").read_text())["text_config"]["rope_parameters"]
     assert rope["rope_type"] == "default" and rope["mrope_interleaved"] is True
