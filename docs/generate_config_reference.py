@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from rlinf_vl.config import Key, config_keys
 from rlinf_vl.config.keys import config_sections
-from rlinf_vl.config.validate import CHOICES, LIMITS
+from rlinf_vl.config.schema import Limit
 
 PAGE = Path(__file__).with_name("config.md")
 
@@ -17,8 +17,7 @@ HEAD = """\
 # Configuration keys
 
 Every key there is. This page is generated from
-[`rlinf_vl/config/schema.py`](../rlinf_vl/config/schema.py) and the tables of
-[`rlinf_vl/config/validate.py`](../rlinf_vl/config/validate.py) by `python docs/generate_config_reference.py`; edit those.
+[`rlinf_vl/config/schema.py`](../rlinf_vl/config/schema.py) by `python docs/generate_config_reference.py`; edit that.
 
 A config is a YAML file whose `defaults` list begins with `rlinf_vl_schema` or another config; the examples are in
 [`examples/reasoning/config/vqa`](../examples/reasoning/config/vqa). On the command line a key is set by its dotted name, as
@@ -26,7 +25,8 @@ in `runner.max_steps=40`. A section can be given as a mapping and is merged: `ac
 replaced.
 
 Unknown keys, wrong types, values out of range and combinations that cannot work are refused before Ray starts, all at once,
-each with the way out. Combinations are rules in `validate.py`; this page lists what one key allows by itself.
+each with the way out. This page lists what one key allows by itself; combinations are rules in
+[`rlinf_vl/config/validate.py`](../rlinf_vl/config/validate.py).
 """
 
 ABOUT = {
@@ -64,10 +64,10 @@ def render() -> str:
 
 def _row(name: str, key: Key) -> tuple[str, ...]:
     must = ""
-    if name in CHOICES:
-        must = f" *Allowed:* {', '.join(f'`{value}`' for value in CHOICES[name])}."
-    elif name in LIMITS:
-        must = f" *Must* {LIMITS[name][0]}."
+    if isinstance(key.allowed, Limit):
+        must = f" *Must* {key.allowed.must}."
+    elif key.allowed:
+        must = f" *Allowed:* {', '.join(f'`{value}`' for value in key.allowed)}."
     anchor = f'<a id="{name}"></a>`{name.rpartition(".")[2]}`'
     default = "must be given" if key.default == MISSING else f"`{_yaml(key.default)}`"
     meaning = key.doc if key.doc.endswith((".", "!")) else f"{key.doc}."

@@ -155,7 +155,7 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.preflight.gpu_share import settle_gpu_share
-    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import Interrupted
 
     arguments.run_dir = run_dir
@@ -167,7 +167,7 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
         progress.phase("starting Ray")
         start = time.monotonic()
         stop_request, code = arguments.stop_request, 0
-        with ray_cluster(config), place(config) as placement:
+        with ray_cluster(config), reserve(config) as placement:
             stop_request.install()  # Ray has put a handler of its own
             settle_gpu_share(config, model_path, placement)
             controller = GrpoController(config, model_path, placement, run_dir, progress, stop_request, checkpoint)

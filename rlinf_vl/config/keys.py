@@ -1,4 +1,4 @@
-"""Every key of the schema by its dotted name: type, default, documentation; and what to say of one that isn't there."""
+"""Every key of the schema by its dotted name: type, default, documentation, allowed values; and what to say of an unknown one."""
 
 import ast
 import dataclasses
@@ -10,14 +10,16 @@ from itertools import pairwise
 from typing import Any, NamedTuple, get_type_hints
 
 import rlinf_vl.config.schema as schema
+from rlinf_vl.config.schema import Limit
 
 
 class Key(NamedTuple):
-    """A key's annotation, its default (`omegaconf.MISSING` if it must be given) and the text under its field."""
+    """Annotation, default (`omegaconf.MISSING`: must be given), the text under the field, and what a value must be."""
 
     type: Any
     default: Any
     doc: str
+    allowed: Limit | tuple[str, ...] | None
 
 
 @cache
@@ -44,16 +46,14 @@ def suggestion(key: str, limit: int = 2) -> str:
     """
     known = config_keys()
     section, _, leaf = key.rpartition(".")
-    same_leaf = [k for k in known if _leaf(k) == leaf]
-    matches = sorted(same_leaf, key=lambda k: -_likeness(k, key))
-    matches += [
-        k for k in difflib.get_close_matches(key, known, n=limit, cutoff=0.7) if _likeness(_leaf(k), leaf) > 0.5
-    ]
+    matches = sorted((k for k in known if _leaf(k) == leaf), key=lambda k: -_likeness(k, key))
+    alike = difflib.get_close_matches(key, known, n=limit, cutoff=0.7)
+    matches += [k for k in alike if _likeness(_leaf(k), leaf) > 0.5]
     matches = matches or [k for k in known if _likeness(_leaf(k), leaf) > 0.7]
+    if section in known and not matches:  # a name below a leaf
+        matches = [section]
     if matches:
         return did_you_mean(dict.fromkeys(matches), limit)
-    if section in known:  # a name below a leaf
-        return did_you_mean([section])
     if section in config_sections():
         names = (k.removeprefix(f"{section}.") for k in config_sections()[section])
         return f" the keys of '{section}' are {', '.join(names)}"
@@ -87,18 +87,16 @@ def _walk(section: Any, prefix: str, docs: dict[tuple[str, str], str]) -> Iterat
             yield from _walk(value, f"{prefix}{field.name}.", docs)
         else:
             doc = docs.get((type(section).__name__, field.name), "")
-            yield prefix + field.name, Key(hints[field.name], value, doc)
+            yield prefix + field.name, Key(hints[field.name], value, doc, field.metadata.get("allowed"))
 
 
 def _field_docs() -> dict[tuple[str, str], str]:
-    """(class, field) → the string literal under the field, on one line; Python keeps none of them at run time."""
+    """(class, field) → the string literal under the field, on one line; Python drops it at run time."""
     docs = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for statement, below in pairwise(node.body):
-            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-                continue
-            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                docs[node.name, statement.target.id] = " ".join(str(below.value.value).split())
+    for section in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(section, ast.ClassDef):
+            for statement, below in pairwise(section.body):
+                match statement, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                        docs[section.name, name] = " ".join(doc.split())
     return docs

@@ -5,7 +5,6 @@ Hydra composes what was written (defaults lists, override grammar); types and kn
 advise to add it with '+'.
 """
 
-import difflib
 import json
 import os
 import re
@@ -20,10 +19,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlinf_vl.config.keys import config_keys, config_sections, did_you_mean, suggestion
+from rlinf_vl.config.keys import config_keys, config_sections, nearest, suggestion
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import Rule, validate_config
 from rlinf_vl.errors import ConfigError
@@ -33,8 +32,7 @@ _IN_CHECKOUT = Path(__file__).resolve().parents[2] / "examples/reasoning/config/
 #: The examples: in a checkout where a reader finds them, in an installed package its copy of them (setup.py).
 EXAMPLES_DIR = _IN_CHECKOUT if _IN_CHECKOUT.is_dir() else Path(__file__).resolve().parent / "examples"
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-#: Former values of `rollout.weight_sync`.
-WEIGHT_SYNC_ALIASES = {"nccl": "broadcast", "cuda_ipc": "shared_memory"}
+WEIGHT_SYNC_ALIASES = {"nccl": "broadcast", "cuda_ipc": "shared_memory"}  # its former values
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
 
 ConfigStore.instance().store(name=SCHEMA_NAME, node={})
@@ -46,8 +44,8 @@ def load_config(
     """Compose, type-check, normalise and validate one run's configuration.
 
     Args:
-        config_name: a name looked up in the examples (an installed package brings them along) and the working directory (with
-            or without `.yaml`), or a path to a YAML file.
+        config_name: a path to a YAML file, or a name (with or without `.yaml`) looked up in the examples (an installed package
+            brings them along) and the working directory.
         overrides: Hydra overrides, such as `runner.max_steps=3` or `data.train_data_paths=[/a/b.parquet]`.
         config_dir: the only folder to look a name up in.
         further: rules beside those of `validate_config`.
@@ -63,10 +61,12 @@ def load_config(
 def parse_config(config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
     """`load_config` without its last step: what a config says, whether or not it can work, here or anywhere."""
     written = _compose(_find(config_name, config_dir))
-    problems = _apply_overrides(written, overrides)
-    config, more = _typed(written)
+    problems = _override(written, overrides)
+    typed, more = _typed(written)
     if problems or more:
         raise ConfigError(*problems, *more)
+    config = OmegaConf.to_object(typed)
+    assert isinstance(config, Config)
     _normalise(config)
     return config
 
@@ -100,75 +100,73 @@ def _find(config_name: str, config_dir: Path | None) -> Path:
     for folder in folders:
         if (folder / f"{name}.yaml").is_file():
             return (folder / f"{name}.yaml").resolve()
-    there = sorted(
-        path.stem
-        for folder in folders
-        for path in folder.glob("*.yaml")
-        if SCHEMA_NAME in path.read_text(encoding="utf-8", errors="ignore")  # the working directory holds others too
-    )
-    hint = did_you_mean(difflib.get_close_matches(name, there, n=1))
+    files = [path for folder in folders for path in folder.glob("*.yaml")]  # the working directory has others, too
+    there = sorted(path.stem for path in files if SCHEMA_NAME in path.read_text(encoding="utf-8", errors="ignore"))
     where = " or ".join(str(folder) for folder in folders)
+    hint = nearest(name, there)
     raise ConfigError(f"config {config_name!r}: not in {where};{hint} there are: {', '.join(there) or 'none'}")
 
 
 def _compose(path: Path) -> dict[str, Any]:
-    """What the YAML and those of its defaults list say, unresolved. The examples can be named in any defaults list."""
+    """What the YAML and those of its defaults list say, unresolved: dotted name → value, known or not. The examples can be named in
+    any defaults list."""
     try:
         with initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
             config = compose(path.stem, overrides=[f"hydra.searchpath=['file://{EXAMPLES_DIR}']"])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    written = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(written, dict)
-    return {str(key): value for key, value in written.items()}
+    return dict(_leaves(OmegaConf.to_container(config, resolve=False)))
 
 
-def _apply_overrides(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Set overrides in place; returns the problems."""
+def _leaves(written: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in written.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and key not in config_keys():
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _override(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Apply overrides in place; returns the problems. A section given as a mapping is merged; everything else is replaced."""
     problems = []
     for text in overrides:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
             reason = str(error).splitlines()[0]
-            problems.append(
-                f"override {text!r}: can't be read ({reason}); write key=value, and quote '{{…}}' and '[…]'"
-                + _in_quotes(text)
-            )
+            way_out = f"write key=value, and quote '{{…}}' and '[…]'{_in_quotes(text)}"
+            problems.append(f"override {text!r}: can't be read ({reason}); {way_out}")
             continue
-        key, refusal = override.key_or_group, _refusal(override)
-        if refusal:
+        key = override.key_or_group
+        parent, _, name = key.rpartition(".")
+        if refusal := _refusal(override):
             problems.append(f"override {text!r}: {refusal}")
-            continue
-        *parents, leaf = key.split(".")
-        section = written
-        for name in parents:
-            if not isinstance(section.get(name), dict):
-                section[name] = {}
-            section = section[name]
-        _set(section, leaf, override.value(), key)
+        elif key in config_sections():
+            written.update(_leaves(override.value(), f"{key}."))
+        elif key in config_keys():
+            written[key] = override.value()
+        else:  # an entry of a mapping
+            before = written.get(parent)
+            written[parent] = (before if isinstance(before, dict) else {}) | {name: override.value()}
     return problems
 
 
 def _in_quotes(text: str) -> str:
     """How to write an override whose value Hydra's grammar takes only in quotes of its own, such as ~/runs; "" for others."""
-    key, equals, value = text.partition("=")
-    if (
-        not equals
-        or key.strip() not in config_keys()
-        or not value.strip()
-        or value.lstrip()[0] in "[{'\""
-        or '"' in value
-    ):
+    key, _, value = (part.strip() for part in text.partition("="))
+    if key not in config_keys() or not value or value[0] in "[{'\"" or '"' in value:
         return ""
-    quoted = f"'{value.strip()}'" if "'" not in value else f'\\"{value.strip()}\\"'
-    return f'; a value of other characters than letters, digits and -_./:+%@? has quotes of its own: "{key.strip()}={quoted}"'
+    quoted = f"'{value}'" if "'" not in value else f'\\"{value}\\"'
+    return f'; a value of other characters than letters, digits and -_./:+%@? has quotes of its own: "{key}={quoted}"'
 
 
 def _refusal(override: Override) -> str:
     """Why an override can't be applied; "" if it can."""
     key = override.key_or_group
-    if not (key in config_keys() or key in config_sections() or _dict_key(key)):
+    mapping = config_keys().get(key.rpartition(".")[0])
+    in_mapping = mapping is not None and get_origin(mapping.type) is dict
+    if not (key in config_keys() or key in config_sections() or in_mapping):
         return f"unknown key '{key}';{suggestion(key)}"
     if override.is_delete():
         return f"'{key}' can't be removed; give it a value"
@@ -179,35 +177,11 @@ def _refusal(override: Override) -> str:
     return ""
 
 
-def _dict_key(key: str) -> bool:
-    """Whether a dotted name is an entry of a key that is itself a mapping."""
-    parent = config_keys().get(key.rpartition(".")[0])
-    return parent is not None and get_origin(parent.type) is dict
-
-
-def _set(section: dict[str, Any], name: str, value: Any, key: str) -> None:
-    """A section given as a mapping is merged; everything else is replaced."""
-    if key in config_sections() and isinstance(value, dict) and isinstance(section.get(name), dict):
-        for child, child_value in value.items():
-            _set(section[name], child, child_value, f"{key}.{child}")
-    else:
-        section[name] = value
-
-
-def _leaves(written: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything written, known or not."""
-    for name, value in written.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value and key not in config_keys():
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value
-
-
-def _typed(written: dict[str, Any]) -> tuple[Config, list[str]]:
-    """The dataclasses filled with what was written, and the problems met; with any, the config is only defaults."""
-    typed, problems = OmegaConf.structured(Config), {}
-    for key, value in _leaves(written):
+def _typed(written: dict[str, Any]) -> tuple[DictConfig, list[str]]:
+    """The schema filled with what was written, and the problems met."""
+    typed = OmegaConf.structured(Config)
+    problems: dict[str, str] = {}
+    for key, value in written.items():
         if key in config_sections():
             if value:  # an empty section is none
                 problems[key] = _not_a_section(key, value)
@@ -232,11 +206,7 @@ def _typed(written: dict[str, Any]) -> tuple[Config, list[str]]:
         else:
             if missing:
                 problems[key] = f"{key}: must be given ({config_keys()[key].doc})"
-    if problems:
-        return Config(), list(problems.values())
-    config = OmegaConf.to_object(typed)
-    assert isinstance(config, Config)
-    return config, []
+    return typed, list(problems.values())
 
 
 def _not_a_section(key: str, value: Any) -> str:
@@ -253,11 +223,8 @@ def _type_name(annotation: Any) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join("null" if arg is type(None) else _type_name(arg) for arg in get_args(annotation))
     if get_origin(annotation) is list:
-        return (
-            "a list of integers, such as [1, 2]"
-            if get_args(annotation) == (int,)
-            else "a list of strings, such as [a, b]"
-        )
+        integers = get_args(annotation) == (int,)
+        return "a list of integers, such as [1, 2]" if integers else "a list of strings, such as [a, b]"
     return _TYPE_NAMES[get_origin(annotation) or annotation]
 
 

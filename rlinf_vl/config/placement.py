@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rlinf_vl.config.keys import nearest
@@ -11,44 +12,74 @@ COMPONENTS = ("actor", "rollout")
 _KEY = "cluster.component_placement"
 #: More than any cluster has; a longer range would fill the memory before it was found out.
 _MOST_SLOTS = 100_000
-_EXAMPLE = "for example {actor: all, rollout: all}, or {actor: 0-3, rollout: 4-7}"
 
 
-def placement_slots(component_placement: Mapping[str, Any], n_slots: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Slots of every component, ascending.
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The slots of a run, ascending: one for each actor rank, `tensor_parallel_size` for each engine.
+
+    Raises:
+        ConfigError: rollout's slots do not come out even, or engines of several slots share them with actor ranks.
+    """
+
+    actor: tuple[int, ...]
+    rollout: tuple[int, ...]
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        size, key = self.tensor_parallel_size, "rollout.tensor_parallel_size"
+        if size > 1 and self.shared:
+            raise ConfigError(
+                f"{key}: {size} needs slots of its own, but {_KEY} puts actor and rollout on the same ones; split them, as in "
+                "{actor: 0-3, rollout: 4-7}"
+            )
+        if len(self.rollout) % size:
+            raise ConfigError(f"{key}: {size} does not divide the {len(self.rollout)} slots of rollout in {_KEY}")
+
+    @property
+    def shared(self) -> bool:
+        """Whether an actor rank and an engine share a slot, so that they take turns with its memory."""
+        return bool(set(self.actor) & set(self.rollout))
+
+    @property
+    def beside_actors(self) -> bool:
+        """Whether every slot of rollout has an actor rank."""
+        return set(self.rollout) <= set(self.actor)
+
+    @property
+    def engines(self) -> list[tuple[int, ...]]:
+        """The slots of each engine."""
+        size = self.tensor_parallel_size
+        return [self.rollout[i : i + size] for i in range(0, len(self.rollout), size)]
+
+
+def placement_of(component_placement: Mapping[str, Any], n_slots: int, tensor_parallel_size: int = 1) -> Placement:
+    """The placement on a cluster of `n_slots`.
 
     Args:
         component_placement: comma-separated component names → `all`, an integer, or ranges as in "0-3", "0-1,4".
-        n_slots: slots the cluster has; None if not known yet, and then `all` can't be placed.
 
     Raises:
-        ConfigError: an unknown, repeated or missing component; malformed, repeated or out-of-range slots.
+        ConfigError: an unknown, repeated or missing component; malformed, repeated or out-of-range slots; see `Placement`.
     """
-    placed = parse_placement(component_placement)
-    slots: dict[str, tuple[int, ...]] = {}
-    for component, chosen in placed.items():
-        if chosen is None:
-            if n_slots is None:
-                raise ConfigError(f"{_KEY}: '{component}: all' needs the number of slots, which isn't known yet")
-            chosen = tuple(range(n_slots))
+    named = parse_placement(component_placement)
+    slots = {component: tuple(range(n_slots)) if s is None else s for component, s in named.items()}
+    for component, chosen in slots.items():
         if n_slots == 0:
             raise ConfigError(
                 f"{_KEY}: no slot for '{component}': the cluster has none of cluster.device; set that to cpu, or start Ray where "
                 "there are GPUs"
             )
-        if n_slots is not None and chosen[-1] >= n_slots:
-            raise ConfigError(
-                f"{_KEY}: '{component}' wants slot {chosen[-1]}, but the cluster has {n_slots}, "
-                f"numbered 0 to {n_slots - 1}"
-            )
-        slots[component] = chosen
-    return slots
+        if chosen[-1] >= n_slots:
+            there = f"the cluster has {n_slots}, numbered 0 to {n_slots - 1}"
+            raise ConfigError(f"{_KEY}: '{component}' wants slot {chosen[-1]}, but {there}")
+    return Placement(slots["actor"], slots["rollout"], tensor_parallel_size)
 
 
 def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """`placement_slots` without a cluster: None stands for `all`. An entry set to null is dropped."""
+    """The slots that each component names; None stands for `all`. An entry set to null is dropped."""
     placed: dict[str, tuple[int, ...] | None] = {}
-    taken: dict[str, str] = {}
+    by: dict[str, str] = {}
     for names, value in component_placement.items():
         if value is None:
             continue
@@ -58,13 +89,16 @@ def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, tuple[i
                 raise ConfigError(f"{_KEY}: unknown component {component!r}; components are actor and rollout;{hint}")
             if component in placed:
                 raise ConfigError(
-                    f"{_KEY}: '{component}' is placed twice, by {taken[component]!r} and by {names!r}; "
-                    f"set one of the two to null to drop it"
+                    f"{_KEY}: '{component}' is placed twice, by {by[component]!r} and by {names!r}; set one of the two to null"
                 )
-            placed[component], taken[component] = _parse_slots(str(names), value), str(names)
+            by[component] = str(names)
+            placed[component] = _parse_slots(str(names), value)
     for component in COMPONENTS:
         if component not in placed:
-            raise ConfigError(f"{_KEY}: {dict(component_placement)} has no place for '{component}'; {_EXAMPLE}")
+            raise ConfigError(
+                f"{_KEY}: {dict(component_placement)} has no place for '{component}'; for example {{actor: all, rollout: all}}, or "
+                "{actor: 0-3, rollout: 4-7}"
+            )
     return {component: placed[component] for component in COMPONENTS}
 
 
@@ -74,29 +108,9 @@ def slots_named(component_placement: Mapping[str, Any]) -> int:
 
 
 def shares_slots(component_placement: Mapping[str, Any]) -> bool:
-    """Whether an actor rank and an engine sit on the same slot, so that they take turns with its memory."""
-    placed = parse_placement(component_placement)
-    actor, rollout = placed["actor"], placed["rollout"]
+    """`Placement.shared`, before the number of slots is known."""
+    actor, rollout = (parse_placement(component_placement)[name] for name in COMPONENTS)
     return actor is None or rollout is None or bool(set(actor) & set(rollout))
-
-
-def engine_slots(slots: tuple[int, ...], size: int, shared: bool) -> list[tuple[int, ...]]:
-    """The slots of each engine, `size` apiece.
-
-    Raises:
-        ConfigError: they do not come out even, or engines of several slots share them with actor ranks.
-    """
-    if size > 1 and shared:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size: {size} needs slots of its own, but cluster.component_placement puts actor and "
-            "rollout on the same ones; split them, as in {actor: 0-3, rollout: 4-7}"
-        )
-    if len(slots) % size:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size: {size} does not divide the {len(slots)} slots of rollout in "
-            "cluster.component_placement"
-        )
-    return [tuple(slots[i : i + size]) for i in range(0, len(slots), size)]
 
 
 def _parse_slots(names: str, value: Any) -> tuple[int, ...] | None:

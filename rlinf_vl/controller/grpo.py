@@ -35,7 +35,7 @@ from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.rollout.worker import Task
-from rlinf_vl.runtime.launch import Placement
+from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.run_folder import (
     ACTOR_FOLDER,
     CheckpointFailed,
@@ -65,7 +65,7 @@ class GrpoController:
         self,
         config: Config,
         model_path: str,
-        placement: Placement,
+        placement: Reservation,
         run_dir: Path,
         progress: RunProgress,
         stop_request: StopRequest | None = None,

@@ -21,7 +21,7 @@ import psutil
 
 from rlinf_vl.config import Config
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.config.placement import placement_slots, slots_named
+from rlinf_vl.config.placement import placement_of, slots_named
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.errors import ConfigError
@@ -236,13 +236,13 @@ def _wanted(found: Findings, machine: Machine, config: Config, cuda: bool) -> No
     try:
         if not cuda and not machine.cluster:  # a private cluster of processes has as many as are asked for
             slots = max(slots, slots_named(config.cluster.component_placement))
-        placed = placement_slots(config.cluster.component_placement, slots * nodes)
+        placed = placement_of(config.cluster.component_placement, slots * nodes)
     except ConfigError as error:
         found.add(
             "slots", f"{slots * nodes} with cluster.num_nodes {nodes}", error, "warn" if machine.cluster else "fail"
         )
         return
-    ranks, engines = (-(-len(placed[name]) // nodes) for name in ("actor", "rollout"))
+    ranks, engines = (-(-len(slots) // nodes) for slots in (placed.actor, placed.rollout))
     threads = (ranks + engines) * (config.cluster.cpu_threads or 1)
     said = f"{machine.cores} for {ranks + engines} actors and {threads} of their threads (cluster.cpu_threads)"
     found.add("cores", said, threads > machine.cores and "actors take turns; take more cores or fewer slots", "warn")

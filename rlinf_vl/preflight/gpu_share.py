@@ -7,12 +7,12 @@ import ray
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.ledger import Hardware, Model, ledger
-from rlinf_vl.runtime.launch import Placement
+from rlinf_vl.runtime.launch import Reservation
 
 log = logging.getLogger(__name__)
 
 
-def settle_gpu_share(config: Config, model_path: str, placement: Placement) -> None:
+def settle_gpu_share(config: Config, model_path: str, placement: Reservation) -> None:
     """Resolve `rollout.gpu_memory_utilization: auto` in place. A number is the user's: the ledger may only warn of it.
 
     Raises:

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlinf_vl.config import Config, placement_slots
+from rlinf_vl.config import Config, config_keys
 from rlinf_vl.config.keys import nearest
-from rlinf_vl.config.placement import engine_slots
-from rlinf_vl.config.validate import CHOICES, why_absent
+from rlinf_vl.config.placement import placement_of
+from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.sources import TOY, peek
 from rlinf_vl.engines.sglang.cuda import missing_tools
@@ -183,7 +183,8 @@ def _parent_is_here(path: Path) -> bool:
 def _family(config: Config, of_checkpoint: str) -> Iterator[str]:
     """The checkpoint's model_type must be a family of ours, and the one that the config says."""
     key, said = "rollout.model.model_type", config.rollout.model.model_type
-    families = CHOICES[key]
+    families = config_keys()[key].allowed
+    assert isinstance(families, tuple)
     where = f"the checkpoint at {config.rollout.model.model_path} is of type {of_checkpoint!r}"
     if of_checkpoint not in families:
         yield f"rollout.model.model_path: {where}, which is not supported; supported: {', '.join(families)}"
@@ -319,9 +320,7 @@ def _gpus(config: Config) -> Iterator[str]:
         )
         return
     try:
-        slots = placement_slots(config.cluster.component_placement, count)
-        shared = bool(set(slots["actor"]) & set(slots["rollout"]))
-        engine_slots(slots["rollout"], config.rollout.tensor_parallel_size, shared)
+        placement_of(config.cluster.component_placement, count, config.rollout.tensor_parallel_size)
     except ConfigError as error:
         yield from error.problems
 

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from rlinf_vl.config.placement import engine_slots, placement_slots
+from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import release_tags
 from rlinf_vl.errors import ConfigError
@@ -153,16 +153,14 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     Raises:
         ConfigError: the placement does not fit the cluster, or the model's shape is unknown.
     """
-    slots = placement_slots(config.cluster.component_placement, hardware.gpus * hardware.nodes)
-    ranks, shared = len(slots["actor"]), bool(set(slots["actor"]) & set(slots["rollout"]))
-    engine_slots(slots["rollout"], config.rollout.tensor_parallel_size, shared)
+    tp = config.rollout.tensor_parallel_size
+    placed = placement_of(config.cluster.component_placement, hardware.gpus * hardware.nodes, tp)
+    ranks, shared = len(placed.actor), placed.shared
     model = model or Model(config)
-    collocated = set(slots["rollout"]) <= set(slots["actor"])
-    way = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, collocated)
+    way = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, placed.beside_actors)
     rank = _rank(config, model, ranks, way)
     fixed = _engine(config, model, hardware)
     weights, per_token = fixed.pop("engine weights"), model.kv_bytes_per_token(config.rollout.model.precision)
-    tp = config.rollout.tensor_parallel_size
     per_token = math.ceil(per_token / tp)
     base = hardware.gpu_bytes - fixed["engine contexts"]  # what SGLang measures its share of
     beside = sum(fixed.values())
@@ -178,9 +176,9 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     gpus = []
     if shared:
         gpus.append(Gpu("collocated", {phase: parts | engines[phase] for phase, parts in rank.items()}))
-    if set(slots["actor"]) - set(slots["rollout"]):
+    if set(placed.actor) - set(placed.rollout):
         gpus.append(Gpu("actor", rank))
-    if set(slots["rollout"]) - set(slots["actor"]):
+    if not placed.beside_actors:
         gpus.append(Gpu("rollout", {"generate": awake, "sync": awake | {"buckets in flight": 2 * BUCKET_BYTES}}))
     made = Ledger(
         config, hardware, tuple(gpus), share, kv // per_token, model.step(config.runner.max_tokens_per_mbs), model.said

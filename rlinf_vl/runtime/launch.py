@@ -14,7 +14,7 @@ from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAc
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlinf_vl.config.placement import engine_slots, placement_slots, slots_named
+from rlinf_vl.config.placement import placement_of, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.runtime import interpreter
@@ -29,9 +29,14 @@ PLACEMENT_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Ray options of each actor rank and each rollout worker, the device kind, whether they share slots (`collocated`), and
-    whether every slot of rollout has an actor rank (`beside_actors`)."""
+class Reservation:
+    """What the cluster has given a run.
+
+    Attributes:
+        actor, rollout: Ray options of each actor rank and of each rollout worker.
+        collocated: ranks and engines share slots.
+        beside_actors: every slot of rollout has an actor rank.
+    """
 
     device: str
     actor: tuple[dict[str, Any], ...]
@@ -131,31 +136,27 @@ def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
 
 
 @contextmanager
-def place(config: Config) -> Iterator[Placement]:
+def reserve(config: Config) -> Iterator[Reservation]:
     """Reserve the slots of every component for as long as the context lasts.
 
     A slot is a GPU (`device` cuda) or a process's share of the CPUs. Components on one slot share its bundle.
 
     Raises:
+        ConfigError: the placement does not fit the cluster.
         RunError: the cluster does not offer the slots within `PLACEMENT_TIMEOUT_S`.
     """
-    cluster = config.cluster
-    device = device_of(cluster)
-    resource = "GPU" if device == "cuda" else "CPU"
-    offered = int(ray.cluster_resources().get(resource, 0))
-    slots = placement_slots(cluster.component_placement, offered)
-    shared = bool(set(slots["actor"]) & set(slots["rollout"]))
-    engines = engine_slots(slots["rollout"], config.rollout.tensor_parallel_size, shared)
-    seats = {"actor": [(slot,) for slot in slots["actor"]], "rollout": engines}
-    used = sorted({seat for component in seats.values() for seat in component})  # one bundle each
+    cluster, device = config.cluster, device_of(config.cluster)
     kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
-    bundles = [{kind: float(len(seat)) for kind in kinds} for seat in used]
-    group = placement_group(bundles, strategy="PACK")
+    offered = int(ray.cluster_resources().get(kinds[-1], 0))
+    placed = placement_of(cluster.component_placement, offered, config.rollout.tensor_parallel_size)
+    users = [*((slot,) for slot in placed.actor), *placed.engines]  # the slots of each actor rank, then of each engine
+    seats = sorted(set(users))  # one bundle each
+    group = placement_group([{kind: float(len(seat)) for kind in kinds} for seat in seats], strategy="PACK")
     try:
         if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
             raise RunError(
-                f"cluster.component_placement needs {sum(map(len, used))} {resource} slots; the cluster offers "
-                f"{ray.cluster_resources().get(resource, 0):g}, of which {ray.available_resources().get(resource, 0):g} "
+                f"cluster.component_placement needs {sum(map(len, seats))} {kinds[-1]} slots; the cluster offers "
+                f"{ray.cluster_resources().get(kinds[-1], 0):g}, of which {ray.available_resources().get(kinds[-1], 0):g} "
                 "are free; wait until others' runs have ended, or name fewer slots"
             )
         nodes = sum(1 for node in ray.nodes() if node["Alive"])
@@ -164,22 +165,14 @@ def place(config: Config) -> Iterator[Placement]:
                 f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {nodes}; wait for them with ray_utils/check_ray.sh, "
                 "or lower it"
             )
-        tenants = {seat: sum(seat in component for component in seats.values()) for seat in used}
-
-        def options(component: str) -> tuple[dict[str, Any], ...]:
-            out = []
-            for seat in seats[component]:
-                share = len(seat) / tenants[seat]
-                option: dict[str, Any] = {
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(group, used.index(seat)),
-                    "num_cpus": share,
-                }
-                if device == "cuda":
-                    option["num_gpus"] = share
-                out.append(option)
-            return tuple(out)
-
-        beside_actors = set(slots["rollout"]) <= set(slots["actor"])
-        yield Placement(device, options("actor"), options("rollout"), shared, beside_actors)
+        options = []
+        for seat in users:
+            strategy = PlacementGroupSchedulingStrategy(group, seats.index(seat))
+            share = len(seat) / users.count(seat)
+            options.append(
+                {"scheduling_strategy": strategy, **{f"num_{kind.lower()}s": share for kind in kinds}},
+            )
+        ranks = len(placed.actor)
+        yield Reservation(device, tuple(options[:ranks]), tuple(options[ranks:]), placed.shared, placed.beside_actors)
     finally:
         remove_placement_group(group)

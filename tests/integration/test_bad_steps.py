@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 def controller(tmp_path):
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.observe.progress import RunProgress
-    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.toy.model import toy_checkpoint_path
 
     overrides = [
@@ -37,7 +37,7 @@ def controller(tmp_path):
         f"runner.output_dir={tmp_path}",
     ]
     config = load_config("toy-grpo-cpu", overrides)
-    with ray_cluster(config), place(config) as placement:
+    with ray_cluster(config), reserve(config) as placement:
         controller = GrpoController(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress())
         yield controller
         controller.stop()

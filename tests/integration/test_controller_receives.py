@@ -36,7 +36,7 @@ def offences(value, path="") -> list[str]:
 def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch):
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.observe.progress import RunProgress
-    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.toy.model import toy_checkpoint_path
 
     overrides = [
@@ -54,7 +54,7 @@ def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch)
         received.append(value)
         return value
 
-    with ray_cluster(config), place(config) as placement:
+    with ray_cluster(config), reserve(config) as placement:
         monkeypatch.setattr(ray, "get", watched)
         controller = GrpoController(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress())
         metrics = controller.fit()

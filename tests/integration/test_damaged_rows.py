@@ -228,7 +228,7 @@ def test_too_long_prompts_are_bad_where_they_are_not_filtered(rank, found, monke
 
 def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
     from rlinf_vl.rollout.pool import RolloutPool
-    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     noise = np.random.default_rng(3).integers(0, 256, (6, 30, 40, 3), np.uint8)
     for i in range(6):
@@ -242,7 +242,7 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
         "algorithm.sampling_params.max_new_tokens=4",
     ]
     config = load_config("toy-grpo-cpu", overrides)
-    with ray_cluster(config), place(config) as placement:
+    with ray_cluster(config), reserve(config) as placement:
         pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
         total = pool.start()
         found = pool.filter_rows("train", range(6))
@@ -267,7 +267,7 @@ def test_a_run_trains_on_exactly_the_rows_that_are_sound(rank, found, toy_folder
     """One epoch of all 5,000 rows, through real actors; images that are decoded, tokenized and trained on."""
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.observe.progress import RunProgress
-    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     overrides = [
         f"data.train_data_paths={list(rank.config.data.train_data_paths)}",
@@ -282,7 +282,7 @@ def test_a_run_trains_on_exactly_the_rows_that_are_sound(rank, found, toy_folder
         "rollout.weight_sync=object_store",
     ]
     config = load_config("toy-grpo-cpu", overrides)
-    with ray_cluster(config), place(config) as placement:
+    with ray_cluster(config), reserve(config) as placement:
         controller = GrpoController(config, str(toy_folder), placement, tmp_path, RunProgress())
         metrics = controller.fit()
         controller.stop()

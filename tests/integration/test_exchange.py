@@ -115,7 +115,7 @@ def test_two_hundred_steps_leave_nothing_behind(tmp_path):
     """The whole loop: the driver does not grow, and the object store ends as it began. Weights do not go through it here."""
     from rlinf_vl.controller.grpo import GrpoController
     from rlinf_vl.observe.progress import RunProgress
-    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.toy.model import toy_checkpoint_path
 
     overrides = [
@@ -131,7 +131,7 @@ def test_two_hundred_steps_leave_nothing_behind(tmp_path):
     ]
     config = load_config("toy-grpo-cpu", overrides)
     resident, metrics = [], []
-    with ray_cluster(config), place(config) as placement:
+    with ray_cluster(config), reserve(config) as placement:
         controller = GrpoController(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress())
         held = used_bytes()
         step = controller.train_step

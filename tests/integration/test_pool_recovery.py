@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def pool(toy_folder):
     from rlinf_vl.rollout.pool import RolloutPool
-    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     overrides = [
         "cluster.component_placement={actor: 0, rollout: 0-1}",
@@ -30,7 +30,7 @@ def pool(toy_folder):
         "algorithm.sampling_params.max_new_tokens=24",
     ]
     config = load_config("toy-grpo-cpu", overrides)
-    with ray_cluster(config), place(config) as placement:
+    with ray_cluster(config), reserve(config) as placement:
         pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
         pool.start()
         yield pool

@@ -1,4 +1,4 @@
-"""Placement on Ray with pretended GPUs: the ledger settles `rollout.gpu_memory_utilization: auto` before engines start."""
+"""Reservation on Ray with pretended GPUs: the ledger settles `rollout.gpu_memory_utilization: auto` before engines start."""
 
 import pytest
 import ray
@@ -7,7 +7,7 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight import gpu_share
 from rlinf_vl.preflight.ledger import Hardware, Model, ledger
-from rlinf_vl.runtime.launch import place
+from rlinf_vl.runtime.launch import reserve
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30
@@ -24,7 +24,7 @@ def settled(monkeypatch, size: int, *overrides: str):
     """The config behind `settle_gpu_share`, on 8 GPUs of so many bytes."""
     monkeypatch.setattr(gpu_share, "_gpu_bytes", lambda: size)
     config = parse_config(FLAGSHIP, overrides)
-    with place(config) as placement:
+    with reserve(config) as placement:
         gpu_share.settle_gpu_share(config, config.rollout.model.model_path, placement)
     return config
 

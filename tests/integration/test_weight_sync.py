@@ -41,7 +41,7 @@ def models(toy_folder, tmp_path_factory):
 def parts(toy_folder, models):
     from rlinf_vl.actor.group import ActorGroup
     from rlinf_vl.rollout.pool import RolloutPool
-    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     overrides = [
         "cluster.component_placement={actor: 0-1, rollout: 0-1}",
@@ -49,7 +49,7 @@ def parts(toy_folder, models):
         "actor.model.freeze_vision_tower=false",
     ]
     config = load_config("toy-grpo-cpu", overrides)
-    with ray_cluster(config), place(config) as placement:
+    with ray_cluster(config), reserve(config) as placement:
         pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
         actors = ActorGroup(config, str(models[2]), placement.device, placement.actor)
         pool.start()

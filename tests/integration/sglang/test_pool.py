@@ -22,7 +22,7 @@ HEARTBEAT_TIMEOUT = 20.0
 def pool(toy):
     """One SGLang worker with weights of its own, as version 7."""
     from rlinf_vl.rollout.pool import RolloutPool
-    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.transport import pack
 
     overrides = [
@@ -31,7 +31,7 @@ def pool(toy):
         "rollout.max_running_requests=16",  # slow enough to be caught in the middle
     ]
     config = load_config("toy-grpo-cpu-sglang", overrides)
-    with ray_cluster(config), place(config) as placement:
+    with ray_cluster(config), reserve(config) as placement:
         pool = RolloutPool(config, toy.path, placement.device, placement.rollout)
         pool.start()
         weights, changed = toy.weights(), toy.perturbed("language_model")[1]

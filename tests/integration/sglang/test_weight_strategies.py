@@ -28,7 +28,7 @@ def parts(toy, other, tmp_path_factory):
     """Actors that hold the other model, and a pool of one worker that starts with the toy's."""
     from rlinf_vl.actor.group import ActorGroup
     from rlinf_vl.rollout.pool import RolloutPool
-    from rlinf_vl.runtime.launch import place, ray_cluster
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     folder = tmp_path_factory.mktemp("other") / "checkpoint"
     shutil.copytree(toy.path, folder)
@@ -39,7 +39,7 @@ def parts(toy, other, tmp_path_factory):
         "actor.model.freeze_vision_tower=false",
     ]
     config = load_config("toy-grpo-cpu-sglang", overrides)
-    with ray_cluster(config), place(config) as placement:
+    with ray_cluster(config), reserve(config) as placement:
         pool = RolloutPool(config, toy.path, placement.device, placement.rollout)
         actors = ActorGroup(config, str(folder), placement.device, placement.actor)
         pool.start()

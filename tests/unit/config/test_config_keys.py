@@ -8,7 +8,6 @@ from omegaconf import MISSING
 
 import rlinf_vl.config
 from rlinf_vl.config import config_keys
-from rlinf_vl.config.validate import CHOICES
 
 KNOWN = {
     "runner": "seq_length enable_dynamic_batch_size max_tokens_per_mbs max_steps max_epochs val_check_interval "
@@ -29,7 +28,9 @@ KNOWN = {
 }
 
 #: Keys that loading alone decides: one value is allowed, or (seq_length) it bounds the prompt, the response and the budget.
-DECIDED_BY_VALIDATION = {key for key, allowed in CHOICES.items() if len(allowed) == 1} | {
+DECIDED_BY_VALIDATION = {
+    name for name, key in config_keys().items() if isinstance(key.allowed, tuple) and len(key.allowed) == 1
+} | {
     "actor.model.is_lora",
     "runner.seq_length",
 }

@@ -5,8 +5,12 @@ import importlib.util
 import pytest
 
 from rlinf_vl.config import config_keys, load_config
-from rlinf_vl.config.validate import CHOICES, LIMITS, MAY_BE_INFINITE
+from rlinf_vl.config.schema import Limit
 from rlinf_vl.errors import ConfigError
+
+CHOICES = {name: key.allowed for name, key in config_keys().items() if isinstance(key.allowed, tuple)}
+LIMITS = {name: key.allowed for name, key in config_keys().items() if isinstance(key.allowed, Limit)}
+MAY_BE_INFINITE = {"actor.optim.clip_grad", "algorithm.importance_sampling_clip", "runner.trajectories.max_gb"}
 
 TOY = "toy-grpo-cpu"
 NO_TIS = "algorithm.importance_sampling_fix=false"
@@ -25,6 +29,10 @@ def problems(*overrides: str) -> tuple[str, ...]:
 
 
 RULES = [
+    (
+        ["algorithm.sampling_params.temperature=0"],
+        ["algorithm.sampling_params.temperature: 0 must be > 0", "greedy groups have no spread"],
+    ),
     (["runner.weight_sync_interval=4"], ["runner.weight_sync_interval: 4", "runner.mismatch_check_interval=-1"]),
     (["rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size", "SGLang", "torch"]),
     (["rollout.sglang.server_args={disable_radix_cache: true}"], ["rollout.sglang.server_args", "SGLang"]),
@@ -97,7 +105,7 @@ def test_unknown_choice_lists_the_allowed_ones(key):
 
 def beyond(key: str) -> str:
     """A value just outside of a key's limit."""
-    must = LIMITS[key][0]
+    must = LIMITS[key].must
     if must.startswith(("be > 0", "be at least 1", "be -1", "lie in (0, 1]")):
         return "0"
     beyond = {"be >= 0": "-1", "be at least 0, or -1 for all": "-2", "lie in [0, 1]": "1.1", "lie in [0, 1)": "1"}
@@ -107,7 +115,7 @@ def beyond(key: str) -> str:
 @pytest.mark.parametrize("key", LIMITS)
 def test_number_beyond_its_limit(key):
     found = problems(f"{key}={beyond(key)}")
-    assert any(p.startswith(f"{key}: ") and f"must {LIMITS[key][0]}" in p for p in found), found
+    assert any(p.startswith(f"{key}: ") and f"must {LIMITS[key].must}" in p for p in found), found
 
 
 @pytest.mark.parametrize("key", [key for key, (kind, *_) in config_keys().items() if kind in (float, float | None)])

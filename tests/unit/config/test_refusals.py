@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlinf_vl import __main__ as command_line
+from rlinf_vl.config import config_keys
 from rlinf_vl.data.sources import TOY, peek
 from rlinf_vl.engines.sglang import version as sglang_version
 from rlinf_vl.models.families import FAMILIES
@@ -254,7 +255,7 @@ def test_what_may_not_be_read_is_named():
     keys = ["data.train_data_paths=[%s/rows.jsonl]", "rollout.model.model_path=%s/m", "runner.output_dir=%s/runs"]
     keys += ["runner.resume_dir=%s/checkpoint"]
     program = (
-        "import os, sys; from rlinf_vl.config import validate_config; from rlinf_vl.config.load import parse_config\n"
+        "import os, sys; from rlinf_vl.config.load import parse_config, validate_config\n"
         "from rlinf_vl.preflight.inputs import problems_here\n"
         "config = parse_config('toy-grpo-cpu', sys.argv[1:]); os.seteuid(65534)\n"
         "try: validate_config(config, [problems_here])\n"
@@ -483,7 +484,7 @@ def test_what_the_hub_says_of_a_name(tmp_path):
 
 
 def test_what_is_written_down_here_agrees_with_where_it_comes_from(tmp_path):
-    assert inputs.CHOICES["rollout.model.model_type"] == tuple(FAMILIES)
+    assert config_keys()["rollout.model.model_type"].allowed == tuple(FAMILIES)
     assert inputs.STATE_FILE == STATE_FILE
     for split, expected in TOY.items():
         write_toy_dataset(split, path := tmp_path / f"{split}.parquet")

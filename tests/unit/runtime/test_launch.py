@@ -1,4 +1,4 @@
-"""Engines of several slots; which cluster is refused; who gets a signal."""
+"""Which cluster is refused; who gets a signal."""
 
 import os
 import socket
@@ -7,22 +7,8 @@ import pytest
 from ray._private import services
 
 from rlinf_vl.config import load_config
-from rlinf_vl.config.placement import engine_slots
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.launch import _own_sessions, ray_cluster
-
-
-def testengine_slots():
-    assert engine_slots((0, 1, 2), 1, shared=True) == [(0,), (1,), (2,)]
-    assert engine_slots((4, 5, 6, 7), 2, shared=False) == [(4, 5), (6, 7)]
-
-
-@pytest.mark.parametrize(
-    ("slots", "shared", "says"), [((0, 1), True, "split them"), ((0, 1, 2), False, "divide the 3")]
-)
-def test_what_does_not_work_is_refused(slots, shared, says):
-    with pytest.raises(ConfigError, match=says):
-        engine_slots(slots, 2, shared)
 
 
 @pytest.mark.parametrize(
