@@ -16,7 +16,7 @@ from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.observe.progress import RunProgress, setup_logging
 from rlinf_vl.observe.spans import FOLDER as SPANS
-from rlinf_vl.observe.spans import flush_spans, record_spans, write_timeline
+from rlinf_vl.observe.spans import record_spans, write_timeline
 from rlinf_vl.observe.status import StatusFile, write_environment
 from rlinf_vl.preflight.inputs import packages_missing, problems_here
 from rlinf_vl.runtime.run_folder import (
@@ -153,7 +153,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoint: Path | None) -> int:
     """Train in a folder that is ready, from a checkpoint or from the start."""
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
-    from rlinf_vl.controller.grpo import GrpoController
+    from rlinf_vl.controller.run import run
     from rlinf_vl.preflight.gpu_share import settle_gpu_share
     from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import Interrupted
@@ -170,20 +170,11 @@ def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoin
         with ray_cluster(config), reserve(config) as placement:
             stop_request.install()  # Ray has put a handler of its own
             settle_gpu_share(config, model_path, placement)
-            controller = GrpoController(config, model_path, placement, run_dir, progress, stop_request, checkpoint)
-            log.info("started in %.0f s; training to step %d", time.monotonic() - start, controller.total_steps)
+            metrics: dict[str, float] = {}
             try:
-                controller.fit()
-                controller.stop()
+                metrics = run(config, model_path, placement, run_dir, progress, stop_request, checkpoint)
             except Interrupted as stop:
                 code, progress.end, progress.reason = 128 + stop.number, "stopped", str(stop)
-                controller.stop()
-            finally:
-                controller.trackers.close()
-                flush_spans()
-                if happened := controller.events.summary():
-                    log.info("beside its steps: %s (%s)", happened, run_dir / "events.jsonl")
-    metrics = controller.metrics
     log.info("%.0f s from the start of Ray to its end", time.monotonic() - start)
     log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
     log.info("the run is in %s", run_dir)

@@ -27,6 +27,7 @@ class ActorGroup:
 
     def __init__(self, config: Config, model_path: str, device: str, options: Sequence[dict[str, Any]]) -> None:
         self.world_size = len(options)
+        self.prices = Prices()  # `start` sets them
         self.ranks = [
             ActorWorker.options(**option).remote(config, model_path, device, rank, self.world_size)
             for rank, option in enumerate(options)
@@ -38,7 +39,8 @@ class ActorGroup:
         """Join the ranks and load the model, for a run of so many steps; what things cost in it."""
         self.wait(self._processes, beating=False)  # a process that still imports answers no heartbeat
         (host, port), *_ = self.wait([self.ranks[0].address.remote()])
-        return self.wait([rank.start.remote(host, port, total_steps) for rank in self.ranks])[0]
+        self.prices = self.wait([rank.start.remote(host, port, total_steps) for rank in self.ranks])[0]
+        return self.prices
 
     def entries(self, restarts: int) -> list[dict[str, object]]:
         """A line on each rank, for `StatusFile`, after so many restarts of all of them."""

@@ -1,2 +1,1 @@
-"""The conductor: `grpo` is the training loop, `launch` starts and places the actors, `step_plan` decides who trains what,
-`run_folder` keeps checkpoints. Nothing below imports this package."""
+"""The training loop: `loop.train` is the algorithm, `run.run` starts its parts, `step_plan` decides who trains what."""

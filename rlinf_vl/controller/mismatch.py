@@ -1,16 +1,21 @@
-"""The mismatch guard: does the engine sample from the model that the trainer holds, and does it see the images?
+"""The mismatch guard: does the engine sample from the trainer's policy, and does it see the images?
 
-A handful of fresh trajectories is scored by the trainer, once as they are and once with blank images. If the engine's
-logprobs fit the blank ones better, the engine is blind; if they fit neither, its weights are not the trainer's.
+The trainer scores a handful of fresh trajectories, once as they are and once with blank images. If the engine's logprobs
+fit the blank ones better, the engine is blind; if they fit neither, its weights are not the trainer's.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.parts import Learner
+from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.step_plan import item_of, trainable
 from rlinf_vl.errors import RunError
-from rlinf_vl.packing.planner import Item
+from rlinf_vl.packing.planner import Item, plan_micro_batches
 from rlinf_vl.types import GroupSummary
 
 #: Trajectories scored per class of image count.
@@ -21,7 +26,7 @@ NOISE = {"fp32": 1e-3, "bf16": 0.08, "fp16": 0.04}
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One trajectory: sums over its sampled tokens of |rollout - train logprob|, as it is and with blank images."""
+    """One trajectory: sums over its sampled tokens of |rollout - train logprob|, with its images and with blank ones."""
 
     images: int
     tokens: int
@@ -33,20 +38,57 @@ class EngineMismatch(RunError):
     """The engine does not sample from the trainer's policy; going on would train on noise."""
 
 
+class MismatchGuard:
+    """Judges a process's first step, step 1 and every `runner.mismatch_check_interval` steps: `plan`, then `check`."""
+
+    def __init__(self, config: Config, learner: Learner, log: RunLog) -> None:
+        trained = config.actor.fsdp_config.mixed_precision.param_dtype
+        self._learner = learner
+        self._log = log
+        self._interval = config.runner.mismatch_check_interval if config.rollout.return_logprobs else -1
+        self._budget = config.runner.max_tokens_per_mbs
+        self._precision = max(trained, config.rollout.model.precision, key=NOISE.__getitem__)
+        self._checked = False
+
+    def plan(self, step: int, summaries: Sequence[GroupSummary]) -> list[tuple[RankMiniBatch, ...]]:
+        """Which rank scores what, as one mini-batch; none on a step without a check."""
+        due = self._interval > 0 and (not self._checked or step % self._interval == 0)
+        items = pick(summaries) if due else []
+        if not items:
+            return []
+        plan = plan_micro_batches(
+            items, ranks=self._learner.world_size, budget=self._budget, prices=self._learner.prices
+        )
+        return [tuple(RankMiniBatch(micro, plan.run_vision, 1) for micro in plan.micro_batches)]
+
+    def check(
+        self, step: int, summaries: Sequence[GroupSummary], planned: Sequence[tuple[RankMiniBatch, ...]]
+    ) -> dict[str, float]:
+        """Let the ranks score what `plan` has planned, and judge; returns the metrics. Raises `EngineMismatch`."""
+        if not planned:
+            return {}
+        with self._log.timed("check"):
+            rows = [row for minibatch in planned for row in self._learner.score(minibatch)]
+        metrics = judge([Score(summaries[g].images, n, seen, blank) for g, n, seen, blank in rows], self._precision)
+        self._checked = True
+        # a resumed run checks once more, but its metrics must be those of a run never stopped
+        return metrics if step == 1 or step % self._interval == 0 else {}
+
+
 def image_class(images: int) -> str:
-    """The classes that are looked at apart: an engine can fail on the second image only."""
+    """An engine can fail on the second image only, so each class is judged apart."""
     return {0: "no_image", 1: "one_image"}.get(images, "more_images")
 
 
 def pick(summaries: Sequence[GroupSummary]) -> list[Item]:
-    """The trajectories to score: of each image class, one of each of the first groups that have any to give."""
-    taken: dict[str, int] = {}
+    """The trajectories to score: of each image class, one from each of the first `PER_CLASS` groups that have a trainable one."""
+    picked: Counter[str] = Counter()
     items = []
     for g, summary in enumerate(summaries):
         kind = image_class(summary.images)
         usable = trainable(summary)
-        if usable and taken.get(kind, 0) < PER_CLASS:
-            taken[kind] = taken.get(kind, 0) + 1
+        if usable and picked[kind] < PER_CLASS:
+            picked[kind] += 1
             items.append(item_of(g, usable[0], summary))
     return items
 
@@ -56,11 +98,10 @@ def judge(scores: Sequence[Score], precision: str) -> dict[str, float]:
     `mismatch/blank_images`, what it would be if the engine saw nothing.
 
     Args:
-        precision: the lower one of the engine's and the trainer's compute: a key of `NOISE`.
+        precision: a key of `NOISE`, the lower precision of engine and trainer.
 
     Raises:
-        EngineMismatch: the engine is blind, has other weights, or one side's logprobs are no numbers; the message says which
-            and shows the figures.
+        EngineMismatch: the engine is blind, has other weights, or logprobs are not finite; with the figures.
     """
     metrics = {}
     for kind in ("no_image", "one_image", "more_images"):

@@ -34,9 +34,10 @@ def offences(value, path="") -> list[str]:
 
 
 def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch):
-    from rlinf_vl.controller.grpo import GrpoController
+    from rlinf_vl.controller.run import run
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.runtime.launch import ray_cluster, reserve
+    from rlinf_vl.runtime.stop_request import StopRequest
     from rlinf_vl.toy.model import toy_checkpoint_path
 
     overrides = [
@@ -56,9 +57,7 @@ def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch)
 
     with ray_cluster(config), reserve(config) as placement:
         monkeypatch.setattr(ray, "get", watched)
-        controller = GrpoController(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress())
-        metrics = controller.fit()
-        controller.stop()
+        metrics = run(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress(), StopRequest())
         monkeypatch.setattr(ray, "get", get)
     assert metrics["reward/mean"] >= 0
     assert len(received) > 15  # 8 + 8 + 4 groups, and what starts and trains

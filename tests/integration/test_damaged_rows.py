@@ -265,9 +265,10 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
 
 def test_a_run_trains_on_exactly_the_rows_that_are_sound(rank, found, toy_folder, tmp_path):
     """One epoch of all 5,000 rows, through real actors; images that are decoded, tokenized and trained on."""
-    from rlinf_vl.controller.grpo import GrpoController
+    from rlinf_vl.controller.run import run
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.runtime.launch import ray_cluster, reserve
+    from rlinf_vl.runtime.stop_request import StopRequest
 
     overrides = [
         f"data.train_data_paths={list(rank.config.data.train_data_paths)}",
@@ -283,9 +284,7 @@ def test_a_run_trains_on_exactly_the_rows_that_are_sound(rank, found, toy_folder
     ]
     config = load_config("toy-grpo-cpu", overrides)
     with ray_cluster(config), reserve(config) as placement:
-        controller = GrpoController(config, str(toy_folder), placement, tmp_path, RunProgress())
-        metrics = controller.fit()
-        controller.stop()
+        metrics = run(config, str(toy_folder), placement, tmp_path, RunProgress(), StopRequest())
     assert metrics["data/bad_rows"] == 1200 and metrics["rollout/errors"] == 0
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert sorted(row for step in ledger for row in step["rows"]) == found.kept

@@ -111,11 +111,14 @@ def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(clus
     assert_falls_to(before)
 
 
-def test_two_hundred_steps_leave_nothing_behind(tmp_path):
+def test_two_hundred_steps_leave_nothing_behind(tmp_path, monkeypatch):
     """The whole loop: the driver does not grow, and the object store ends as it began. Weights do not go through it here."""
-    from rlinf_vl.controller.grpo import GrpoController
+    from rlinf_vl.controller.run import run
+    from rlinf_vl.controller.run_log import RunLog
     from rlinf_vl.observe.progress import RunProgress
+    from rlinf_vl.rollout.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
+    from rlinf_vl.runtime.stop_request import StopRequest
     from rlinf_vl.toy.model import toy_checkpoint_path
 
     overrides = [
@@ -130,22 +133,27 @@ def test_two_hundred_steps_leave_nothing_behind(tmp_path):
         f"runner.output_dir={tmp_path}",
     ]
     config = load_config("toy-grpo-cpu", overrides)
-    resident, metrics = [], []
+    resident, metrics, at_start = [], [], []
+    open_log, end_step, stop = RunLog.open, RunLog.end_step, RolloutPool.stop
+
+    def opened(self, *arguments):
+        at_start.append(used_bytes())
+        open_log(self, *arguments)
+
+    def watched(self, step, values):
+        metrics.append(values)
+        resident.append(psutil.Process().memory_info().rss)
+        return end_step(self, step, values)
+
+    def checked(self):
+        assert_falls_to(at_start[0])
+        stop(self)
+
+    monkeypatch.setattr(RunLog, "open", opened)
+    monkeypatch.setattr(RunLog, "end_step", watched)
+    monkeypatch.setattr(RolloutPool, "stop", checked)
     with ray_cluster(config), reserve(config) as placement:
-        controller = GrpoController(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress())
-        held = used_bytes()
-        step = controller.train_step
-
-        def watched():
-            step()
-            metrics.append(controller.metrics)
-            resident.append(psutil.Process().memory_info().rss)
-
-        controller.train_step = watched
-        controller.fit()
-        controller.trajectories.wait()
-        assert_falls_to(held)
-        controller.stop()
+        run(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress(), StopRequest())
     assert len(metrics) == 200
     assert resident[-1] - resident[19] < 4 * 2**20
     assert all(m["data/object_store_bytes"] >= m["data/unique_bytes"] > 0 for m in metrics)

@@ -111,7 +111,7 @@ def test_on_gpus_of_their_own_nothing_moves():
     engines, ranks = Engines(log), Ranks(log)
     gpu = SharedGpu(engines, shared=False, offload=True)
     gpu.to_ranks(ranks)
-    gpu.to_engines(ranks)
+    gpu.to_engines(ranks, None)
     gpu.to_engines(ranks, engines.sync)
     assert log == [("sync",)]
 

@@ -1,20 +1,17 @@
-"""Engines and ranks on pretended GPUs that count bytes, driven by the real controller: start, steps of generate, train and
+"""Engines and ranks on pretended GPUs that count bytes, driven by the real loop: start, steps of generate, train and
 sync, a rank's death, the way back. What is allocated is what the ledger says; what is ever alive at once is what is checked."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
+from unit.controller.fakes import FakeLearner, FakePool, FakeRun
 
 from rlinf_vl.actor.group import ActorsLost
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.controller import grpo
+from rlinf_vl.controller.loop import train
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.engines.base import MEMORY_TAGS, release_tags
-from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.preflight.ledger import PARTS, Hardware, Ledger, Model, ledger
-from rlinf_vl.runtime.stop_request import StopRequest
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30
@@ -49,10 +46,11 @@ class Device:
             del self.held[key]
 
 
-class FakeEngines:
-    """The pool as `SharedGpu` sees it. A fresh engine has all of its memory, and needs no restoring."""
+class FakeEngines(FakePool):
+    """A fresh engine has all of its memory, and needs no restoring."""
 
     def __init__(self, device: Device, made: Ledger) -> None:
+        super().__init__(strike=lambda calls: self.generate())
         (phases,) = (gpu.phases["generate"] for gpu in made.gpus if gpu.role != "actor")
         self.device, self.parts = device, {p: size for p, size in phases.items() if p in ENGINE}
         self.gpu_bytes, self.asleep = made.hardware.gpu_bytes, set()
@@ -77,17 +75,17 @@ class FakeEngines:
         assert "weights" not in self.asleep, "weights were sent to an engine that has no memory for them"
 
 
-class FakeRanks:
-    """The actor group as `SharedGpu` sees it. What a phase allocates stays cached until `release_memory`, as PyTorch has it."""
+class FakeRanks(FakeLearner):
+    """What a phase allocates stays cached until `release_memory`, as PyTorch has it."""
 
     def __init__(self, device: Device, made: Ledger, updates: list[bool]) -> None:
         """`updates`: whether each update, of these ranks and those after them, ends well."""
+        super().__init__()
         (phases,) = (gpu.phases for gpu in made.gpus if gpu.role != "rollout")
         self.phases = {n: {p: s for p, s in parts.items() if p not in ENGINE} for n, parts in phases.items()}
         self.device, self.name, self.away, self.updates = device, f"ranks {id(self)}", set(), updates
-        self.world_size = 1
 
-    def start(self, total_steps: int) -> None:
+    def start(self) -> None:
         self.run("load")
         self.device.give(self.name, ["parameters"])  # whole, before it is cut
         self.run("load", parameters=self.phases["train"]["parameters"])
@@ -98,15 +96,12 @@ class FakeRanks:
     def save(self, folder: str) -> None:
         pass
 
-    def update(self, *_) -> dict[str, float]:
+    def update(self, *arguments) -> dict[str, float]:
         self.run("images")
         self.run("train")
         if not self.updates.pop(0):
             raise ActorsLost("rank 0 died")
-        return {}
-
-    def entries(self, restarts: int) -> list:
-        return []
+        return super().update(*arguments)
 
     def run(self, phase: str, **instead: int) -> None:
         needed = set().union(*(MOVED[part] for part in self.away))
@@ -128,48 +123,8 @@ class FakeRanks:
         self.device.give(self.name)
 
 
-class Controller(grpo.GrpoController):
-    """The real one but for what it starts (Ray's actors), and for what it is told of groups: there are none."""
-
-    def __init__(self, made: Ledger, run_dir, engines: FakeEngines, ranks: FakeRanks, gpu: SharedGpu) -> None:
-        self.config, self.run_dir, self.model_path = made.config, run_dir, ""
-        self.placement = SimpleNamespace(device="cuda", actor=(), collocated=False, beside_actors=False)
-        self.progress, self.trajectories, self.bad_rows = mock.MagicMock(), mock.MagicMock(), mock.MagicMock()
-        self.stop_request, self.events, self.last_good = StopRequest(), EventLog(run_dir), None
-        self.step = self.current_step = self.saved_step = 0
-        self.metrics, self.timings, self.checked = {}, {}, True
-        self.pool = mock.MagicMock(restarts=0, engines=engines)
-        self.pool.entries.return_value = []
-        self.actors, self.gpu = ranks, gpu
-        self.train_rows, self.val_rows, self.total_steps = list(range(256)), [], 4
-        self._start_actors()
-        self._resume()
-
-    def rollout(self, tasks):
-        self.pool.engines.generate()
-        self.timings["time/generate"] = 1.0
-        return [], [], SimpleNamespace(metrics={}, minibatches=[], advantages={}), ()
-
-    def record(self, *_):
-        pass
-
-    def _count_bad(self, *_):
-        pass
-
-
-class FakeSync:
-    busy = False
-
-    def __init__(self, way, actors, pool, **_):
-        self.actors, self.pool = actors, pool
-
-    def __call__(self, version):
-        self.pool.engines.load()
-        self.actors.run("sync")
-
-
 @pytest.fixture
-def walk(tmp_path, monkeypatch):
+def walk(tmp_path):
     """A run of four steps whose ranks die in the third's training, after a checkpoint. Returns the peak of each GPU."""
 
     def run(
@@ -177,15 +132,29 @@ def walk(tmp_path, monkeypatch):
     ) -> list[int]:
         shared = made.gpus[0].role == "collocated"
         devices = [Device(made.hardware.usable) for _ in range(1 if shared else 2)]
-        engines, updates = FakeEngines(devices[-1], made), [True, True, False, True, True]
-        monkeypatch.setattr(grpo, "WeightSync", FakeSync)
-        monkeypatch.setattr(grpo, "ActorGroup", lambda *_: ranks_of(devices[0], made, updates))
-        monkeypatch.setattr(grpo, "summarize_rollout", lambda *_: {})
-        gpu = turns(engines, shared=shared, offload=made.config.actor.enable_offload)
-        controller = Controller(made, tmp_path, engines, ranks_of(devices[0], made, updates), gpu)
-        controller.fit()
+        updates = [True, True, False, True, True]
+        config = made.config
+        stand_in = FakeRun(tmp_path, "runner.max_steps=4")
+        engines = FakeEngines(devices[-1], made)
+        gpu = turns(engines, shared=shared, offload=config.actor.enable_offload)
+
+        def sync(version: int) -> None:
+            engines.load()
+            ranks.run("sync")
+
+        with stand_in.log as log:
+            while updates:
+                ranks = ranks_of(devices[0], made, updates)
+                gpu.to_ranks()
+                ranks.start()
+                try:
+                    train(config, engines, ranks, stand_in.data, tmp_path, stand_in.stop, gpu=gpu, sync=sync, log=log)
+                except ActorsLost as error:
+                    log.event("actors_restarted", str(error))
+                    ranks.kill()
         engines.generate()
-        assert controller.step == 4 and controller.events.count("actors_restarted") == 1 and not updates
+        assert stand_in.events() == [("actors_restarted", 3), ("resumed", 2)]
+        assert [row["step"] for row in stand_in.rows()] == [1, 2, 3, 4]
         return [device.peak for device in devices]
 
     return run
@@ -197,7 +166,14 @@ def model() -> Model:
 
 
 def made(model: Model, *overrides: str, gpus: int = 1, nodes: int = 1) -> Ledger:
-    settings = [*overrides, "runner.save_interval=2", "runner.logger.logger_backends=[]"]
+    settings = [
+        *overrides,
+        "runner.save_interval=2",
+        "runner.val_check_interval=-1",
+        "runner.mismatch_check_interval=-1",
+        "runner.trajectories.interval=0",
+        "runner.logger.logger_backends=[]",
+    ]
     return ledger(parse_config(FLAGSHIP, settings), Hardware.named(gpus, 80, nodes), model)
 
 
@@ -215,7 +191,7 @@ def test_no_phase_exceeds_80_gb(walk, model, gpus, nodes, placement, offload):
 
 class LeavesTheCacheAsleep(SharedGpu):
     def to_engines(self, ranks, sync=None):
-        self._engines.restore_memory(("weights",))
+        self._pool.restore_memory(("weights",))
         if sync:
             sync()
 
@@ -228,20 +204,20 @@ class LetsBothBeAwake(SharedGpu):
 class WakesTheCacheBeforeTheSync(SharedGpu):
     def to_engines(self, ranks, sync=None):
         ranks.release_memory(())
-        self._engines.restore_memory(("weights", "kv_cache"))
+        self._pool.restore_memory(("weights", "kv_cache"))
         if sync:
             sync()
 
 
 class SyncsIntoSleep(SharedGpu):
-    def __init__(self, engines, **kwargs):
-        super().__init__(engines, **kwargs)
+    def __init__(self, pool, **kwargs):
+        super().__init__(pool, **kwargs)
         self._tags = MEMORY_TAGS
 
     def to_engines(self, ranks, sync=None):
         if sync:
             sync()
-        super().to_engines(ranks)
+        super().to_engines(ranks, None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,299 @@
+"""The GRPO loop (Shao et al. 2024): `train`, and below it the parts of a step in the order in which it calls them.
+
+The loop sees numbers (`GroupSummary`) and references, never a pixel or a token: groups travel from the rollout workers to
+the actor ranks through the object store, and weights travel back.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import ray
+
+from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.mismatch import MismatchGuard
+from rlinf_vl.controller.parts import Learner, Pool
+from rlinf_vl.controller.run_log import RunLog
+from rlinf_vl.controller.shared_gpu import SharedGpu
+from rlinf_vl.controller.state import RunState, newest_checkpoint
+from rlinf_vl.controller.step_plan import StepPlan, plan_step
+from rlinf_vl.data.bad_rows import check_faults
+from rlinf_vl.data.usable import RunData
+from rlinf_vl.errors import RunError
+from rlinf_vl.observe.metrics import summarize_rollout
+from rlinf_vl.rollout.supervisor import Task
+from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, CheckpointFailed, save_checkpoint
+from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
+from rlinf_vl.types import GroupSummary
+
+logger = logging.getLogger(__name__)
+
+
+class TooManyBadSteps(RunError):
+    """The gradient stays not finite."""
+
+
+def train(
+    config: Config,
+    pool: Pool,
+    learner: Learner,
+    data: RunData,
+    run_dir: Path,
+    stop: StopRequest,
+    *,
+    gpu: SharedGpu,
+    sync: Callable[[int], None],
+    log: RunLog,
+    start: Path | None = None,
+) -> dict[str, float]:
+    """Train to the last step, from the newest checkpoint in `run_dir` or else from `start`; returns the last metrics.
+
+    Args:
+        pool, learner: started; on GPUs that they share, it is the learner's turn.
+        sync: sends the learner's weights to all engines, as this version: the step that made them.
+        start: a checkpoint of another run; None: begin with the weights that the learner has.
+
+    Raises:
+        Interrupted: the run was asked to stop, and has written a checkpoint.
+        ActorsLost: the learner is of no use any more; call again with a new one.
+        RunError: the run can't go on: `TooManyBadSteps`, `EngineMismatch`, `TooManyBadRows`, …
+    """
+    runner, total = config.runner, data.total_steps
+    sync = log.timed("sync")(sync)
+    state = resume(newest_checkpoint(run_dir, start), pool, learner, data, gpu, sync, log)
+    guard = MismatchGuard(config, learner, log)
+    try:
+        if state.step == 0:
+            state.metrics = validate(state, config, pool, data, log)
+            if state.metrics:
+                end_step(0, state.metrics, pool, learner, log)
+        if state.step >= total:
+            key = "max_steps" if total == runner.max_steps else "max_epochs"
+            logger.info("nothing left: step %d of %d; raise runner.%s", state.step, total, key)
+        for step in range(state.step + 1, total + 1):
+            stop.check()
+            log.begin_step(step)
+            with log.timed("step"):
+                epoch, rows = data.sampler.next_batch()
+                tasks = make_tasks("train", rows, config.algorithm.group_size, runner.seed, step)
+                batch = rollout(tasks, config, pool, learner, guard, log)
+                metrics = {"data/epoch": epoch, "data/bad_rows": count_bad_rows("train", batch.summaries, data, step)}
+                metrics |= batch.metrics
+                metrics |= {"rollout/worker_restarts": pool.restarts, "actor/restarts": log.count("actors_restarted")}
+                gpu.to_ranks(learner)
+                metrics |= guard.check(step, batch.summaries, batch.to_score)
+                metrics |= update(step, batch, pool, learner, log)
+                state.step, state.sampler, state.metrics = step, data.sampler.state_dict(), metrics
+                log.ledger.append(step, {"groups": [task.group_id for task in tasks], "rows": rows})
+                count_bad_steps(state, runner.max_bad_steps, newest_checkpoint(run_dir, start), log)
+                synced = due(runner.weight_sync_interval, step, total)
+                gpu.to_engines(learner, partial(sync, step) if synced else None)
+                if due(runner.val_check_interval, step, total):
+                    metrics |= validate(state, config, pool, data, log)
+                if due(runner.save_interval, step, total):
+                    save(state, learner, run_dir, runner.keep_last, log, last=step == total)
+            end_step(step, metrics | log.timings, pool, learner, log)
+    except Interrupted as request:
+        log.step = state.step
+        if state.step and log.last_step != state.step:
+            end_step(state.step, state.metrics | log.timings, pool, learner, log)
+        if state.step != RunState.read(newest_checkpoint(run_dir, start)).step:
+            save(state, learner, run_dir, runner.keep_last, log, last=state.step == total)
+        log.event("interrupted", f"{request}; {how_to_resume(run_dir, start)}")
+        raise
+    return state.metrics
+
+
+def due(interval: int, step: int, total: int) -> bool:
+    """Whether that which happens every `interval` steps (0 or less: never), and after the last one, happens after `step`."""
+    return interval > 0 and (step % interval == 0 or step == total)
+
+
+def resume(
+    checkpoint: Path | None,
+    pool: Pool,
+    learner: Learner,
+    data: RunData,
+    gpu: SharedGpu,
+    sync: Callable[[int], None],
+    log: RunLog,
+) -> RunState:
+    """Go back to a checkpoint, or to the start (None): learner, sampler, log and engines."""
+    state = RunState.read(checkpoint)
+    data.sampler.load_state_dict(state.sampler)
+    log.open(state.step, data.total_steps, state.metrics)
+    log.show_workers(learner, pool)
+    if checkpoint is not None:
+        learner.load(str(checkpoint / ACTOR_FOLDER), state.step)
+        log.event("resumed", f"resumed from {checkpoint}", logging.INFO)
+    stale = state.step > 0 or log.count("actors_restarted") > 0  # engines start with the weights of step 0
+    gpu.to_engines(learner, partial(sync, state.step) if stale else None)
+    return state
+
+
+def make_tasks(split: str, rows: Sequence[int], samples: int, seed: int, step: int) -> list[Task]:
+    """One task per row. Random streams depend on the seed, the step (training only), the row and the sample, nothing else."""
+    when = step if split == "train" else "val"
+
+    def stream(*parts: object) -> int:
+        return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+    return [
+        Task(
+            group_id=f"{split}-{step}-{k}",
+            split=split,
+            row=row,
+            seeds=tuple(stream(seed, split, when, k, row, i) for i in range(samples)),
+        )
+        for k, row in enumerate(rows)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Finished groups, in the order of their tasks, and who trains and scores what of them."""
+
+    summaries: list[GroupSummary]
+    groups: list[ray.ObjectRef]
+    plan: StepPlan
+    to_score: list[tuple[RankMiniBatch, ...]]
+    metrics: dict[str, float]
+
+
+def rollout(
+    tasks: list[Task], config: Config, pool: Pool, learner: Learner, guard: MismatchGuard, log: RunLog
+) -> Rollout:
+    """Generate, plan, and let the ranks fetch their groups. Groups that died with a worker before that are sampled again;
+    once fetched, a group is safe."""
+    with log.timed("generate"):
+        results = pool.submit(tasks).results()
+        while True:
+            summaries, groups = map(list, zip(*results, strict=True))
+            check_errors(summaries, log)
+            plan = plan_of(summaries, config, learner)
+            to_score = guard.plan(log.step, summaries)
+            lost = learner.fetch_groups([*plan.minibatches, *to_score], groups)
+            if not lost:
+                break
+            log.event("groups_lost", f"{len(lost)} groups died with their worker; sampled again")
+            for k, result in zip(lost, pool.submit([tasks[k] for k in lost]).results(), strict=True):
+                results[k] = result
+    metrics = plan.metrics | summarize_rollout(summaries, log.timings["time/generate"])
+    return Rollout(summaries, groups, plan, to_score, metrics)
+
+
+def plan_of(summaries: Sequence[GroupSummary], config: Config, learner: Learner) -> StepPlan:
+    algorithm, runner = config.algorithm, config.runner
+    return plan_step(
+        summaries,
+        ranks=learner.world_size,
+        n_minibatches=algorithm.n_minibatches,
+        budget=runner.max_tokens_per_mbs,
+        micro_batch_size=None if runner.enable_dynamic_batch_size else config.actor.micro_batch_size,
+        normalize_advantages=algorithm.normalize_advantages,
+        aggregation=algorithm.loss_agg_func,
+        share_prompts=config.actor.share_prompts,
+        prices=learner.prices,
+    )
+
+
+def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:
+    """Record what failed in the engine or the environment; RunError if that is most of a rollout, or if every trajectory failed."""
+    if faults := check_faults(summaries):
+        log.event("trajectories_failed", faults)
+    if all(error for s in summaries for error in s.errors):
+        raise RunError(f"step {log.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
+
+
+def count_bad_rows(split: str, summaries: Sequence[GroupSummary], data: RunData, step: int) -> int:
+    """Record the rows that failed, and return how many of the split have so far; raises `TooManyBadRows`."""
+    data.bad_rows.add_failed(split, summaries, step)
+    data.bad_rows.check()
+    return data.bad_rows.counts()[split]
+
+
+def update(step: int, batch: Rollout, pool: Pool, learner: Learner, log: RunLog) -> dict[str, float]:
+    """Train on the batch, and record some of its groups; the others are released."""
+    advantages = batch.plan.advantages
+    chosen = log.recorder.choose("train", step, len(batch.groups))
+    with log.timed("train"):
+        metrics = learner.update(step, batch.plan.minibatches, advantages, chosen)
+    metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
+    logprobs = learner.recorded_logprobs() if chosen else []
+    pool.release(
+        log.recorder.record(
+            step, "train", batch.summaries, batch.groups, chosen, advantages=advantages, logprobs=logprobs
+        )
+    )
+    return metrics
+
+
+def count_bad_steps(state: RunState, limit: int, checkpoint: Path | None, log: RunLog) -> None:
+    """Count steps in a row whose gradient was not finite (their optimizer steps were skipped); raises `TooManyBadSteps`."""
+    if not state.metrics.get("actor/skipped_steps"):
+        state.bad_steps = 0
+        return
+    state.bad_steps += 1
+    log.event("step_skipped", "the gradient is not finite; its optimizer step was skipped")
+    if state.bad_steps >= limit:
+        raise TooManyBadSteps(
+            f"{state.bad_steps} steps in a row had a gradient that is not finite (runner.max_bad_steps); the last good "
+            f"checkpoint is {checkpoint or 'none'}. Resume from it with a lower actor.optim.lr or actor.optim.clip_grad"
+        )
+
+
+def validate(state: RunState, config: Config, pool: Pool, data: RunData, log: RunLog) -> dict[str, float]:
+    """Accuracy on the validation rows, one sample each, drawn from the same streams every time."""
+    if not data.val_rows or config.runner.val_check_interval < 0:
+        return {}
+    with log.timed("validate"):
+        results = pool.submit(make_tasks("val", data.val_rows, 1, config.runner.seed, state.step)).results()
+    summaries, groups = map(list, zip(*results, strict=True))
+    chosen = log.recorder.choose("val", state.step, len(groups))
+    pool.release(log.recorder.record(state.step, "val", summaries, groups, chosen))
+    check_errors(summaries, log)
+    count_bad_rows("val", summaries, data, state.step)
+    correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
+    lengths = [n for s in summaries for n in s.response_tokens]
+    accuracy = sum(correct) / max(1, len(correct))
+    if accuracy > state.best["val/accuracy"]:
+        state.best = {"val/accuracy": accuracy, "step": state.step}
+    logger.info("step %d: val/accuracy %.3f on %d problems", state.step, accuracy, len(correct))
+    return {
+        "val/accuracy": accuracy,
+        "val/problems": len(correct),
+        "val/errors": len(results) - len(correct),
+        "val/ungradable": sum(s.ungradable for s in summaries),
+        "val/response_length_mean": sum(lengths) / max(1, len(lengths)),
+    }
+
+
+def save(state: RunState, learner: Learner, run_dir: Path, keep_last: int, log: RunLog, *, last: bool) -> None:
+    """Write a checkpoint. If that fails, training goes on without it; only the last one of a run must not fail."""
+    content = replace(state, metrics=state.metrics | log.timings).to_json()
+    try:
+        with log.timed("checkpoint"):
+            folder = save_checkpoint(run_dir, state.step, learner.save, content, keep_last)
+    except CheckpointFailed as error:
+        log.event("checkpoint_failed", str(error))
+        if last:
+            raise
+    else:
+        logger.info("saved %s", folder)
+
+
+def end_step(step: int, metrics: dict[str, float], pool: Pool, learner: Learner, log: RunLog) -> None:
+    pool.release(log.end_step(step, metrics))
+    log.show_workers(learner, pool)
+
+
+def how_to_resume(run_dir: Path, start: Path | None) -> str:
+    checkpoint = newest_checkpoint(run_dir, start)
+    if checkpoint is None:
+        return "nothing was trained yet"
+    where = "auto" if checkpoint.is_relative_to(run_dir) else checkpoint
+    return f"resume from {checkpoint} with runner.resume_dir={where}"

@@ -1,0 +1,140 @@
+"""A run from its first process to its last: start the parts, train, and start again where the learner was lost."""
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+
+from rlinf_vl.actor.group import ActorGroup, ActorsLost
+from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.loop import train
+from rlinf_vl.controller.run_log import RunLog
+from rlinf_vl.controller.shared_gpu import SharedGpu
+from rlinf_vl.controller.state import newest_checkpoint
+from rlinf_vl.controller.weight_sync import WeightSync
+from rlinf_vl.data.usable import RunData, find_usable_rows
+from rlinf_vl.errors import RunError
+from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.rollout.pool import RolloutPool
+from rlinf_vl.runtime.launch import Reservation
+from rlinf_vl.runtime.run_folder import write_baselines
+from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
+from rlinf_vl.transport import resolve_weight_sync
+
+logger = logging.getLogger(__name__)
+
+
+class TooManyRestarts(RunError):
+    """Actor ranks keep dying."""
+
+
+def run(
+    config: Config,
+    model_path: str,
+    placement: Reservation,
+    run_dir: Path,
+    progress: RunProgress,
+    stop: StopRequest,
+    start: Path | None = None,
+) -> dict[str, float]:
+    """Train to the last step, whatever dies on the way; returns its metrics.
+
+    Args:
+        run_dir: holds this run's history only, up to the step of the checkpoint that it goes on from.
+        start: that checkpoint; None: begin with the model in `model_path`.
+
+    Raises:
+        Interrupted: the run was asked to stop, and has written a checkpoint.
+        RunError: it can't go on; see `train`.
+    """
+    began = time.monotonic()
+    with RunLog(config, run_dir, model_path, progress) as log:
+        progress.phase("starting rollout workers and actor ranks")
+        replaced = partial(log.event, "worker_replaced")
+        pool = RolloutPool(config, model_path, placement.device, placement.rollout, report=replaced, check=stop.check)
+        learner = ActorGroup(config, model_path, placement.device, placement.actor)
+        data = usable_rows(config, run_dir, pool, progress)
+        gpu = SharedGpu(pool, shared=placement.collocated, offload=config.actor.enable_offload)
+        sync = start_learner(learner, config, placement, pool, gpu, data.total_steps, log)
+        logger.info("started in %.0f s; training to step %d", time.monotonic() - began, data.total_steps)
+        stop.graceful = True
+        lost: ActorsLost | None = None
+        outcome: dict[str, float] | Interrupted | None = None
+        while outcome is None:
+            try:
+                if lost is not None:
+                    count_restart(lost, config.runner.max_restarts, newest_checkpoint(run_dir, start), log)
+                    learner.kill()
+                    pool.forget_weights()
+                    if sync.busy:
+                        pool.replace_all("they may wait for weights that will not come")
+                    pool.release()
+                    learner = ActorGroup(config, model_path, placement.device, placement.actor)
+                    sync = start_learner(learner, config, placement, pool, gpu, data.total_steps, log)
+                outcome = train(config, pool, learner, data, run_dir, stop, gpu=gpu, sync=sync, log=log, start=start)
+            except ActorsLost as error:
+                lost = error
+            except Interrupted as request:
+                outcome = request
+        log.recorder.close()
+        pool.stop()
+        learner.stop()
+    if isinstance(outcome, Interrupted):
+        raise outcome
+    return outcome
+
+
+def usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress: RunProgress) -> RunData:
+    """Wait for the workers, let them check all rows, and note what a model that sees nothing would score."""
+    data, runner = config.data, config.runner
+    found = find_usable_rows(
+        run_dir,
+        pool.start(),
+        pool.filter_rows,
+        progress.phase,
+        val_samples=data.val_samples,
+        batch_size=data.rollout_batch_size,
+        max_prompt_length=data.max_prompt_length,
+        max_bad_rows=data.max_bad_rows,
+        shuffle=data.shuffle,
+        seed=data.seed,
+        max_epochs=runner.max_epochs,
+        max_steps=runner.max_steps,
+    )
+    write_baselines(run_dir, found.answers)
+    return found
+
+
+def start_learner(
+    learner: ActorGroup,
+    config: Config,
+    placement: Reservation,
+    pool: RolloutPool,
+    gpu: SharedGpu,
+    total_steps: int,
+    log: RunLog,
+) -> WeightSync:
+    """Load the model into the ranks while the engines sleep, and agree on how its weights travel."""
+    log.progress.phase("sharding the policy")
+    gpu.to_ranks()
+    learner.start(total_steps)
+    device, collocated, beside = placement.device, placement.collocated, placement.beside_actors
+    return WeightSync(
+        resolve_weight_sync(config.rollout.weight_sync, device, collocated, beside),
+        learner,
+        pool,
+        device=device,
+        engine_ranks=config.rollout.tensor_parallel_size,
+        heartbeat_timeout=config.runner.heartbeat_timeout,
+    )
+
+
+def count_restart(lost: ActorsLost, limit: int, checkpoint: Path | None, log: RunLog) -> None:
+    """Record that the learner starts again; raises `TooManyRestarts` if it has done so `limit` times."""
+    if log.count("actors_restarted") >= limit:
+        raise TooManyRestarts(
+            f"{lost}. The actor ranks were started again {limit} times before (runner.max_restarts); the last complete "
+            f"checkpoint is {checkpoint or 'none'}"
+        ) from lost
+    back = f"the run goes back to {checkpoint or 'its start: it has no checkpoint yet'}"
+    log.event("actors_restarted", f"{lost}; the actor ranks start again, {back}")

@@ -1,0 +1,114 @@
+"""What a run writes about itself, under the step that it belongs to: metrics, ledger, events, trajectories, spans, progress."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.recorder import Recorder
+from rlinf_vl.observe.lines import EventLog, StepLines
+from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.observe.spans import flush_spans, span
+from rlinf_vl.observe.tracker import Trackers, make_trackers
+from rlinf_vl.types import GroupSummary
+
+logger = logging.getLogger(__name__)
+
+
+class RunLog:
+    """A context manager. `open` it at a step, then per step: `begin_step`, any number of `timed` and `event`, `end_step`."""
+
+    step: int  #: the step that what happens now belongs to: while it is trained, the next one
+    timings: dict[str, float]  #: of this step so far, seconds by `time/<phase>`
+    recorder: Recorder
+    ledger: StepLines  #: opened by `open`
+    _trackers: Trackers | None  #: opened by `open`
+
+    def __init__(self, config: Config, run_dir: Path, model_path: str, progress: RunProgress) -> None:
+        self.step = 0
+        self.timings = {}
+        self.progress = progress
+        self.recorder = Recorder(config, run_dir, model_path, report=partial(self.event, "recording_ended"))
+        self._config = config
+        self._run_dir = run_dir
+        self._events = EventLog(run_dir)
+        self._trackers = None
+        self._shown_workers: tuple[int, int] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._trackers is not None:
+            self._trackers.close()
+        flush_spans()
+        if happened := self._events.summary():
+            logger.info("beside its steps: %s (%s)", happened, self._run_dir / "events.jsonl")
+
+    def open(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
+        """Go on after `step`, whose metrics are logged if they were not yet; what was written about later steps is dropped."""
+        if self._trackers is not None:
+            self._trackers.close()
+        resume_step = step or -1  # a run that goes back to its start validates, and so logs step 0, once more
+        self.step = step
+        self.recorder.drop_after(resume_step)
+        self.ledger = StepLines(self._run_dir / "ledger.jsonl", resume_step)
+        self._trackers = make_trackers(
+            self._run_dir,
+            self._config.runner.logger.logger_backends,
+            project_name=self._config.runner.logger.project_name,
+            experiment_name=self._config.runner.experiment_name,
+            config=asdict(self._config),
+            resume_step=resume_step,
+        )
+        if metrics and self.last_step != step:
+            self._trackers.log(step, metrics)
+        self.progress.begin(total_steps, step)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step whose metrics are logged."""
+        return self._trackers.last_step
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        self.timings = {}
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Show a phase of the step while it lasts, and note its seconds as `time/<phase>`."""
+        start = time.perf_counter()
+        self.progress.phase(phase)
+        with span(phase, step=self.step):
+            yield
+        self.timings[f"time/{phase}"] = time.perf_counter() - start
+
+    def event(self, kind: str, message: str, level: int = logging.WARNING) -> None:
+        self._events.add(self.step, kind, message, level)
+
+    def count(self, kind: str) -> int:
+        """Events of this kind since this process began."""
+        return self._events.count(kind)
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> list[GroupSummary]:
+        """Log the step's metrics and start writing its trajectories; returns groups that are recorded now: release them."""
+        recorded = self.recorder.end_step(step)
+        self._trackers.log(step, metrics)
+        if step:
+            self.progress.update(step, metrics)
+        return recorded
+
+    def show_workers(self, learner: Any, pool: Any) -> None:
+        """Write every process of the run to the status file, if any was replaced since the last time."""
+        now = (self.count("actors_restarted"), pool.restarts)
+        if now != self._shown_workers:
+            self._shown_workers = now
+            self.progress.workers([*learner.entries(now[0]), *pool.entries()])

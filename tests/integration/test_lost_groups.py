@@ -1,0 +1,91 @@
+"""A real pool and real ranks under the loop: workers that die between generation and training, and a step that is skipped."""
+
+import math
+import os
+import signal
+import time
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from rlinf_vl.config import load_config
+from rlinf_vl.transport import unpack
+
+pytestmark = pytest.mark.integration
+
+
+def weights_of(learner) -> dict[str, bytes]:
+    offered = learner.offer_weights(check=False)
+    found = {name: value.numpy().tobytes() for ref in offered for name, value in unpack(ray.get(ref)).items()}
+    learner.release_weights()
+    return found
+
+
+def kill_the_worker(pool) -> None:
+    (worker,) = pool.workers
+    _, pid = ray.get(worker.process.remote())
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RayActorError):
+        while True:
+            ray.get(worker.process.remote())
+    time.sleep(2)  # until its objects are gone from this node, too
+
+
+def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp_path, monkeypatch):
+    from rlinf_vl.actor.group import ActorGroup
+    from rlinf_vl.controller.loop import make_tasks, rollout
+    from rlinf_vl.controller.mismatch import MismatchGuard
+    from rlinf_vl.controller.run_log import RunLog
+    from rlinf_vl.observe.progress import RunProgress
+    from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
+    from rlinf_vl.toy.model import toy_checkpoint_path
+
+    overrides = [
+        "cluster.component_placement={actor: 0-1, rollout: 0}",
+        "data.filter_prompt_by_length=false",
+        "data.rollout_batch_size=6",
+        "rollout.weight_sync=object_store",
+        "runner.trajectories.interval=0",
+        f"runner.output_dir={tmp_path}",
+    ]
+    config = load_config("toy-grpo-cpu", overrides)
+    path = str(toy_checkpoint_path())
+    with ray_cluster(config), reserve(config) as placement, RunLog(config, tmp_path, path, RunProgress()) as log:
+        pool = RolloutPool(config, path, placement.device, placement.rollout)
+        learner = ActorGroup(config, path, placement.device, placement.actor)
+        pool.start()
+        learner.start(10)
+        learner.set_weight_sync("object_store", 2**20)
+        guard = MismatchGuard(config, learner, log)
+        tasks = make_tasks("train", range(6), 8, 1, 1)
+
+        batch = rollout(tasks, config, pool, learner, guard, log)
+        kill_the_worker(pool)
+        assert guard.check(1, batch.summaries, batch.to_score)["mismatch/one_image"] < 1e-4
+        before = weights_of(learner)
+        infinite = [(math.inf,) * 8] * 6
+        assert learner.update(1, batch.plan.minibatches, infinite)["actor/skipped_steps"] == 1
+        assert weights_of(learner) == before
+        assert learner.update(1, batch.plan.minibatches, batch.plan.advantages)["actor/grad_norm"] > 0
+        assert weights_of(learner) != before
+
+        submit, asked = pool.submit, []
+
+        def submitted(tasks):
+            asked.append([task.group_id for task in tasks])
+            submission = submit(tasks)
+            if len(asked) == 1:
+                results = submission.results()
+                kill_the_worker(pool)
+                monkeypatch.setattr(submission, "results", lambda: results)
+            return submission
+
+        monkeypatch.setattr(pool, "submit", submitted)
+        batch = rollout(tasks, config, pool, learner, guard, log)
+        assert asked == [[task.group_id for task in tasks]] * 2, "all were lost, and sampled again"
+        assert log.count("groups_lost") == 1
+        assert learner.update(2, batch.plan.minibatches, batch.plan.advantages)["actor/grad_norm"] > 0
+        pool.stop()
+        learner.stop()
