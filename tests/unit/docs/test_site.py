@@ -36,7 +36,7 @@ def test_the_site_needs_no_network(site: Path):
 
 def test_links_out_of_the_documentation_name_the_file(site: Path):
     architecture = (site / "architecture.html").read_text()
-    assert "<code>controller/grpo.py</code>" in architecture and 'href="../' not in architecture
+    assert "<code>controller/loop.py</code>" in architecture and 'href="../' not in architecture
 
 
 def test_the_page_of_config_keys_is_up_to_date():
