@@ -28,7 +28,7 @@ class RunLog:
     timings: dict[str, float]  #: of this step so far, seconds by `time/<phase>`
     recorder: Recorder
     ledger: StepLines  #: opened by `open`
-    _trackers: Trackers | None  #: opened by `open`
+    _trackers: Trackers  #: none before `open`
 
     def __init__(self, config: Config, run_dir: Path, model_path: str, progress: RunProgress) -> None:
         self.step = 0
@@ -38,7 +38,7 @@ class RunLog:
         self._config = config
         self._run_dir = run_dir
         self._events = EventLog(run_dir)
-        self._trackers = None
+        self._trackers = Trackers({})
         self._shown_workers: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
@@ -47,16 +47,14 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._trackers is not None:
-            self._trackers.close()
+        self._trackers.close()
         flush_spans()
         if happened := self._events.summary():
             logger.info("beside its steps: %s (%s)", happened, self._run_dir / "events.jsonl")
 
     def open(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Go on after `step`, whose metrics are logged if they were not yet; what was written about later steps is dropped."""
-        if self._trackers is not None:
-            self._trackers.close()
+        self._trackers.close()
         resume_step = step or -1  # a run that goes back to its start validates, and so logs step 0, once more
         self.step = step
         self.recorder.drop_after(resume_step)
