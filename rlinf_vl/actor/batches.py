@@ -93,7 +93,7 @@ class BatchMaker:
         if self.cache is None:
             return
         images = {image.hash: (image, grid) for group in groups for image, grid in group.images}
-        self.cache.hold(images)
+        self.cache.pin(images)
         chunks = _chunks([images[name] for name in self.cache.missing(images)], self.max_patches)
         calls = torch.tensor(len(chunks))
         dist.all_reduce(calls, dist.ReduceOp.MAX)

@@ -16,24 +16,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 #: Files of a checkpoint folder that are not weights or model config: they travel unchanged into an export.
 TOKENIZER_AND_PROCESSOR_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json"),
 )
 
 
 def load_model(
     path: str | Path, family: Family, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The transformers model at `path` on the CPU, its layers attending through `rlinf_vl.models.attention`.
+    """The transformers model at `path` on the CPU, prepared by `use_packed_attention`.
 
     Raises:
         ValueError: the checkpoint is of another family than `rollout.model.model_type` says.
@@ -51,18 +43,17 @@ def load_model(
 
 
 def weight_shapes(config: Any, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the model's weights, as transformers and a checkpoint have them; nothing is loaded."""
+    """Names and shapes of the weights in the transformers model; nothing is loaded."""
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedModel:
-    """Let a transformers model attend through an `AttentionContext`, and compute as `family.layers` says; returns the
-    model. Modules and weights stay as they are."""
-    # transformers makes no [T, T] mask for a name that it does not know
+    """Make a transformers model attend through an `AttentionContext`, and compute by the forwards in `family.layers`; returns
+    the model. Modules and weights stay as they are."""
     text_config: Any = model.get_submodule(family.text_model).config
-    text_config._attn_implementation = "context"
+    text_config._attn_implementation = "context"  # transformers makes no [T, T] mask for a name that it does not know
     for module in model.modules():
         if (forward := family.layers.get(type(module).__name__)) is not None:
             module.forward = types.MethodType(forward, module)
@@ -70,27 +61,25 @@ def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedMo
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write weights and config in HF format. safetensors makes its files for their owner alone; these get the mode that other
-    files get here."""
+    """Write weights and config in HF format."""
     model.save_pretrained(folder)
     mode = (folder / "config.json").stat().st_mode
-    for weights in folder.glob("*.safetensors"):
+    for weights in folder.glob("*.safetensors"):  # which safetensors lets only their owner read
         weights.chmod(mode)
 
 
 def freeze_vision(model: nn.Module, family: Family) -> None:
-    """Stop gradients of the vision tower, mergers included."""
+    """Train neither the vision tower nor its mergers."""
     model.get_submodule(family.vision_tower).requires_grad_(False)
 
 
 def output_weight(model: PreTrainedModel) -> torch.Tensor:
-    """[V, H], the output embedding, as it is held."""
+    """The output embedding, [V, H]; V can be more than the tokenizer has tokens."""
     embedding: Any = model.get_output_embeddings()
     return embedding.weight
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Rows of the output embedding, which can be more than the tokenizer has tokens."""
     return output_weight(model).shape[0]
 
 

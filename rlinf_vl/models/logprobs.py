@@ -3,8 +3,7 @@ time. No [T, vocab] tensor is ever whole, in forward or backward: backward compu
 
 import torch
 
-from rlinf_vl.models.kernels.products import add_matmul, matmul
-from rlinf_vl.models.precision import bfloat16_products
+from rlinf_vl.models.kernels.products import add_matmul, bfloat16_products, matmul
 
 #: Bytes of one chunk's float32 logits, by device type, where the caller leaves the chunk open: what a CPU's caches hold, and
 #: what keeps a GPU busy.

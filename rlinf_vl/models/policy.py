@@ -21,7 +21,7 @@ from rlinf_vl.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class PlacedImages:
-    """Image features of a packed row, and where they stand; the indices are int64 [N], see `MicroBatch`."""
+    """Features of a packed row's images, and the tokens they belong to; the indices are int64 [N], see `MicroBatch`."""
 
     features: VisionFeatures
     image_positions: torch.Tensor

@@ -30,28 +30,22 @@ class Processor:
         max_pixels: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """`min_pixels`/`max_pixels` bound an image's area after resizing; None keeps the checkpoint's own bounds."""
+        """`min_pixels` and `max_pixels` bound an image's area after resizing; None means the checkpoint's own bound."""
         self.family = family
-        self.path, self.trust_remote_code = str(path), trust_remote_code
+        self.path = str(path)
+        self.trust_remote_code = trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         self.image_processor = family.image_processor(path, min_pixels, max_pixels)
-        self.image_token_id = self._id_of(family.image_token)
-
-    def _id_of(self, token: str) -> int:
-        index = self.tokenizer.convert_tokens_to_ids(token)
-        if index is None or index == self.tokenizer.unk_token_id:
-            raise ValueError(f"the tokenizer in {self.path} has no {token!r}, which {self.family.model_type} needs")
-        return index
+        self.merge_size = self.image_processor.merge_size
+        self.image_token_id: int = self.tokenizer.convert_tokens_to_ids(family.image_token)
+        if self.image_token_id in (None, self.tokenizer.unk_token_id):
+            raise ValueError(f"the tokenizer in {path} has no {family.image_token!r}, which {family.model_type} needs")
 
     @property
     def pad_id(self) -> int:
         """Filler of padded rows; any id does, its positions carry no loss."""
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else self.tokenizer.eos_token_id
-
-    @property
-    def merge_size(self) -> int:
-        return self.image_processor.merge_size
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -63,12 +57,10 @@ class Processor:
 
         The trainer's log-softmax leaves the same ids out.
         """
-        banned = np.zeros(vocab_size, bool)
+        banned = np.ones(vocab_size, bool)
         known = self.tokenizer.get_vocab()
+        banned[[i for i in known.values() if i < vocab_size]] = False
         banned[[known[t] for t in self.family.special_tokens if t in known]] = True
-        used = np.zeros(vocab_size, bool)
-        used[[i for i in known.values() if i < vocab_size]] = True
-        banned |= ~used
         if self.tokenizer.pad_token_id is not None:
             banned[self.tokenizer.pad_token_id] = True
         banned[list(self.stop_ids)] = False
@@ -83,11 +75,7 @@ class Processor:
         return grids.prod(axis=1) // self.merge_size**2
 
     def pixels(self, image: ImageRef) -> np.ndarray:
-        """float32 [t·h·w, channels · temporal patch · patch²]: one image, decoded, resized, normalised and patched.
-
-        Raises:
-            ImageError: the bytes can't be decoded.
-        """
+        """`ImageProcessor.patches` of an encoded image; ImageError: it can't be decoded."""
         return self.image_processor.patches(decode(image))
 
     def decode(self, ids: np.ndarray) -> str:
@@ -97,24 +85,25 @@ class Processor:
 
 class PixelCache:
     """The most recently used images' pixels, by content hash, within a bound of bytes. Callable like `Processor.pixels`, from
-    any thread; threads that miss one image at the same time each compute it, and one result is kept."""
+    any thread; threads that miss one image at the same time each compute it, and one result is cached."""
 
     def __init__(self, pixels: Callable[[ImageRef], np.ndarray], max_bytes: int = 2**29) -> None:
-        self._pixels, self._max_bytes = pixels, max_bytes
-        self._held: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._pixels = pixels
+        self._max_bytes = max_bytes
+        self._cached: OrderedDict[str, np.ndarray] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
     def __call__(self, image: ImageRef) -> np.ndarray:
         with self._lock:
-            if image.hash in self._held:
-                self._held.move_to_end(image.hash)
-                return self._held[image.hash]
+            if image.hash in self._cached:
+                self._cached.move_to_end(image.hash)
+                return self._cached[image.hash]
         made = self._pixels(image)
         with self._lock:
-            patches = self._held.setdefault(image.hash, made)
+            patches = self._cached.setdefault(image.hash, made)
             if patches is made:
                 self._bytes += patches.nbytes
-            while self._bytes > self._max_bytes and len(self._held) > 1:
-                self._bytes -= self._held.popitem(last=False)[1].nbytes
+            while self._bytes > self._max_bytes and len(self._cached) > 1:
+                self._bytes -= self._cached.popitem(last=False)[1].nbytes
         return patches

@@ -1,7 +1,7 @@
-"""Features of a vision tower that does not change: every image is encoded once, whoever asks for it, however often.
+"""Features of a vision tower that does not change: every image is encoded once, however often it is needed.
 
-Invariants: the features of an image named by `hold` stay until the next `hold`. The device holds at most the limit of bytes;
-images that no step needs go first, oldest first. What the step needs beyond the limit is in host memory, and nothing else is.
+Invariants: features of the images named by `pin` stay until the next `pin`. The device stores at most the limit of bytes;
+images that no step needs go first, oldest first. Host memory stores what the step needs beyond the limit, and nothing else.
 """
 
 from collections import OrderedDict
@@ -16,55 +16,54 @@ class VisionCache:
     """Features by content hash. `clear` it when the tower changes."""
 
     def __init__(self, max_bytes: int, device: torch.device | str) -> None:
-        self.max_bytes, self.device = max_bytes, torch.device(device)
-        self._wanted: dict[str, None] = {}
+        self.max_bytes = max_bytes
+        self.device = torch.device(device)
+        self._pinned: dict[str, None] = {}
         #: [1 + deepstack layers, N, H] of each image; on the device those that no step needs come first, oldest first
         self._on_device: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._on_host: dict[str, torch.Tensor] = {}
         self._used = 0  # bytes of `_on_device`
 
-    def hold(self, hashes: Iterable[str]) -> None:
-        """These images are needed from now on, those of the call before no more."""
-        self._wanted = dict.fromkeys(hashes)
-        for name in [n for n in self._wanted if n in self._on_device]:
+    def pin(self, hashes: Iterable[str]) -> None:
+        """A step needs these images from now on, and no longer those of the call before."""
+        self._pinned = dict.fromkeys(hashes)
+        for name in [n for n in self._pinned if n in self._on_device]:
             self._on_device.move_to_end(name)
         spilled, self._on_host = self._on_host, {}
-        for name in [n for n in spilled if n in self._wanted]:
-            self._place(name, spilled[name])
+        for name in [n for n in spilled if n in self._pinned]:
+            self._store(name, spilled[name])
 
     def missing(self, hashes: Iterable[str]) -> list[str]:
-        """Those without features yet, each once, in order."""
+        """Those without features, each once, in order."""
         return [h for h in dict.fromkeys(hashes) if h not in self._on_device and h not in self._on_host]
 
     def put(self, hashes: Sequence[str], features: VisionFeatures, tokens: Sequence[int]) -> None:
-        """Keep what the tower gave for these images, which have so many tokens each. One that no step needs is kept only
+        """Store the tower's features of these images, which have so many tokens each; of an image that no step needs only
         where there is room."""
         stack = torch.stack([features.tokens, *features.deepstack]).detach()
         for name, part in zip(hashes, stack.split(list(tokens), dim=1), strict=True):
             if self.missing([name]):
-                self._place(name, part.clone())
+                self._store(name, part.clone())
 
     def get(self, hashes: Sequence[str]) -> VisionFeatures:
-        """Features of these images, end to end, on the cache's device; KeyError names one that is not held."""
+        """Features of these images, end to end, on the cache's device; KeyError names one that is missing."""
         stacks = (self._on_host[h] if h in self._on_host else self._on_device[h] for h in hashes)
         stack = torch.cat([s.to(self.device, non_blocking=True) for s in stacks], dim=1)
         return VisionFeatures(stack[0], tuple(stack[1:]))
 
     def clear(self) -> None:
-        """Forget every image."""
         self._on_device.clear()
         self._on_host.clear()
         self._used = 0
 
-    def _place(self, name: str, stack: torch.Tensor) -> None:
-        """Put features where they fit: on the device, in the place of images that no step needs, or on the host."""
-        size = stack.nbytes
-        while self._used + size > self.max_bytes and (oldest := next(iter(self._on_device), None)) is not None:
-            if oldest in self._wanted:
+    def _store(self, name: str, stack: torch.Tensor) -> None:
+        """Store features on the device, dropping images that no step needs, or on the host."""
+        while self._used + stack.nbytes > self.max_bytes and (oldest := next(iter(self._on_device), None)) is not None:
+            if oldest in self._pinned:
                 break
             self._used -= self._on_device.pop(oldest).nbytes
-        if self._used + size <= self.max_bytes:
+        if self._used + stack.nbytes <= self.max_bytes:
             self._on_device[name] = stack.to(self.device, non_blocking=True)
-            self._used += size
-        elif name in self._wanted:
+            self._used += stack.nbytes
+        elif name in self._pinned:
             self._on_host[name] = stack if stack.device.type == "cpu" else stack.cpu().pin_memory()

@@ -7,7 +7,7 @@ their log-sum-exp, which is exact.
 
 import torch
 
-from rlinf_vl.models.precision import bfloat16_products
+from rlinf_vl.models.kernels.products import bfloat16_products
 
 
 class DecodeCache:

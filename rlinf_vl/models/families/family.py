@@ -5,6 +5,7 @@ Other code asks the family and never compares a `model_type`.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,17 +27,12 @@ class VisionFeatures:
 
 @dataclass(frozen=True, slots=True)
 class DecodeState:
-    """What decoding stores: keys and values per token in some layers, tensors of fixed size per row in others.
+    """What decoding stores: keys and values per token in some layers, tensors of fixed size per row in others."""
 
-    Attributes:
-        kv_layers: numbers of the layers that attend to all earlier tokens.
-        kv_heads, head_dim: of those layers.
-        row_shapes: layer → shapes of what a recurrent layer carries along for each row, in float32.
-    """
-
-    kv_layers: tuple[int, ...]
+    kv_layers: tuple[int, ...]  # numbers of the layers that attend to all earlier tokens
     kv_heads: int
     head_dim: int
+    #: Layer → shapes of what a recurrent layer carries along for each row, in float32.
     row_shapes: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
@@ -45,7 +41,7 @@ class DecodeState:
 
     def row_bytes(self) -> int:
         """State of one row that does not grow with its length."""
-        return 4 * sum(int(np.prod(shape)) for shapes in self.row_shapes.values() for shape in shapes)
+        return 4 * sum(prod(shape) for shapes in self.row_shapes.values() for shape in shapes)
 
 
 class ImageProcessor(Protocol):
@@ -64,53 +60,40 @@ class ImageProcessor(Protocol):
 
 
 def same_name(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """`engine_names` of a family whose checkpoints SGLang reads in transformers' own names and layouts."""
+    """`engine_names` of a family that SGLang reads in transformers' own names and layouts."""
     return ((name, weight),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family. `config` below is the transformers config of the whole model.
+    """One model family. Paths are dotted paths in the transformers model; a config is transformers', of the whole model."""
 
-    Attributes:
-        model_type: `model_type` of the checkpoint's config.json.
-        text_model, vision_tower, text_blocks, vision_blocks: dotted paths of those modules in the transformers model.
-        fsdp_units: dotted paths (see `submodules`) of what FSDP shards as units of their own, inner ones first; the root's
-            unit is the rest.
-        image_token: the placeholder that stands for one image token.
-        special_tokens: vision placeholders; they may never be sampled.
-        stop_ids: (tokenizer, checkpoint, trust_remote_code) → ids that end a response.
-        layers: class name of a module → the `forward` that replaces its own.
-        positions: (ids [T], image token id, grids [n, 3], merge size) → int64 [4, T], rows (text, t, h, w).
-        text_forward: (text model, inputs_embeds [1|S, T, H], position_ids [4, 1|S, T], positions of image tokens int64 [N]
-            or None, deepstack features, context=AttentionContext) → last hidden state [1|S, T, H].
-        encode_images: (vision tower, patches [P, d], grids int64 [n, 3], dtype that the tower computes in) → its features.
-        image_processor: (checkpoint, min_pixels, max_pixels) → `ImageProcessor`; None means the checkpoint's own bound.
-        blank_image: config → (patches, grids) of the smallest image.
-        feature_layers: config → tensors in the `VisionFeatures` of an image.
-        prices: (config, whether the tower is trained) → `Prices` for the planner.
-        decode_state: config → what an engine stores while it decodes.
-        engine_names: (name, weight) of the transformers model → names and weights as SGLang loads them.
-    """
-
-    model_type: str
+    model_type: str  # as in the checkpoint's config.json
     text_model: str
-    vision_tower: str
     text_blocks: str
+    vision_tower: str
     vision_blocks: str
+    #: Paths (see `submodules`) of modules that FSDP shards as units of their own, inner ones first; the root's unit is the rest.
     fsdp_units: tuple[str, ...]
-    image_token: str
-    special_tokens: tuple[str, ...]
+    image_token: str  # the placeholder of one image token
+    special_tokens: tuple[str, ...]  # vision placeholders, which may never be sampled
+    #: (tokenizer, checkpoint, trust_remote_code) → ids that end a response
     stop_ids: Callable[[Any, str | Path, bool], tuple[int, ...]]
-    layers: Mapping[str, Callable[..., object]]
+    layers: Mapping[str, Callable[..., object]]  # class name of a module → the `forward` that replaces its own
+    #: (ids [T], image token id, grids [n, 3], merge size) → int64 [4, T], rows (text, t, h, w)
     positions: Callable[[np.ndarray, int, np.ndarray, int], np.ndarray]
+    #: (text model, embeddings [1|S, T, H], positions [4, 1|S, T], positions of image tokens int64 [N] or None, deepstack features,
+    #: context=AttentionContext) → last hidden state [1|S, T, H]
     text_forward: Callable[..., torch.Tensor]
+    #: (vision tower, patches [P, d], grids int64 [n, 3], dtype that the tower computes in) → features
     encode_images: Callable[[nn.Module, torch.Tensor, np.ndarray, torch.dtype], VisionFeatures]
+    #: (checkpoint, min_pixels, max_pixels) → processor; None for a bound means the checkpoint's own
     image_processor: Callable[[str | Path, int | None, int | None], ImageProcessor]
-    blank_image: Callable[[Any], tuple[np.ndarray, np.ndarray]]
-    feature_layers: Callable[[Any], int]
-    prices: Callable[[Any, bool], Prices]
-    decode_state: Callable[[Any], DecodeState]
+    blank_image: Callable[[Any], tuple[np.ndarray, np.ndarray]]  # config → (patches, grids) of the smallest image
+    feature_layers: Callable[[Any], int]  # config → number of tensors in `VisionFeatures`
+    prices: Callable[[Any, bool], Prices]  # (config, whether the tower is trained) → what the planner reckons with
+    decode_state: Callable[[Any], DecodeState]  # config → what an engine stores
+    #: (name, weight) in transformers → the same as SGLang loads it
     engine_names: Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]] = same_name
 
 

@@ -46,21 +46,19 @@ class QwenImages:
     def __init__(self, path: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
         self._processor = Qwen2VLImageProcessorPil.from_pretrained(path)
         size = self._processor.size
-        self._bounds = {
-            "min_pixels": min_pixels or size["shortest_edge"],
-            "max_pixels": max_pixels or size["longest_edge"],
-        }
-        low, high = self._bounds.values()
-        if low > high:
+        self._least = min_pixels or size["shortest_edge"]
+        self._most = max_pixels or size["longest_edge"]
+        if self._least > self._most:
             raise ValueError(
-                f"data.image_min_pixels: {low} is above data.image_max_pixels, {high} (where unset: the checkpoint's own)"
+                f"data.image_min_pixels: {self._least} is above data.image_max_pixels, {self._most} (where unset: the "
+                "checkpoint's own)"
             )
-        self._processor.size = type(size)(shortest_edge=low, longest_edge=high)
+        self._processor.size = type(size)(shortest_edge=self._least, longest_edge=self._most)
         self.patch_size: int = self._processor.patch_size
         self.merge_size: int = self._processor.merge_size
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        rows, columns = smart_resize(height, width, factor=self.patch_size * self.merge_size, **self._bounds)
+        rows, columns = smart_resize(height, width, self.patch_size * self.merge_size, self._least, self._most)
         return 1, rows // self.patch_size, columns // self.patch_size
 
     def patches(self, image: Image.Image) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rlinf_vl.models.precision import bfloat16_products, has_bfloat16_units
+from rlinf_vl.models.kernels.products import bfloat16_products, has_bfloat16_units
 from rlinf_vl.models.transfer import on_device
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rlinf_vl.models.kernels.products import add_matmul, matmul
-from rlinf_vl.models.precision import has_bfloat16_units
+from rlinf_vl.models.kernels.products import add_matmul, has_bfloat16_units, matmul
 
 #: Elements that an element-wise chain in bfloat16 takes at a time, so that what one operation wrote the next finds in the
 #: cache. (In float32 the chains are shorter, and whole tensors measure faster.)

@@ -1,5 +1,5 @@
-"""The parts of a layer on CUDA: PyTorch's own operations, with fused kernels where it has them (RMSNorm in both directions,
-SiLU), and autograd's backwards. The backwards of `kernels.cpu` were measured on CPUs only, and are not used here."""
+"""The parts of a layer on CUDA, with the names of `kernels.cpu`: PyTorch's own operations, fused where it has them (RMSNorm in
+both directions, SiLU), and autograd's backwards. The backwards of `kernels.cpu` were measured on CPUs only."""
 
 import torch
 from torch import nn
@@ -7,21 +7,17 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `kernels.cpu.rms_norm`; fused where x and weight have one dtype, rounded once."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """As `kernels.cpu.rotate`."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up."""
     return F.silu(gate) * up
 
 
 def projections(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
-    """What each of these linear layers makes of x."""
     return tuple(layer(x) for layer in layers)

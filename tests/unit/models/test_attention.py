@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.kernels.attention import KERNELS, kernel_for
-from rlinf_vl.models.precision import has_bfloat16_units
+from rlinf_vl.models.kernels.products import has_bfloat16_units
 
 HERE = [name for name, (_, serves) in KERNELS.items() if serves("cpu", torch.float32) or name == "varlen"]
 HALF = [name for name, (_, serves) in KERNELS.items() if serves("cpu", torch.bfloat16) or name == "varlen"]

@@ -74,7 +74,7 @@ def test_projections_and_head_have_the_gradients_of_float64(by_onednn):
 
 
 def test_small_products_bfloat16_and_the_head_in_bfloat16_stay_pytorchs(monkeypatch):
-    from rlinf_vl.models.precision import bfloat16_products
+    from rlinf_vl.models.kernels.products import bfloat16_products
 
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     big = torch.empty(2**10, 2**10)

@@ -30,19 +30,19 @@ def test_what_is_put_together_comes_back_apart_and_in_the_order_asked():
 
 def test_the_oldest_that_no_step_needs_goes_first():
     cache = VisionCache(2 * IMAGE_BYTES, "cpu")
-    cache.hold(["a", "b"])
+    cache.pin(["a", "b"])
     cache.put(["a", "b"], features(0, 2), [TOKENS] * 2)
-    cache.hold(["c", "a"])
+    cache.pin(["c", "a"])
     cache.put(["c"], features(1), [TOKENS])
     assert cache.missing(["a", "b", "c"]) == ["b"]
 
 
 def test_what_the_step_needs_stays_even_above_the_limit():
     cache = VisionCache(0, "cpu")
-    cache.hold(["a", "b"])
+    cache.pin(["a", "b"])
     cache.put(["a", "b"], features(0, 2), [TOKENS] * 2)
     assert cache.missing(["a", "b"]) == []
-    cache.hold([])
+    cache.pin([])
     assert cache.missing(["a", "b"]) == ["a", "b"]
 
 
@@ -70,7 +70,7 @@ def test_host_memory_holds_no_more_than_the_step_needs_beyond_the_limit(device):
     cache = VisionCache(IMAGE_BYTES, device)
     for step in range(6):
         names = [f"{step}/{i}" for i in range(2)]
-        cache.hold(names)
+        cache.pin(names)
         assert cache.missing(names) == names
         two = features(step, 2)
         cache.put(
@@ -80,20 +80,20 @@ def test_host_memory_holds_no_more_than_the_step_needs_beyond_the_limit(device):
         assert sum(bytes_of(cache)) <= 2 * IMAGE_BYTES
         if device == "meta":
             assert bytes_of(cache) == (IMAGE_BYTES, IMAGE_BYTES)
-    cache.hold([])
+    cache.pin([])
     assert sum(bytes_of(cache)) <= IMAGE_BYTES
 
 
 def test_what_was_spilled_comes_back_to_the_device_when_there_is_room(device):
     cache = VisionCache(2 * IMAGE_BYTES, device)
     names = ["a", "b", "c"]
-    cache.hold(names)
+    cache.pin(names)
     made = features(0, 3)
     on_device = VisionFeatures(made.tokens.to(device), tuple(x.to(device) for x in made.deepstack))
     cache.put(names, on_device, [TOKENS] * 3)
     cache.put(names[:1], VisionFeatures(on_device.tokens[:TOKENS], (on_device.deepstack[0][:TOKENS],)), [TOKENS])
     assert cache.missing(names) == [] and sum(bytes_of(cache)) == 3 * IMAGE_BYTES
-    cache.hold(["c", "b"])
+    cache.pin(["c", "b"])
     assert cache.missing(names) == ["a"] and bytes_of(cache) == (2 * IMAGE_BYTES, 0)
     if device == "cpu":
         assert torch.equal(cache.get(["c"]).tokens, made.tokens[2 * TOKENS :])
