@@ -8,8 +8,10 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from rlinf_vl.engines.sglang.cuda import missing_tools
 from rlinf_vl.engines.sglang.version import require_sglang, server_argument_names
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.cluster import cluster_to_join
-from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE
+from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, run_folder
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +48,14 @@ def packages_missing(config: Config) -> Iterator[str]:
     except ImportError as error:
         yield str(error)
         return
-    if config.cluster.device != "cpu" and _private(config) and gpu_count():
+    if config.cluster.device != "cpu" and _private(config) and gpu_memory():
         yield from missing_tools()
 
 
 def _data(config: Config) -> Iterator[str]:
-    data = config.data
+    data, batch = config.data, "data.rollout_batch_size"
     for key, paths in (("data.train_data_paths", data.train_data_paths), ("data.val_data_paths", data.val_data_paths)):
-        total: int | None = 0
+        counts: list[int | None] = []
         for path in paths:
             columns, rows = None, None
             if path == "toy":
@@ -65,13 +67,14 @@ def _data(config: Config) -> Iterator[str]:
                     columns, rows = peek(Path(path))
                 except ValueError as error:
                     yield f"{key}: {path} {error}"
-            total = None if total is None or rows is None else total + rows
+            counts.append(rows)
             if columns is not None:
                 yield from _columns(config, path, columns)
-        if key == "data.train_data_paths" and total is not None and 0 < total < data.rollout_batch_size:
+        total = sum(rows or 0 for rows in counts)
+        if key == "data.train_data_paths" and None not in counts and 0 < total < data.rollout_batch_size:
             yield (
-                f"data.rollout_batch_size: {data.rollout_batch_size} problems a step, but {key} has {total} rows; "
-                f"set it to {total} or less (a multiple of algorithm.n_minibatches={config.algorithm.n_minibatches}), or add data"
+                f"{batch}: {data.rollout_batch_size} problems a step, but {key} has {total} rows; set it to {total} or less (a "
+                f"multiple of algorithm.n_minibatches={config.algorithm.n_minibatches}), or add data"
             )
 
 
@@ -99,61 +102,56 @@ def _hub_data(key: str, path: str) -> Iterator[str]:
 
 
 def _model(config: Config) -> Iterator[str]:
-    model = config.rollout.model
-    path, key = model.model_path, "rollout.model.model_path"
+    path, key = config.rollout.model.model_path, "rollout.model.model_path"
+    way_out = "give a checkpoint's folder, a name on the Hugging Face hub (owner/name), or toy"
+    folder = Path(path)
     if path == "toy":
         yield from _family(config, "qwen3_vl")
         yield from _pixels(config, {"patch_size": 8, "merge_size": 2})
-        return
-    folder = Path(path)
-    if not path:
-        yield f"{key}: empty; give a checkpoint's folder, a name on the Hugging Face hub (owner/name), or toy"
-        return
-    if not os.path.isdir(path):
-        if path.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or _parent_is_here(folder):
-            yield (
-                f"{key}: no folder {path!r}{why_absent(path)}; give a checkpoint's folder, a name on the Hugging Face hub "
-                "(owner/name), or toy"
-            )
-            return
+    elif not path:
+        yield f"{key}: empty; {way_out}"
+    elif os.path.isdir(path):
+        yield from _model_folder(config, folder)
+    elif (
+        path.startswith((".", "/", "~"))
+        or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path)
+        or (folder.parent != Path(".") and os.path.isdir(folder.parent))
+    ):
+        yield f"{key}: no folder {path!r}{why_absent(path)}; {way_out}"
+    else:
         known, problem = _ask_hub("model", path)
         if problem:
             yield f"{key}: {path}: {problem}, or name a local folder;{nearest(path, ['toy'])}".rstrip(";")
         elif known:
             yield from _family(config, known)
-        return
+
+
+def _model_folder(config: Config, folder: Path) -> Iterator[str]:
+    key = "rollout.model.model_path"
     try:
-        written = json.loads((folder / "config.json").read_bytes())
-        known = written["model_type"]
+        known = json.loads((folder / "config.json").read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield (
-            f"{key}: {path} has no config.json that names a model_type ({type(error).__name__}: {error}); name a checkpoint in "
+            f"{key}: {folder} has no config.json that names a model_type ({type(error).__name__}: {error}); name a checkpoint in "
             "Hugging Face's format, such as 'python -m rlinf_vl export' writes"
         )
         return
     yield from _family(config, known)
-    missing = [
-        what
-        for what, names in (
-            ("weights (*.safetensors)", ("*.safetensors", "pytorch_model*.bin")),
-            ("a tokenizer (tokenizer.json)", ("tokenizer.json", "vocab.json")),
-            ("an image processor (preprocessor_config.json)", ("preprocessor_config.json", "processor_config.json")),
-        )
-        if not any(True for name in names for _ in folder.glob(name))
-    ]
-    try:
+    parts = {
+        "weights (*.safetensors)": ("*.safetensors", "pytorch_model*.bin"),
+        "a tokenizer (tokenizer.json)": ("tokenizer.json", "vocab.json"),
+        "an image processor (preprocessor_config.json)": ("preprocessor_config.json", "processor_config.json"),
+    }
+    missing = [what for what, names in parts.items() if not any(any(folder.glob(name)) for name in names)]
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         index = json.loads((folder / "model.safetensors.index.json").read_bytes())
         missing += [file for file in sorted(set(index["weight_map"].values())) if not (folder / file).is_file()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
     if missing:
-        yield f"{key}: {path} lacks {', '.join(missing)}; fetch or copy the checkpoint whole"
+        yield f"{key}: {folder} lacks {', '.join(missing)}; fetch or copy the checkpoint whole"
     for damaged, why in _damaged(folder):
-        yield f"{key}: {path}: {damaged} is damaged or fetched in part ({why}); fetch or copy it anew"
-    try:
+        yield f"{key}: {folder}: {damaged} is damaged or fetched in part ({why}); fetch or copy it anew"
+    with suppress(OSError, ValueError, TypeError, AttributeError):
         yield from _pixels(config, json.loads((folder / "preprocessor_config.json").read_bytes()))
-    except (OSError, ValueError, TypeError, AttributeError):
-        pass
 
 
 def _damaged(folder: Path) -> Iterator[tuple[str, str]]:
@@ -176,10 +174,6 @@ def _damaged(folder: Path) -> Iterator[tuple[str, str]]:
             yield weights.name, str(error)
 
 
-def _parent_is_here(path: Path) -> bool:
-    return path.parent != Path(".") and os.path.isdir(path.parent)
-
-
 def _family(config: Config, of_checkpoint: str) -> Iterator[str]:
     """The checkpoint's model_type must be a family of ours, and the one that the config says."""
     key, said = "rollout.model.model_type", config.rollout.model.model_type
@@ -194,17 +188,17 @@ def _family(config: Config, of_checkpoint: str) -> Iterator[str]:
 
 def _pixels(config: Config, processor: dict[str, Any]) -> Iterator[str]:
     """Pixel bounds against one image token's square, and against the longest prompt."""
-    data = config.data
+    low, high, prompt = config.data.image_min_pixels, config.data.image_max_pixels, config.data.max_prompt_length
     token = (int(processor.get("patch_size") or 16) * int(processor.get("merge_size") or 2)) ** 2
-    if data.image_max_pixels is not None and 0 < data.image_max_pixels < token:
+    if high is not None and 0 < high < token:
         yield (
-            f"data.image_max_pixels: {data.image_max_pixels} is less than one image token of this model ({token} pixels); "
-            f"set it to {token} or more, or null for the checkpoint's own"
+            f"data.image_max_pixels: {high} is less than one image token of this model ({token} pixels); set it to {token} or more, "
+            "or null for the checkpoint's own"
         )
-    if data.image_min_pixels is not None and data.image_min_pixels >= token * data.max_prompt_length:
+    if low is not None and low >= token * prompt:
         yield (
-            f"data.image_min_pixels: {data.image_min_pixels} makes every image {data.image_min_pixels // token} tokens, which no "
-            f"prompt of data.max_prompt_length={data.max_prompt_length} holds; lower the one or raise the other"
+            f"data.image_min_pixels: {low} makes every image {low // token} tokens, which no prompt of data.max_prompt_length="
+            f"{prompt} holds; lower the one or raise the other"
         )
 
 
@@ -258,23 +252,20 @@ def _server_arguments(config: Config) -> Iterator[str]:
 
 
 def _folders(config: Config) -> Iterator[str]:
-    runner, data = config.runner, config.data
-    folder = Path(runner.output_dir) / runner.experiment_name
+    runner, data, cache, folder = config.runner, config.data, cache_root(), run_folder(config)
     if reason := _unwritable(folder):
         yield f"runner.output_dir: {runner.output_dir!r}: {folder} can't be written ({reason}); name another folder"
     resume = runner.resume_dir
     if resume not in (None, "auto") and os.path.isdir(resume):
-        lacking = [
-            name for name in (STATE_FILE, f"{ACTOR_FOLDER}/.metadata") if not os.path.isfile(Path(resume) / name)
-        ]
-        if lacking:
+        parts = (STATE_FILE, f"{ACTOR_FOLDER}/.metadata")
+        if lacking := [name for name in parts if not os.path.isfile(Path(resume) / name)]:
             yield (
                 f"runner.resume_dir: {resume!r} is no complete checkpoint (no {lacking[0]} in it); name a "
                 "checkpoints/global_step_N folder of a run, or auto"
             )
     toy = "toy" in [config.rollout.model.model_path, *data.train_data_paths, *data.val_data_paths]
-    if (toy or data.image_hosts) and (reason := _unwritable(cache_root())):
-        yield f"the cache folder {cache_root()} can't be written ({reason}); set RLINF_VL_CACHE to another one"
+    if (toy or data.image_hosts) and (reason := _unwritable(cache)):
+        yield f"the cache folder {cache} can't be written ({reason}); set RLINF_VL_CACHE to another one"
 
 
 def _unwritable(folder: Path) -> str | None:
@@ -298,29 +289,29 @@ def _object_store(config: Config) -> Iterator[str]:
     wanted = config.cluster.object_store_memory
     if wanted is None or not _private(config):
         return
-    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for room, what in ((memory, "memory"), (shared.f_bavail * shared.f_frsize if shared else None, "room in /dev/shm")):
-        if room is not None and wanted > room:
-            yield (
-                f"cluster.object_store_memory: {wanted} bytes exceed this machine's {what}, {room}; lower it, or null for Ray's "
-                "own choice"
-            )
-            return
+    room = {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    if os.path.isdir("/dev/shm"):
+        room["room in /dev/shm"] = shutil.disk_usage("/dev/shm").free
+    what, least = min(room.items(), key=lambda item: item[1])
+    if wanted > least:
+        yield (
+            f"cluster.object_store_memory: {wanted} bytes exceed this machine's {what}, {least}; lower it, or null for Ray's own "
+            "choice"
+        )
 
 
 def _gpus(config: Config) -> Iterator[str]:
     """For a private cluster; one that is joined is asked when it has been."""
-    if config.cluster.device != "cuda" or not _private(config) or (count := gpu_count()) is None:
+    if config.cluster.device != "cuda" or not _private(config) or (gpus := gpu_memory()) is None:
         return
-    if count == 0:
+    if not gpus:
         yield (
             "cluster.device: cuda, but there is no CUDA device here (the driver shows none, or CUDA_VISIBLE_DEVICES hides them); "
             "run it where nvidia-smi shows one, or set cluster.device=cpu"
         )
         return
     try:
-        placement_of(config.cluster.component_placement, count, config.rollout.tensor_parallel_size)
+        placement_of(config.cluster.component_placement, len(gpus), config.rollout.tensor_parallel_size)
     except ConfigError as error:
         yield from error.problems
 
@@ -329,18 +320,25 @@ def _private(config: Config) -> bool:
     return config.cluster.num_nodes == 1 and cluster_to_join(config.cluster.ray_address, dict(os.environ))[0] is None
 
 
-def gpu_count() -> int | None:
-    """GPUs that Ray would find on this machine: NVML's, within CUDA_VISIBLE_DEVICES. None where there may be others' (ROCm)."""
+def gpu_memory() -> tuple[int, ...] | None:
+    """Bytes of each GPU that Ray would find on this machine: NVML's, within CUDA_VISIBLE_DEVICES. None where there may be others'
+    (ROCm). torch would take memory of each GPU to tell, for as long as this process lives."""
     if os.path.exists("/dev/kfd"):
         return None
-    count = ctypes.c_uint(0)
+    count, handle, memory = ctypes.c_uint(0), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return 0
+            return ()
     except OSError:
-        return 0
+        return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return count.value
-    return min(count.value, len([one for one in visible.split(",") if one.strip() not in ("", "-1", "NoDevFiles")]))
+    named = (
+        [] if visible is None else [one for one in visible.split(",") if one.strip() not in ("", "-1", "NoDevFiles")]
+    )
+    sizes = []
+    for i in range(count.value if visible is None else min(count.value, len(named))):
+        nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(handle))
+        nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+        sizes.append(memory[0])
+    return tuple(sizes)
