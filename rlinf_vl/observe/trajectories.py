@@ -5,7 +5,6 @@
 
 import io
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +16,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tokenizers import Tokenizer
 
-from rlinf_vl.types import Group, Trajectory
+from rlinf_vl.runtime.files import write_aside
+from rlinf_vl.types import Group, ImageRef, Trajectory
 
-#: One row a trajectory. Lists have one entry per token after the prompt, of several sequences one after the other; `images`
-#: are paths in the run's folder. Each of `TokenSequence.columns` is a further list under its own name.
 SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -31,12 +29,13 @@ SCHEMA = pa.schema(
         ("prompt", pa.string()),  # as the model reads it; an image is <image>
         ("response", pa.string()),
         ("answer", pa.string()),  # the reference
-        ("images", pa.list_(pa.string())),
+        ("images", pa.list_(pa.string())),  # paths in the run's folder
         ("tokens", pa.list_(pa.string())),  # the text of each, alone
         ("response_ids", pa.list_(pa.int32())),
         ("response_mask", pa.list_(pa.bool_())),  # false: an environment's, not sampled
         ("rollout_logprobs", pa.list_(pa.float32())),  # null: the engine returned none
         ("train_logprobs", pa.list_(pa.float32())),  # of the weights before the step; null: not trained on
+        ("turns", pa.string()),  # JSON; see `layout`
         ("advantage", pa.float32()),
         ("reward", pa.float32()),
         ("reward_parts", pa.string()),  # JSON
@@ -46,19 +45,22 @@ SCHEMA = pa.schema(
         ("weight_versions", pa.list_(pa.int32())),
     ]
 )
+"""One row a trajectory. Lists of what tokens have begin after the prompt and go through the trajectory's sequences one after
+the other; each of `TokenSequence.columns` is a further one, under its own name."""
 
 
 class TrajectoryStore:
     """The folder: rows by step, images by hash, up to `max_bytes` in all."""
 
     def __init__(self, run_dir: Path, model_path: str, image_token: str, max_bytes: int) -> None:
-        self._run_dir, self._max_bytes = run_dir, max_bytes
-        self._folder, self._images = run_dir / "trajectories", run_dir / "images"
-        for folder in (self._folder, self._images):
+        self._run_dir = run_dir
+        self._max_bytes = max_bytes
+        self._folder = run_dir / "trajectories"
+        images = run_dir / "images"
+        for folder in (self._folder, images):
             folder.mkdir(parents=True, exist_ok=True)
-        files = [*self._folder.iterdir(), *self._images.iterdir()]
-        self._bytes = sum(file.stat().st_size for file in files)
-        self._paths = {file.stem: f"images/{file.name}" for file in self._images.iterdir() if not file.suffix == ".tmp"}
+        self._bytes = sum(file.stat().st_size for file in (*self._folder.iterdir(), *images.iterdir()))
+        self._paths = {file.stem: f"images/{file.name}" for file in images.glob("[!.]*")}
         local = Path(model_path) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(local)) if local.exists() else Tokenizer.from_pretrained(model_path)
         self._image = re.compile(f"({re.escape(image_token)})+")
@@ -73,11 +75,11 @@ class TrajectoryStore:
         advantages: Sequence[float] | None = None,
         logprobs: Mapping[int, np.ndarray] | None = None,
     ) -> None:
-        """Take a group in, for the next `write`.
+        """Make rows of a group, for the next `write`.
 
         Args:
             advantages: of each trajectory; None where nothing is trained (validation).
-            logprobs: by place, float32 [sampled tokens]; a trajectory that was not trained on has none.
+            logprobs: float32 [sampled tokens] by the trajectory's number; one that was not trained on has none.
         """
         prompt = self._tokenizer.decode(group.prefix.tolist(), skip_special_tokens=False)
         shared = {
@@ -87,12 +89,13 @@ class TrajectoryStore:
             "problem_id": group.problem_id,
             "prompt": self._image.sub("<image>", prompt),
             "answer": group.answer,
-            "images": [self._image_path(image.hash, image.data) for image, _ in group.images],
         }
-        for place, trajectory in enumerate(group.trajectories):
-            own = self._row(trajectory, group.prefix_length, (logprobs or {}).get(place))
-            advantage = None if advantages is None else advantages[place]
-            self._rows.append(shared | own | {"sample": place, "advantage": advantage})
+        for sample, t in enumerate(group.trajectories):
+            images = {image.hash: image for s in t.sequences for image, _ in s.images}
+            own = self._row(t, group.prefix_length, (logprobs or {}).get(sample))
+            own["images"] = [self._image_path(image) for image in images.values()]
+            advantage = None if advantages is None else advantages[sample]
+            self._rows.append(shared | own | {"sample": sample, "advantage": advantage})
 
     def _row(self, t: Trajectory, prompt: int, train: np.ndarray | None) -> dict[str, Any]:
         parts = [{name: array[prompt:] for name, array in s.arrays().items()} for s in t.sequences]
@@ -110,6 +113,7 @@ class TrajectoryStore:
             "response_mask": mask,
             "rollout_logprobs": arrays.pop("logprobs", None),
             "train_logprobs": train,
+            "turns": json.dumps(layout(t, prompt)),
             "reward": t.reward,
             "reward_parts": json.dumps(t.reward_parts),
             "correct": None if t.error else t.correct,
@@ -123,16 +127,20 @@ class TrajectoryStore:
             self._pieces[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return self._pieces[token]
 
-    def _image_path(self, name: str, data: bytes | memoryview) -> str:
-        if name not in self._paths:
+    def _image_path(self, image: ImageRef) -> str:
+        if image.hash not in self._paths:
             try:
-                kind = (Image.open(io.BytesIO(data)).format or "bin").lower()
+                kind = (Image.open(io.BytesIO(image.data)).format or "bin").lower()
             except OSError:
                 kind = "bin"
-            self._paths[name] = f"images/{name}.{kind}"
-            _replace(self._run_dir / self._paths[name], bytes(data))
-            self._bytes += len(data)
-        return self._paths[name]
+            self._paths[image.hash] = f"images/{image.hash}.{kind}"
+            self._write(self._run_dir / self._paths[image.hash], image.data)
+        return self._paths[image.hash]
+
+    def _write(self, path: Path, data: bytes | memoryview) -> None:
+        with write_aside(path, durable=False) as aside:
+            aside.write_bytes(data)
+        self._bytes += len(data)
 
     def write(self, step: int) -> list[dict[str, Any]]:
         """Write what was added as step `step`; returns those rows."""
@@ -142,10 +150,9 @@ class TrajectoryStore:
             for name, values in (item for row in rows for item in row.items() if item[0] not in schema.names):
                 schema = schema.append(pa.field(name, pa.list_(pa.from_numpy_dtype(values.dtype))))
             table = pa.table({name: [row.get(name) for row in rows] for name in schema.names}, schema=schema)
-            sink = io.BytesIO()
-            pq.write_table(table, sink, compression="zstd")
-            _replace(self._folder / f"step_{step}.parquet", sink.getvalue())
-            self._bytes += sink.tell()
+            file = io.BytesIO()
+            pq.write_table(table, file, compression="zstd")
+            self._write(self._folder / f"step_{step}.parquet", file.getvalue())
         return rows
 
     @property
@@ -153,15 +160,20 @@ class TrajectoryStore:
         return self._bytes >= self._max_bytes
 
     def drop_after(self, step: int) -> None:
-        """The run goes back to `step`: what came after it is trained again."""
+        """Go back to `step`: later steps are trained again."""
         self._rows = []
         for file in self._folder.glob("step_*.parquet"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that who reads it meanwhile sees all of it or none."""
-    scratch = path.with_suffix(".tmp")
-    scratch.write_bytes(data)
-    os.replace(scratch, path)
+def layout(t: Trajectory, prompt: int) -> dict[str, list]:
+    """Where the row's tokens (those after the prompt, of all sequences) begin a sequence, and every turn: {"sequences": [0, …],
+    "turns": [{"start", "end", "finish_reason", "reward"}, …]}."""
+    starts = np.cumsum([0, *(len(s.ids) - prompt for s in t.sequences)])[:-1].tolist()
+    turns = []
+    for turn in t.turns:
+        offset = starts[turn.sequence] - prompt
+        where = {"start": turn.start + offset, "end": turn.end + offset}
+        turns.append(where | {"finish_reason": turn.finish_reason, "reward": turn.reward})
+    return {"sequences": starts, "turns": turns}

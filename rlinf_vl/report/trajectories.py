@@ -1,7 +1,7 @@
-"""Trajectories and their images for the report: which ones it holds, and their columns as arrays a browser reads.
+"""Trajectories and their images for the report: which ones are in it, and their columns as arrays that a browser reads.
 
-Text is a table of distinct strings and an index into it; what tokens have lies one after another over all trajectories,
-cut by one array of offsets. Nothing outside the run's folder is read, whatever an image's path says.
+Text is a table of distinct strings and an index into it. What tokens have is one array over all trajectories, and one array
+of offsets cuts them all. Nothing outside the run's folder is read, whatever an image's path says.
 """
 
 import hashlib
@@ -16,30 +16,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-_TEXTS = ("split", "group_id", "problem_id", "prompt", "response", "answer", "reward_parts", "error", "finish_reason")
-SCHEMA = pa.schema(
-    {
-        **dict.fromkeys(("step", "sample"), pa.int32()),
-        **dict.fromkeys(("reward", "advantage"), pa.float32()),
-        "correct": pa.bool_(),
-        **dict.fromkeys(_TEXTS, pa.string()),
-        **dict.fromkeys(("images", "tokens"), pa.list_(pa.string())),
-        **dict.fromkeys(("response_ids", "weight_versions"), pa.list_(pa.int32())),
-        "response_mask": pa.list_(pa.bool_()),
-        **dict.fromkeys(("rollout_logprobs", "train_logprobs"), pa.list_(pa.float32())),
-    }
-)
-#: For a token without a value, by the column's type: the type it has in the browser, and its value there.
+from rlinf_vl.observe.trajectories import SCHEMA
+
 FILL = {pa.float32(): (np.float32, np.nan), pa.int32(): (np.int32, -1), pa.bool_(): (np.uint8, 1)}
-_Group = namedtuple("_Group", "file split rows bytes")
-#: What a trajectory takes in the report before compression, its images aside, and what each of its tokens adds.
+"""For a token without a value, by the column's type: the type it has in the browser, and its value there."""
 BYTES_PER_TRAJECTORY, BYTES_PER_TOKEN = 1000, 20
-#: An image larger than one of these is shown as a thumbnail.
+"""What a trajectory takes in the report before compression, its images aside, and what each of its tokens adds."""
 MAX_BYTES_PER_IMAGE, MAX_PIXELS_ACROSS, THUMBNAIL_PIXELS = 100_000, 2048, 512
+"""An image larger than one of the first two is shown as a thumbnail of the third."""
+
+_Group = namedtuple("_Group", "file split rows bytes")
 
 
 def add_section(sections: bytearray, data: np.ndarray) -> dict[str, Any]:
-    """Appends an array; returns a reference to it, {"type", "at", "count"}, `at` in bytes."""
+    """Append an array; returns a reference to it, {"type", "at", "count"}, `at` in bytes."""
     sections += bytes(-len(sections) % 4)  # a browser's arrays are aligned
     reference = {"type": data.dtype.str[1:], "at": len(sections), "count": len(data)}
     sections += data.tobytes()
@@ -50,7 +40,8 @@ class ImageStore:
     """Images of all runs, each distinct file's bytes once, up to `max_bytes` in total."""
 
     def __init__(self, sections: bytearray, max_bytes: int) -> None:
-        self._sections, self._bytes_left = sections, max_bytes
+        self._sections = sections
+        self._bytes_left = max_bytes
         self._known: dict[bytes, int] = {}
         self.images: list[dict[str, Any]] = []
 
@@ -73,9 +64,8 @@ class ImageStore:
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
                 raise ValueError("not an image that can be shown") from error
             if len(shown) > self._bytes_left:
-                raise ValueError(
-                    f"there is room for {sum(image['data']['count'] for image in self.images):,} bytes only"
-                )
+                room = sum(image["data"]["count"] for image in self.images)
+                raise ValueError(f"there is room for {room:,} bytes only")
             self._bytes_left -= len(shown)
             self._known[digest] = len(self.images)
             reference = add_section(self._sections, np.frombuffer(shown, np.uint8))
@@ -84,17 +74,13 @@ class ImageStore:
 
 
 def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
-    """Trajectories of a run in the order of steps, as many as fit, with all columns of `SCHEMA`, and further ones that have a
-    number per token as float32.
+    """Trajectories of a run in the order of steps, as many as fit, with all columns of `SCHEMA` and further ones per token.
 
-    Whole groups are taken, evenly over the steps: first of validation, for which at most three quarters of the room are,
-    then of training, for which the rest is.
+    Whole groups are chosen, evenly over the steps: first of validation, up to three quarters of the bytes, then of training.
     """
     groups = []
     for file in sorted(run.glob("trajectories/step_*.parquet"), key=lambda f: (len(f.name), f.name)):
-        groups += _groups_of(
-            file, _read(file, [SCHEMA.field(name) for name in ("split", "group_id", "response_mask")], notes)
-        )
+        groups += _groups_of(file, _read(file, ("split", "group_id", "response_mask"), notes))
     if not groups:
         notes.append("No trajectories are stored.")
     rows_of: dict[Path, list[int]] = {}
@@ -110,7 +96,7 @@ def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
             rows_of.setdefault(group.file, []).extend(group.rows)
     tables = [SCHEMA.empty_table()]
     for file in dict.fromkeys(group.file for group in groups if group.file in rows_of):
-        if len(table := _read(file, [*SCHEMA, *_token_columns(file)], notes)):  # empty if another column is broken
+        if len(table := _read(file, SCHEMA.names, notes, further=True)):  # empty if another column is broken
             tables.append(table.take(sorted(rows_of[file])))
     return pa.concat_tables(tables, promote_options="default")
 
@@ -167,31 +153,34 @@ def _choose(groups: Sequence[_Group], max_bytes: int) -> list[_Group]:
     return chosen
 
 
-def _token_columns(file: Path) -> list[pa.Field]:
-    """Columns that aren't in `SCHEMA` and have a number per token."""
-    fields = [
-        field for field in pq.read_schema(file) if field.name not in SCHEMA.names and pa.types.is_list(field.type)
-    ]
-    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    numeric = [field.name for field in fields if any(is_kind(field.type.value_type) for is_kind in numbers)]
-    return [pa.field(name, pa.list_(pa.float32())) for name in numeric]
-
-
-def _read(file: Path, fields: Sequence[pa.Field], notes: list[str]) -> pa.Table:
-    """These columns; one that isn't there is null. No rows, and a note, if the file is broken."""
-    schema = pa.schema(fields)
+def _read(file: Path, names: Sequence[str], notes: list[str], *, further: bool = False) -> pa.Table:
+    """These columns of `SCHEMA`, null where the file has none, and `further` ones that have a number per token, as float32. A
+    broken file has no rows, and a note."""
+    schema = pa.schema([SCHEMA.field(name) for name in names])
     try:
         with pq.ParquetFile(file) as parquet:
-            table = parquet.read(columns=[name for name in schema.names if name in parquet.schema_arrow.names])
+            found, count = parquet.schema_arrow, parquet.metadata.num_rows
+            for field in found if further else ():
+                if (
+                    field.name not in SCHEMA.names
+                    and pa.types.is_list(field.type)
+                    and _is_number(field.type.value_type)
+                ):
+                    schema = schema.append(pa.field(field.name, pa.list_(pa.float32())))
+            table = parquet.read(columns=[name for name in schema.names if name in found.names])
         for field in schema:
-            if field.name not in table.column_names:
-                table = table.append_column(field, pa.nulls(parquet.metadata.num_rows, field.type))
+            if field.name not in found.names:
+                table = table.append_column(field, pa.nulls(count, field.type))
         table = table.select(schema.names).cast(schema)
         table.validate(full=True)
         return table
     except (pa.ArrowException, OSError, ValueError):
         notes.append(f"{file.parent.name}/{file.name} could not be read and is left out.")
         return schema.empty_table()
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
 
 
 def _lengths(lists: pa.Array) -> np.ndarray:
@@ -204,10 +193,10 @@ def _align(lists: pa.Array, lengths: np.ndarray) -> np.ndarray:
     dtype, fill = FILL[lists.type.value_type]
     values = lists.flatten().cast(pa.float64()).fill_null(fill).to_numpy()
     own = _lengths(lists)
-    take = np.minimum(own, lengths)
-    inner = np.arange(take.sum()) - np.repeat(np.cumsum(take) - take, take)
+    copied = np.minimum(own, lengths)
+    inner = np.arange(copied.sum()) - np.repeat(np.cumsum(copied) - copied, copied)
     aligned = np.full(lengths.sum(), fill, dtype=dtype)
-    target, source = (np.repeat(np.cumsum(n) - n, take) + inner for n in (lengths, own))
+    target, source = (np.repeat(np.cumsum(n) - n, copied) + inner for n in (lengths, own))
     aligned[target] = values[source]
     return aligned
 

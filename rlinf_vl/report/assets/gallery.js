@@ -180,6 +180,7 @@ function card(item, view) {
     ["Advantage", number(item.advantage)],
     item.groupSize > 1 && ["Group's reward", number(item.groupMean), `± ${number(Math.sqrt(item.disputed))}`],
     ["Tokens", String(item.to - item.from), item.text("finish_reason") && `finish: ${item.text("finish_reason")}`],
+    layoutOf(item).turns.length > 1 && ["Turns", String(layoutOf(item).turns.length)],
     item.mismatch_max !== undefined && ["|rollout − train|", number(item.mismatch_mean), `largest ${number(item.mismatch_max)}`],
     versions.length > 0 && ["Weights of step", versions.length > 1 ? `${Math.min(...versions)}–${Math.max(...versions)}` : String(versions[0])],
   ].filter(Boolean);
@@ -208,20 +209,41 @@ function longText(text) {
   return h("pre", { class: "long", tabindex: shorter.length > 700 && 0 }, shorter);
 }
 
+/** A trajectory's sequences (positions of their first tokens) and turns; none in older files. */
+function layoutOf(item) {
+  try {
+    return { sequences: [], turns: [], ...JSON.parse(item.text("turns")) };
+  } catch {
+    return { sequences: [], turns: [] };
+  }
+}
+
+/** Where a trajectory has several: position of the first token → "sequence 2", "turn 3, reward 0.5". */
+function boundaries(item) {
+  const { sequences, turns } = layoutOf(item);
+  const labels = new Map();
+  const add = (at, text) => labels.set(at, labels.has(at) ? `${labels.get(at)}, ${text}` : text);
+  if (sequences.length > 1) sequences.forEach((at, n) => add(at, `sequence ${n + 1}`));
+  if (turns.length > 1) turns.forEach((turn, n) => add(turn.start, `turn ${n + 1}, reward ${number(turn.reward)}`));
+  return labels;
+}
+
 /** The response's tokens, each colored by its value; a long one's first, with a button for all. */
 function response(item, view, limit = TOKENS_SHOWN) {
   const t = item.run.trajectories;
   const count = item.to - item.from;
   if (!count) return h("pre", {}, item.text("response") || "(empty)");
+  const labels = boundaries(item);
   const spans = Array.from({ length: Math.min(count, limit) }, (_, n) => {
     const k = item.from + n;
     const value = { difference: t.rollout_logprobs[k] - t.train_logprobs[k], advantage: item.advantage }[view.mode];
     const level = Math.min(LEVELS, Math.ceil((LEVELS * Math.abs(value)) / view.scales[view.mode]));
     const shade = level > 0 && t.response_mask[k] ? (value > 0 ? "p" : "n") + level : null;
-    return h("span", { role: "option", "aria-selected": "false", "aria-describedby": "tooltip", tabindex: n ? -1 : 0, "data-n": n,
+    const span = h("span", { role: "option", "aria-selected": "false", "aria-describedby": "tooltip", tabindex: n ? -1 : 0, "data-n": n,
       "data-shade": shade, class: t.response_mask[k] ? null : "untrained" }, tokenText(t, k).replaceAll("\n", "↵\n") || "∅");
+    return labels.has(n) ? [h("small", { class: "boundary", role: "presentation" }, labels.get(n)), span] : span;
   });
-  const tokens = h("div", { class: "tokens", role: "listbox", "aria-label": "Response token by token; arrow keys move from one to the next" }, spans);
+  const tokens = h("div", { class: "tokens", role: "listbox", "aria-label": "Response token by token; arrow keys move from one to the next" }, spans.flat());
   tokens.item = item;
   if (count <= limit) return tokens;
   const showAll = (event) => event.currentTarget.parentElement.replaceWith(response(item, view, count));
@@ -266,8 +288,9 @@ function setUpTooltip(holder) {
   holder.addEventListener("keydown", (event) => {
     const span = tokenOf(event);
     if (event.key === "Escape") hide();
-    const all = span?.parentElement;
-    const to = { ArrowRight: span?.nextSibling, ArrowLeft: span?.previousSibling, Home: all?.firstChild, End: all?.lastChild }[event.key];
+    const tokens = [...(span?.parentElement.querySelectorAll("[data-n]") ?? [])];
+    const at = Number(span?.dataset.n);
+    const to = { ArrowRight: tokens[at + 1], ArrowLeft: tokens[at - 1], Home: tokens[0], End: tokens.at(-1) }[event.key];
     if (!to) return;
     event.preventDefault();
     span.tabIndex = -1;

@@ -10,7 +10,7 @@ import tiny
 from tokenizers import Tokenizer, decoders, models
 
 from rlinf_vl.observe.trajectories import SCHEMA, TrajectoryStore
-from rlinf_vl.types import Group, TokenSequence, Trajectory
+from rlinf_vl.types import Group, ImageRef, TokenSequence, Trajectory, Turn
 
 IMAGE = "<|image_pad|>"
 
@@ -99,3 +99,29 @@ def test_going_back_drops_what_came_after(model, run):
     store.drop_after(9)
     assert store.write(12) == []
     assert sorted(path.name for path in (run / "trajectories").iterdir()) == ["step_2.parquet", "step_9.parquet"]
+
+
+def test_where_sequences_and_turns_are(model, run):
+    """Two sequences behind a prompt of one token, and an image that only the second one has; the first has two turns."""
+    seen = ImageRef.of(b"seen later")
+    first = TokenSequence(
+        np.array([4, 5, 6, 7], np.int32), np.array([0, 1, 0, 1], bool), None, np.array([-1, 2, -1, 2], np.int32)
+    )
+    second = TokenSequence(
+        np.array([4, 9, 8], np.int32),
+        np.array([0, 0, 1], bool),
+        None,
+        np.array([-1, -1, 2], np.int32),
+        ((seen, (1, 2, 2)),),
+    )
+    turns = (Turn(0, 1, 2, "stop", 0.25), Turn(0, 3, 4, "length", 0.5), Turn(1, 2, 3, "stop", 0.0))
+    store = TrajectoryStore(run, model, IMAGE, 10**9)
+    store.add(1, "train", Group("g", "p", 1, (Trajectory((first, second), turns, 0.75, {}, "stop"),)))
+    store.write(1)
+    (row,) = rows(run, 1)
+    assert row["response_ids"] == [5, 6, 7, 9, 8] and row["images"] == [f"images/{seen.hash}.bin"]
+    found = json.loads(row["turns"])
+    assert found["sequences"] == [0, 3]
+    assert [(t["start"], t["end"], t["finish_reason"], t["reward"]) for t in found["turns"]] == [
+        (0, 1, "stop", 0.25), (2, 3, "length", 0.5), (4, 5, "stop", 0.0),
+    ]  # fmt: skip
