@@ -10,11 +10,14 @@ def group_advantages(
     group_ids: torch.Tensor | Iterable[Hashable],
     *,
     normalize: bool = True,
+    leave_one_out: bool = False,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Reward against the mean of its group, in units of the group's standard deviation (GRPO).
+    """Reward against a baseline of its group: the mean (GRPO), or the mean of the other rewards (RLOO).
 
-        A_i = (r_i - mean) / (std + eps),  std with n - 1;  normalize=False: A_i = r_i - mean
+        A_i = r_i - mean = r_i - (Σ_j r_j) / n
+        leave_one_out:  A_i = r_i - (Σ_{j≠i} r_j) / (n - 1) = (r_i - mean) · n / (n - 1)
+        normalize:      A_i / (std + eps),  std with n - 1
 
     A group whose rewards all tie, a group of one included, gets exactly 0: ties are found by max == min, since the mean
     of n equal float32 numbers need not be that number.
@@ -29,8 +32,8 @@ def group_advantages(
     Raises:
         ValueError: shapes differ, dtypes are wrong, or a reward is not finite.
 
-    Source: Shao et al., "DeepSeekMath" (2024), section 4.1; without the division, Liu et al., "Understanding
-    R1-Zero-Like Training" (2025).
+    Sources: Shao et al., "DeepSeekMath" (2024), section 4.1; without the division, Liu et al., "Understanding R1-Zero-Like
+    Training" (2025); Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization" (2024) for RLOO.
     """
     if rewards.ndim != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a 1-D float tensor, got {rewards.dtype} of shape {tuple(rewards.shape)}")
@@ -44,10 +47,11 @@ def group_advantages(
     zeros = r.new_zeros(n_groups)
     count = zeros.index_add(0, index, torch.ones_like(r))
     centered = r - (zeros.index_add(0, index, r) / count)[index]
-    advantages = centered
+    others = (count - 1).clamp(min=1)
+    advantages = centered * (count / others)[index] if leave_one_out else centered
     if normalize:
-        variance = zeros.index_add(0, index, centered.square()) / (count - 1).clamp(min=1)
-        advantages = centered / (variance.sqrt()[index] + eps)
+        variance = zeros.index_add(0, index, centered.square()) / others
+        advantages = advantages / (variance.sqrt()[index] + eps)
     highest = zeros.scatter_reduce(0, index, r, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, index, r, "amin", include_self=False)
     tied = (highest == lowest)[index]

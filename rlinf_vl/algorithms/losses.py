@@ -2,8 +2,10 @@
 
 import torch
 
-from rlinf_vl.algorithms.aggregation import check_shapes, keep
+from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, keep, segment_index, segment_sum
 from rlinf_vl.algorithms.divergence import MAX_LOG_RATIO, divergence
+
+RATIO_LEVELS = ("token", "geometric")
 
 
 def policy_loss(
@@ -16,15 +18,20 @@ def policy_loss(
     clip_high: float,
     clip_c: float | None = None,
     weights: torch.Tensor | None = None,
+    level: str = "token",
+    segment_ids: torch.Tensor | None = None,
+    n_segments: int | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The clipped surrogate of PPO, optionally dual-clipped and importance-weighted.
 
-        ρ = exp(logprobs - old_logprobs)
+        Δ = logprobs - old_logprobs;  ρ = exp(Δ) of each token (level "token": PPO), or
+        ρ = exp(mean of Δ over the sequence), the same for each of its tokens (level "geometric": GSPO)
         L = max(-A·ρ, -A·clip(ρ, 1 - clip_low, 1 + clip_high))
         with clip_c, where A < 0:  L = min(L, -A·clip_c)
         result: weights · L
 
-    Where clipping binds the gradient is 0; elsewhere ∂L/∂logprobs = -A·ρ·weights.
+    Where clipping binds the gradient is 0; elsewhere ∂L/∂Δ = -A·ρ·weights. With "geometric", sequences must not be split over
+    calls, and ρ stays so close to 1 that GSPO clips at a few 1e-4.
 
     Args:
         logprobs: float `[T]` or `[B, T]`, of the policy being trained; the only input that gets a gradient.
@@ -34,6 +41,7 @@ def policy_loss(
         clip_low, clip_high: >= 0; ρ is clipped to [1 - clip_low, 1 + clip_high].
         clip_c: > 1, or None for no dual clip.
         weights: broadcasts like `advantages`; None is 1.
+        segment_ids, n_segments: see `aggregate`.
 
     Returns:
         The loss per token (same shape, float32 or wider, 0 outside the mask), and detached scalar tensors over the
@@ -42,11 +50,13 @@ def policy_loss(
         KL(old‖new). The log of ρ is held at 20 (`MAX_LOG_RATIO`).
 
     Raises:
-        ValueError: shapes that don't fit, or a clip out of range.
+        ValueError: shapes that don't fit, a clip out of range, an unknown level.
 
     Sources: Schulman et al., "Proximal Policy Optimization Algorithms" (2017); Ye et al., "Mastering Complex Control in
-    MOBA Games with Deep Reinforcement Learning" (2020) for the dual clip; Yu et al., "DAPO" (2025) for two bounds.
+    MOBA Games with Deep Reinforcement Learning" (2020) for the dual clip; Yu et al., "DAPO" (2025) for two bounds; Zheng et
+    al., "Group Sequence Policy Optimization" (2025) for the ratio of a sequence.
     """
+    check_allowed("level", level, RATIO_LEVELS)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     if not (clip_low >= 0 and clip_high >= 0):
         raise ValueError(f"clip_low and clip_high must be >= 0, got {clip_low} and {clip_high}")
@@ -56,7 +66,12 @@ def policy_loss(
     old = keep(old_logprobs.detach(), mask)
     advantage = keep(_broadcast("advantages", advantages, mask), mask)
 
-    ratio = (new - old).clamp(max=MAX_LOG_RATIO).exp()
+    log_ratio = new - old
+    if level == "geometric":
+        index, n_segments = segment_index(mask, segment_ids, n_segments)
+        mean = segment_sum(log_ratio, index, n_segments) / segment_sum(mask, index, n_segments).clamp(min=1)
+        log_ratio = mean.to(log_ratio.dtype)[index]
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     unclipped = -advantage * ratio
     clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
     binds = clipped > unclipped

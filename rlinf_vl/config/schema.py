@@ -150,8 +150,9 @@ class SamplingConfig:
 
 @dataclass
 class AlgorithmConfig:
-    adv_type: str = key("grpo", ("grpo",))
-    """grpo: reward minus the group's mean, divided by its standard deviation if normalize_advantages."""
+    adv_type: str = key("grpo", ("grpo", "rloo"))
+    """grpo: reward minus the group's mean. rloo: reward minus the mean of the group's others. Either is divided by the group's
+    standard deviation if normalize_advantages; RLOO as published is not."""
     loss_type: str = key("actor", ("actor",))
     """actor: the clipped policy-gradient loss of PPO, dual-clipped when clip_ratio_c is set."""
     loss_agg_func: str = key("token-mean", ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"))

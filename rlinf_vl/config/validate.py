@@ -127,10 +127,10 @@ def _lengths(config: Config) -> Iterator[str]:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, batch, running = config.algorithm, config.data.rollout_batch_size, config.rollout.max_running_requests
-    if algorithm.group_size == 1 and algorithm.adv_type == "grpo":
+    if algorithm.group_size == 1:
         yield (
-            "algorithm.group_size: 1 with algorithm.adv_type=grpo makes every advantage zero (a group is its own baseline); use "
-            "at least 2"
+            f"algorithm.group_size: 1 with algorithm.adv_type={algorithm.adv_type} makes every advantage zero (the baseline is the "
+            "group's own rewards); use at least 2"
         )
     if algorithm.kl_beta > 0 and algorithm.kl_penalty_type == "k1":
         yield (

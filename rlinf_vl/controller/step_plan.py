@@ -26,14 +26,15 @@ def trainable(summary: GroupSummary) -> list[int]:
     return [i for i, error in enumerate(summary.errors) if error is None and summary.response_tokens[i] > 0]
 
 
-def advantages_of(summaries: Sequence[GroupSummary], *, normalize: bool) -> tuple[tuple[float, ...], ...]:
+def advantages_of(
+    summaries: Sequence[GroupSummary], *, normalize: bool, leave_one_out: bool = False
+) -> tuple[tuple[float, ...], ...]:
     """Group-relative advantage of each trajectory, among those of its group that carry loss; 0 for the others."""
-    places = [(g, i) for g, summary in enumerate(summaries) for i in trainable(summary)]
-    rewards = torch.tensor([summaries[g].rewards[i] for g, i in places], dtype=torch.float64)
-    groups = torch.tensor([g for g, _ in places], dtype=torch.int64)
-    values = group_advantages(rewards, groups, normalize=normalize).tolist() if places else []
+    trained = [(g, i) for g, summary in enumerate(summaries) for i in trainable(summary)]
+    rewards = torch.tensor([summaries[g].rewards[i] for g, i in trained], dtype=torch.float64)
+    values = group_advantages(rewards, [g for g, _ in trained], normalize=normalize, leave_one_out=leave_one_out)
     out = [[0.0] * len(summary.rewards) for summary in summaries]
-    for (g, i), value in zip(places, values, strict=True):
+    for (g, i), value in zip(trained, values.tolist(), strict=True):
         out[g][i] = value
     return tuple(tuple(row) for row in out)
 
@@ -52,6 +53,7 @@ def plan_step(
     budget: int,
     micro_batch_size: int | None,
     normalize_advantages: bool,
+    leave_one_out: bool = False,
     aggregation: str,
     share_prompts: bool = True,
     prices: Prices = Prices(),  # noqa: B008 (frozen)
@@ -73,7 +75,7 @@ def plan_step(
         plans.append(plan)
     return StepPlan(
         tuple(minibatches),
-        advantages_of(summaries, normalize=normalize_advantages),
+        advantages_of(summaries, normalize=normalize_advantages, leave_one_out=leave_one_out),
         {
             "packing/fill": float(np.mean([plan.fill for plan in plans])),
             "packing/imbalance": float(np.mean([plan.imbalance for plan in plans])),

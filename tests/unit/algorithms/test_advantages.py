@@ -35,6 +35,21 @@ def test_without_normalization_by_hand():
     assert advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
+def test_leave_one_out_by_hand():
+    # The others' means: of (0, 0, 2), of (1, 0, 2) twice, of (1, 0, 0).
+    rewards = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64)
+    advantages = group_advantages(rewards, [0] * 4, normalize=False, leave_one_out=True)
+    torch.testing.assert_close(advantages, torch.tensor([1 - 2 / 3, -1, -1, 2 - 1 / 3], dtype=torch.float64))
+    normalized = group_advantages(rewards, [0] * 4, eps=0.0, leave_one_out=True)
+    torch.testing.assert_close(normalized, advantages / rewards.std())
+
+
+def test_leave_one_out_weighs_each_group_by_its_own_size():
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 5.0])
+    advantages = group_advantages(rewards, ["a", "a", "b", "b", "b", "c"], normalize=False, leave_one_out=True)
+    torch.testing.assert_close(advantages, torch.tensor([1.0, -1.0, 1.0, -0.5, -0.5, 0.0]))
+
+
 def test_eps_is_added_to_the_standard_deviation():
     # std of (2, 0) is sqrt(2).
     advantages = group_advantages(torch.tensor([2.0, 0.0]), [0, 0], eps=0.5)
@@ -45,9 +60,10 @@ def test_eps_is_added_to_the_standard_deviation():
 @pytest.mark.parametrize("size", [1, 3, 7, 11])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_tied_groups_are_exactly_zero(value, size, dtype, normalize):
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_tied_groups_are_exactly_zero(value, size, dtype, normalize, leave_one_out):
     rewards = torch.full((size,), value, dtype=dtype)
-    advantages = group_advantages(rewards, [0] * size, normalize=normalize)
+    advantages = group_advantages(rewards, [0] * size, normalize=normalize, leave_one_out=leave_one_out)
     assert advantages.dtype == dtype
     assert torch.equal(advantages, torch.zeros(size, dtype=dtype))
 

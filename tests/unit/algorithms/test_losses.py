@@ -51,6 +51,37 @@ def test_values_and_gradients_by_hand(ratio, advantage, loss, gradient, weight):
     assert logprobs.grad.item() == pytest.approx(gradient * weight)
 
 
+def test_the_ratio_of_a_sequence_by_hand():
+    """Two sequences of two tokens and a masked one: log ratios (0.2, 0.4) and (-0.3, 0.1) have means 0.3 and -0.1."""
+    old = torch.tensor([-1.0, -2.0, NAN, -3.0, -1.0], dtype=torch.float64)
+    logprobs = (old + torch.tensor([0.2, 0.4, 0.0, -0.3, 0.1], dtype=torch.float64)).requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, 9.0, -2.0, -2.0], dtype=torch.float64)
+    mask = torch.tensor([True, True, False, True, True])
+    loss, stats = policy_loss(
+        logprobs, old, advantages, mask, clip_low=0.05, clip_high=0.4, level="geometric",
+        segment_ids=torch.tensor([4, 4, 4, 7, 7]),
+    )  # fmt: skip
+    up, down = math.exp(0.3), math.exp(-0.1)
+    expected = [-up, -up, 0.0, 2 * 0.95, 2 * 0.95]  # the second is clipped below: max(2·0.905, 2·0.95)
+    torch.testing.assert_close(loss.detach(), torch.tensor(expected, dtype=torch.float64))
+    assert stats["clip_fraction"] == 0.5 and stats["ratio_max"].item() == pytest.approx(up)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)  # each token has half of the sequence's, twice
+    torch.testing.assert_close(gradient, torch.tensor([-up, -up, 0.0, 0.0, 0.0], dtype=torch.float64))
+    assert stats["ratio_mean"].item() == pytest.approx((up + down) / 2)
+
+
+def test_one_token_a_sequence_makes_the_levels_equal():
+    generator = torch.Generator().manual_seed(5)
+    logprobs, old, advantages = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask, segments = torch.ones(7, dtype=torch.bool), torch.arange(7)
+    clips = {"clip_low": 0.1, "clip_high": 0.2, "clip_c": 3.0}
+    token, _ = policy_loss(logprobs, old, advantages, mask, **clips)
+    sequence, _ = policy_loss(logprobs, old, advantages, mask, **clips, level="geometric", segment_ids=segments)
+    torch.testing.assert_close(sequence, token)
+    with pytest.raises(ValueError, match="level must be one of token, geometric; got 'sequence'"):
+        policy_loss(logprobs, old, advantages, mask, **clips, level="sequence")
+
+
 @pytest.mark.parametrize("clip_c", [None, 2.0])
 def test_matches_a_loop(clip_c):
     generator = torch.Generator().manual_seed(3)

@@ -46,6 +46,7 @@ def plan(groups=GROUPS, **changes):
 
 
 def test_advantages_leave_out_what_is_not_trained():
+    assert advantages_of([], normalize=True) == ()
     a, b, c, d = advantages_of(GROUPS, normalize=True)
     std = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
     assert a == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std], rel=1e-5)
