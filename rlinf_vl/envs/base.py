@@ -35,8 +35,7 @@ class Env(Protocol):
     def start(self, problem: Problem) -> list[Message]:
         """Begin the episode; the messages that the policy sees first.
 
-        The trajectories of a group share one prompt, so every environment of a group must say the same: draw what is random
-        from `problem.id`. Groups whose starts differ are errors.
+        Trajectories of a group that begin alike share one prompt, which saves time: draw what is random from `problem.id`.
         """
         ...
 

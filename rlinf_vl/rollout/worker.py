@@ -1,41 +1,32 @@
-"""A rollout worker: a Ray actor that reads problems, has its engine answer them, and grades the answers.
-
-An error is data: a row that can't be read, an image that can't be decoded, an engine or an environment that fails becomes a
-group whose trajectories carry the reason; it is counted and never trained on. An answer that the grader can't judge within
-its limits is no error: it is wrong. Every environment that was made is closed, whatever fails.
-"""
+"""A rollout worker: a Ray actor with an engine, the data, a player (`rlinf_vl.rollout.player`) and the groups that it made."""
 
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from transformers import AutoConfig
 
 from rlinf_vl.config.schema import Config, SamplingConfig
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
-from rlinf_vl.data.images import ImageError
 from rlinf_vl.data.rows import (
     ANSWER_UNUSABLE,
-    PROMPT_TOO_LONG,
-    PROMPT_UNUSABLE,
     RowError,
     RowFormat,
-    kind_and_reason,
 )
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.engines.make import make_engine, warm_up
-from rlinf_vl.envs import Env, make_env
+from rlinf_vl.envs import make_env
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
+from rlinf_vl.rollout.player import Episode, Opening, Player, in_thread
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.supervisor import Task
 from rlinf_vl.runtime.ray_process import own_process, where
@@ -44,45 +35,16 @@ from rlinf_vl.transport import received, shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.groups import GroupStore
 from rlinf_vl.types import (
-    ENGINE_FAULT,
-    ENVIRONMENT_FAULT,
-    UNGRADABLE,
-    Completion,
     Group,
     GroupSummary,
-    Message,
     Problem,
-    Request,
-    Sample,
     SamplingParams,
-    TokenSequence,
-    Trajectory,
-    Turn,
 )
 
 log = logging.getLogger(__name__)
 
 #: The environment that grades by the reference answer alone.
 SINGLE = "single_turn"
-
-
-class RolloutFault(RuntimeError):
-    """What failed is not the row: `kind` is `ENGINE_FAULT` or `ENVIRONMENT_FAULT`."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(kind, reason)
-        self.kind, self.reason = kind, reason
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    task: Task
-    problem: Problem
-    envs: tuple[Env, ...]
-    request: Request
 
 
 class RolloutRank:
@@ -128,7 +90,25 @@ class RolloutRank:
         }
         if config.rollout.rollout_backend == "sglang":
             warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length)
-        self.grade = GRADERS[config.reward.reward_type]
+        reward = config.reward
+        self.player = Player(
+            self.engine,
+            self.renderer,
+            self.processor,
+            partial(
+                make_env,
+                config.rollout.env_class,
+                grade=GRADERS[reward.reward_type],
+                reward_max=reward.reward_max_val,
+                reward_min=reward.reward_min_val,
+            ),
+            env_name=config.rollout.env_class,
+            seq_length=config.runner.seq_length,
+            max_prompt_length=data.max_prompt_length,
+            reward_min=reward.reward_min_val,
+            return_logprobs=config.rollout.return_logprobs,
+            alive_timeout_s=config.runner.heartbeat_timeout,
+        )
         self.store = GroupStore()
 
     async def ready(self) -> dict[str, int]:
@@ -148,13 +128,11 @@ class RolloutRank:
     async def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[FilterResult, dict[int, set[int]]]:
         """Which of `rows` can be used, graded, and have a prompt within data.max_prompt_length, expanded ids counted (a longer
         one is bad where data.filter_prompt_by_length is false); and by row a number that stands for each of its images."""
-        images = {}
-        limit = self.config.data.max_prompt_length
-
-        # another environment may read the answer otherwise than the grader does
-        check = (
-            REFERENCE_CHECKS.get(self.config.reward.reward_type) if self.config.rollout.env_class == SINGLE else None
-        )
+        images: dict[int, set[int]] = {}
+        data = self.config.data
+        check = REFERENCE_CHECKS.get(self.config.reward.reward_type)
+        if self.config.rollout.env_class != SINGLE:
+            check = None  # another environment may read the answer otherwise than the grader does
 
         def length(row: int, problem: Problem) -> int:
             try:
@@ -163,31 +141,31 @@ class RolloutRank:
             except GradingError as e:
                 raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
             images[row] = {int(image.hash[:15], 16) for image in problem.images}
-            ids, _ = self._prompt(problem, problem.messages, self.config.data.filter_prompt_by_length)
-            return len(ids)
+            any_length = data.filter_prompt_by_length
+            return len(self.player.prompt(problem, problem.messages, self.sampling[split], any_length).ids)
 
-        return await asyncio.to_thread(self.datasets[split].filter_by_length, rows, length, limit), images
+        filter_rows = self.datasets[split].filter_by_length
+        return await asyncio.to_thread(filter_rows, rows, length, data.max_prompt_length), images
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
-        """Answer tasks; groups are yielded as they finish, as a summary and a reference to the `Group`."""
-        running = []
+        """Answer tasks; groups are yielded as they finish, as a summary and a reference to the `Group`.
+
+        Raises:
+            EngineDied: the engine answers no more.
+        """
         alone = {task.group_id for task in tasks if task.own_images}
-        prepared: list[_Prepared] = []
-        for task in tasks:
+        opened: list[tuple[Task, Opening]] = []
+        running: list[asyncio.Future[Group]] = []
+        try:
+            await in_thread(self._open, tasks, opened)
             try:
-                with span("prepare"):
-                    prepared.append(self._prepare(task))
-            except Exception as e:
-                log.warning("%s row %d: %s", task.split, task.row, e)
-                running.append(asyncio.ensure_future(self._failed(task, e)))
-        try:
-            futures = self.engine.submit([p.request for p in prepared])
-        except RuntimeError as e:
-            _close(env for p in prepared for env in p.envs)
-            raise EngineDied(f"it takes no requests: {e}") from e
-        for p, future in zip(prepared, futures, strict=True):
-            running.append(asyncio.ensure_future(self._finish(p, asyncio.wrap_future(future))))
-        try:
+                futures = self.engine.submit([request for _, opening in opened for request in opening.requests])
+            except RuntimeError as e:
+                raise EngineDied(f"it takes no requests: {e}") from e
+            first = iter(futures)
+            for task, opening in opened:
+                answers = [next(first) for _ in opening.requests]
+                running.append(asyncio.ensure_future(self.player.play(task.group_id, opening, answers)))
             for finished in asyncio.as_completed(running):
                 group = await finished
                 reference, object_bytes = self.store.put(group, own_images=group.id in alone)
@@ -196,131 +174,24 @@ class RolloutRank:
             for future in running:
                 future.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            for _, opening in opened:
+                opening.close()
+
+    def _open(self, tasks: Sequence[Task], opened: list[tuple[Task, Opening]]) -> None:
+        """Start the environments of all tasks; a row that can't be read makes an opening of episodes that failed."""
+        for task in tasks:
+            with span("prepare"):
+                dataset = self.datasets[task.split]
+                try:
+                    opening = self.player.open(dataset[task.row], task.seeds, self.sampling[task.split])
+                except Exception as e:
+                    row = Problem(dataset.row_id(task.row), (), "")
+                    opening = Opening(row, [Episode(seed, error=e) for seed in task.seeds], [])
+                opened.append((task, opening))
 
     async def release(self, group_ids: Sequence[str] | None) -> None:
         """These groups (None: all) are no longer needed: their memory may go."""
         self.store.release(group_ids)
-
-    def _prepare(self, task: Task) -> _Prepared:
-        problem = self.datasets[task.split][task.row]
-        envs: list[Env] = []
-        try:
-            messages = self._start(problem, len(task.seeds), envs)
-            try:
-                ids, grids = self._prompt(problem, messages)
-            except RowError as e:
-                if e.kind != PROMPT_UNUSABLE or messages == list(problem.messages):
-                    raise
-                name = self.config.rollout.env_class
-                reason = f"{name!r} began with messages that make no prompt: {e.reason}"
-                raise RolloutFault(ENVIRONMENT_FAULT, reason) from e
-        except BaseException:
-            _close(envs)
-            raise
-        request = Request(ids, problem.images, grids, self.sampling[task.split], task.seeds)
-        return _Prepared(task, problem, tuple(envs), request)
-
-    def _start(self, problem: Problem, n: int, envs: list[Env]) -> Sequence[Message]:
-        """Make `n` environments, each in `envs` as soon as it is there, and start them; what all of them said.
-
-        Raises:
-            RolloutFault: one of them failed, or their first messages differ: a group shares one prompt.
-        """
-        name, reward = self.config.rollout.env_class, self.config.reward
-        try:
-            for _ in range(n):
-                envs.append(
-                    make_env(name, grade=self.grade, reward_max=reward.reward_max_val, reward_min=reward.reward_min_val)
-                )
-            starts = [list(env.start(problem)) for env in envs]
-            differ = any(start != starts[0] for start in starts)
-        except Exception as e:
-            raise RolloutFault(ENVIRONMENT_FAULT, f"{name!r} did not start: {type(e).__name__}: {e}") from e
-        if differ:
-            raise RolloutFault(
-                ENVIRONMENT_FAULT,
-                f"{name!r} began the {n} trajectories of a group with different messages; they share one prompt, so draw "
-                "what is random in start() from the problem (problem.id)",
-            )
-        return starts[0]
-
-    def _prompt(
-        self, problem: Problem, messages: Sequence[Message], any_length: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            ids, grids = self.renderer.prompt(messages, problem.images)
-        except Exception as e:  # what the chat template, the tokenizer or the processor refuses
-            raise RowError(problem.id, PROMPT_UNUSABLE, f"{type(e).__name__}: {e}") from e
-        limit = self.config.data.max_prompt_length
-        if len(ids) > limit and not any_length:
-            reason = f"the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}"
-            raise RowError(problem.id, PROMPT_TOO_LONG, reason)
-        return ids, grids
-
-    async def _finish(self, prepared: _Prepared, future: "asyncio.Future[Completion]") -> Group:
-        try:
-            completion = await future
-        except BaseException as e:
-            _close(prepared.envs)
-            if not isinstance(e, Exception):
-                raise
-            if not await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout):
-                raise EngineDied(f"the engine died: {e}") from e
-            log.warning("%s row %d: generation failed: %s", prepared.task.split, prepared.task.row, e)
-            if not isinstance(e, (RowError, ImageError)):
-                e = RolloutFault(ENGINE_FAULT, f"{type(e).__name__}: {e}")
-            return await self._failed(prepared.task, e)
-        graded = asyncio.gather(
-            *(
-                asyncio.to_thread(self._grade, prepared, env, sample)
-                for env, sample in zip(prepared.envs, completion.samples, strict=True)
-            )
-        )
-        trajectories = await asyncio.shield(graded)  # each closes its environment, also where nobody waits any more
-        return Group(
-            id=prepared.task.group_id,
-            problem_id=prepared.problem.id,
-            prefix_length=len(prepared.request.ids),
-            trajectories=tuple(trajectories),
-            answer=prepared.problem.answer,
-        )
-
-    def _grade(self, prepared: _Prepared, env: Env, sample: Sample) -> Trajectory:
-        text = self.processor.decode(sample.ids)
-        reward, correct, parts, error = 0.0, False, {}, None
-        try:
-            if sample.finish_reason == "error":
-                raise RolloutFault(ENGINE_FAULT, "it gave up on this sample")
-            with span("environment"):
-                result = env.step(text)
-            if not math.isfinite(result.reward):
-                raise ValueError(f"it gave reward {result.reward}")
-            parts = {str(name): float(part) for name, part in dict(result.info.get("reward_parts", {})).items()}
-            reward, correct = float(result.reward), bool(result.info.get("correct", False))
-        except GradingError as e:
-            log.info("%s: no verdict, so the answer is wrong: %s", prepared.problem.id, e)
-            reward, parts = self.config.reward.reward_min_val, {UNGRADABLE: 1.0}
-        except RolloutFault as e:
-            error = str(e)
-        except Exception as e:
-            error = f"{ENVIRONMENT_FAULT}: {self.config.rollout.env_class!r} failed: {type(e).__name__}: {e}"
-        finally:
-            _close((env,))
-        if error:
-            log.warning("%s: %s", prepared.problem.id, error)
-        sequence = TokenSequence.of_sample(prepared.request, sample)
-        sequence.assert_images_placed(self.processor.image_token_id, self.processor.merge_size)
-        if not self.config.rollout.return_logprobs:
-            sequence = replace(sequence, logprobs=None)
-        turn = Turn(0, len(prepared.request.ids), len(sequence.ids), sample.finish_reason, reward)
-        return Trajectory((sequence,), (turn,), reward, parts, sample.finish_reason, correct, error)
-
-    async def _failed(self, task: Task, error: Exception) -> Group:
-        """A group without tokens whose trajectories carry the reason, its kind first."""
-        reason = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
-        trajectory = Trajectory((), (), 0.0, {}, "error", error=reason)
-        row_id = self.datasets[task.split].row_id(task.row)
-        return Group(task.group_id, row_id, 0, (trajectory,) * len(task.seeds))
 
     async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Take published weights, bucket by bucket, as `version`."""
@@ -390,14 +261,6 @@ class RolloutRank:
 def _sampling_params(sampling: SamplingConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
     assert sampling.max_new_tokens is not None, "load_config fills it in"
     return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, stop_ids)
-
-
-def _close(envs: Iterable[Env]) -> None:
-    for env in envs:
-        try:
-            env.close()
-        except Exception as e:  # its trajectory is what it is
-            log.warning("an environment did not close: %s: %s", type(e).__name__, e)
 
 
 RolloutWorker = ray.remote(RolloutRank)

@@ -18,8 +18,8 @@ from PIL import Image
 
 from rlinf_vl.config import load_config
 from rlinf_vl.data.bad_rows import BadRows, TooManyBadRows
-from rlinf_vl.rollout.worker import RolloutRank, Task
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.rollout.supervisor import Task
+from rlinf_vl.rollout.worker import RolloutRank
 
 pytestmark = pytest.mark.integration
 
@@ -123,7 +123,7 @@ def damage_of(i):
     return dict(enumerate(DAMAGE)).get(i % EVERY)
 
 
-def write(folder, good):
+def write(folder, good, n=N_ROWS):
     """Half of the rows as parquet (bytes, numbers), half as lines of JSON (base64, texts)."""
     (folder / "data/images").mkdir(parents=True)
     (folder / "data/images/a.png").write_bytes(good[0])
@@ -139,12 +139,12 @@ def write(folder, good):
     def text(image):
         return image if isinstance(image, str) else "data:image/png;base64," + base64.b64encode(image).decode()
 
-    table = [(p, [cell(x) for x in images], a) for p, images, a in (row(i, good) for i in range(N_ROWS // 2))]
+    table = [(p, [cell(x) for x in images], a) for p, images, a in (row(i, good) for i in range(n // 2))]
     columns = dict(zip(("problem", "images", "answer"), zip(*table, strict=True), strict=True))
     columns["answer"] = pa.array(columns["answer"], pa.float64(), from_pandas=False)
     pq.write_table(pa.table(columns), folder / "data/first.parquet")
     with (folder / "data/second.jsonl").open("w") as file:
-        for problem, images, answer in (row(i, good) for i in range(N_ROWS // 2, N_ROWS)):
+        for problem, images, answer in (row(i, good) for i in range(n // 2, n)):
             answer = " " if answer is None else str(answer)
             file.write(json.dumps({"problem": problem, "images": [text(x) for x in images], "answer": answer}) + "\n")
     return [str(folder / "data/first.parquet"), str(folder / "data/second.jsonl")]
@@ -195,7 +195,8 @@ def test_the_run_stops_with_the_table_of_reasons(found, tmp_path):
 def test_what_is_kept_can_be_answered_and_trained_on(rank, found):
     images = {}
     for i in found.kept[::17]:
-        problem = rank._prepare(Task(f"g{i}", "train", i, (1,))).problem
+        problem = rank.datasets["train"][i]
+        assert len(rank.player.open(problem, (1,), rank.sampling["train"]).requests) == 1
         images |= {image.hash: image for image in problem.images}
     assert len(images) > 40
     for image in images.values():
@@ -203,14 +204,21 @@ def test_what_is_kept_can_be_answered_and_trained_on(rank, found):
         assert len(patches) == math.prod(rank.processor.grid(image)) and np.isfinite(patches).all()
 
 
+def answered(rank, tasks):
+    """Summaries by row; groups stay in this process."""
+
+    async def run():
+        return {summary.id: summary async for summary, _ in rank.generate(tasks)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank.store, "put", lambda group, own_images: (group, 0))
+        summaries = asyncio.run(run())
+    return {task.row: summaries[task.group_id] for task in tasks}
+
+
 def test_a_bad_row_that_is_asked_for_all_the_same_is_a_group_with_that_reason(rank, found):
-    for i in list(found.bad)[1::40] + found.too_long[:1]:
-        task = Task(f"g{i}", "train", i, (1, 2))
-        if damage_of(i) == "truncated":
-            continue  # its header is whole: only the engine finds out
-        with pytest.raises(ValueError) as caught:
-            rank._prepare(task)
-        summary = GroupSummary.of(asyncio.run(rank._failed(task, caught.value)), image_token_id=-1)
+    asked = list(found.bad)[1::40] + found.too_long[:1]
+    for i, summary in answered(rank, [Task(f"g{i}", "train", i, (1, 2)) for i in asked]).items():
         assert summary.problem_id == rank.datasets["train"].row_id(i)
         row = found.bad.get(i)
         expected = f"{row.kind}: {row.reason}" if row else f"{TOO_LONG}: the prompt has "
@@ -227,9 +235,6 @@ def test_too_long_prompts_are_bad_where_they_are_not_filtered(rank, found, monke
 
 
 def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
-    from rlinf_vl.rollout.pool import RolloutPool
-    from rlinf_vl.runtime.launch import ray_cluster, reserve
-
     noise = np.random.default_rng(3).integers(0, 256, (6, 30, 40, 3), np.uint8)
     for i in range(6):
         Image.fromarray(noise[i]).save(tmp_path / f"{i}.png")
@@ -238,20 +243,16 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
     overrides = [
         f"data.train_data_paths=[{tmp_path}/rows.jsonl]",
         "data.val_data_paths=[]",
-        "cluster.component_placement={actor: 0, rollout: 0}",
         "algorithm.sampling_params.max_new_tokens=4",
     ]
-    config = load_config("toy-grpo-cpu", overrides)
-    with ray_cluster(config), reserve(config) as placement:
-        pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
-        total = pool.start()
-        found = pool.filter_rows("train", range(6))
-        assert (found.kept, found.too_long, found.bad) == (list(range(6)), [], {})
-        (tmp_path / "1.png").unlink()
-        (tmp_path / "4.png").write_bytes((tmp_path / "4.png").read_bytes()[:900])  # the header is still whole
-        results = pool.submit([Task(f"g{i}", "train", i, (1, 2)) for i in found.kept]).results()
-        summaries = [summary for summary, _ in results]
-        pool.stop()
+    rank = RolloutRank(load_config("toy-grpo-cpu", overrides), str(toy_folder), "cpu")
+    total = asyncio.run(rank.ready())
+    found, _ = asyncio.run(rank.filter_rows("train", range(6)))
+    assert (found.kept, found.too_long, found.bad) == (list(range(6)), [], {})
+    (tmp_path / "1.png").unlink()
+    (tmp_path / "4.png").write_bytes((tmp_path / "4.png").read_bytes()[:900])  # the header is still whole
+    summaries = list(answered(rank, [Task(f"g{i}", "train", i, (1, 2)) for i in found.kept]).values())
+    asyncio.run(rank.stop())
     record = BadRows(tmp_path, 0.3, total)
     record.add_failed("train", summaries, step=1)
     lines = [json.loads(line) for line in record.path.read_text().splitlines()]
@@ -263,17 +264,18 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
         record.check()
 
 
-def test_a_run_trains_on_exactly_the_rows_that_are_sound(rank, found, toy_folder, tmp_path):
-    """One epoch of all 5,000 rows, through real actors; images that are decoded, tokenized and trained on."""
+def test_a_run_trains_on_exactly_the_rows_that_are_sound(toy_folder, tmp_path):
+    """One epoch of some of the rows, through real actors; images that are decoded, tokenized and trained on."""
     from rlinf_vl.controller.run import run
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest
 
+    n = 10 * EVERY
     overrides = [
-        f"data.train_data_paths={list(rank.config.data.train_data_paths)}",
+        f"data.train_data_paths={write(tmp_path, pictures(), n)}",
         "data.val_data_paths=[]",
-        "data.rollout_batch_size=370",
+        "data.rollout_batch_size=37",
         "data.max_bad_rows=0.24",
         "algorithm.group_size=2",
         "algorithm.sampling_params.max_new_tokens=2",
@@ -285,8 +287,8 @@ def test_a_run_trains_on_exactly_the_rows_that_are_sound(rank, found, toy_folder
     config = load_config("toy-grpo-cpu", overrides)
     with ray_cluster(config), reserve(config) as placement:
         metrics = run(config, str(toy_folder), placement, tmp_path, RunProgress(), StopRequest())
-    assert metrics["data/bad_rows"] == 1200 and metrics["rollout/errors"] == 0
+    assert metrics["data/bad_rows"] == 120 and metrics["rollout/errors"] == 0
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
-    assert sorted(row for step in ledger for row in step["rows"]) == found.kept
+    assert sorted(row for step in ledger for row in step["rows"]) == [i for i in range(n) if not damage_of(i)]
     kinds = Counter(json.loads(line)["kind"] for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines())
-    assert kinds == Counter(row.kind for row in found.bad.values())
+    assert kinds == Counter(DAMAGE[d] for i in range(n) if (d := damage_of(i)) and DAMAGE[d] != TOO_LONG)

@@ -1,0 +1,474 @@
+"""Episodes with a scripted engine and scripted environments; and one with the torch engine, scored again by the trainer's model."""
+
+import asyncio
+import io
+import json
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rlinf_vl.data.bad_rows import BadRows, TooManyFaults, check_faults
+from rlinf_vl.data.images import ImageError
+from rlinf_vl.data.rows import RowError
+from rlinf_vl.engines.base import EngineDied
+from rlinf_vl.envs import StepResult
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.observe.metrics import summarize_rollout
+from rlinf_vl.rewards import GradingTimeout
+from rlinf_vl.rollout.player import Player
+from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.types import Completion, GroupSummary, ImageRef, Problem, Sample, SamplingParams
+
+FAMILY = family_of("qwen3_vl")
+
+
+def picture(height=48, width=48, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return ImageRef.of(buffer.getvalue())
+
+
+def said(*parts, role="user"):
+    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+    return {"role": role, "content": content}
+
+
+SHOWN = encoded(picture(96, 48, 9))
+PROBLEM = Problem(
+    "p:0",
+    (
+        {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": SHOWN.url}}, {"type": "text", "text": "?"}],
+        },
+    ),
+    "18",
+    (SHOWN,),
+)
+
+
+@pytest.fixture(scope="module")
+def processor(toy_folder):
+    return Processor(toy_folder, FAMILY)
+
+
+class Scripted:
+    """An engine whose samples are those of a list, in turn; `requests` are what it was asked."""
+
+    def __init__(self, processor, answers=("18",), cut=()):
+        self.processor, self.answers, self.cut = processor, list(answers), cut
+        self.requests, self.is_alive, self.version = [], True, 3
+
+    def submit(self, requests):
+        self.requests += requests
+        futures = [Future() for _ in requests]
+        for request, future in zip(requests, futures, strict=True):
+            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            elif answer is not None:
+                future.set_result(Completion(tuple(self.sample(answer, seed) for seed in request.seeds)))
+        return futures
+
+    def sample(self, answer, seed):
+        ids = self.processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        reason = "error" if answer == "failed" else "length" if answer in self.cut else "stop"
+        ids += [self.processor.stop_ids[0]] * (reason == "stop")
+        n = len(ids)
+        logprobs = -np.arange(1, n + 1, dtype=np.float32) - seed % 10
+        columns = {"entropy": np.full(n, 0.5, np.float32)}
+        return Sample(np.array(ids, np.int32), logprobs, np.full(n, self.version, np.int32), reason, columns)
+
+    def alive(self, timeout_s):
+        return self.is_alive
+
+
+class Env:
+    """Says what its class's `script` says, one step after the other; remembers who was made, and what was called."""
+
+    script = (StepResult((), 1.0, True, {"correct": True}),)
+    made: list = []
+
+    def __init__(self):
+        self.number, self.calls, self.steps = len(self.made), [], iter(self.script)
+        self.made.append(self)
+
+    def start(self, problem):
+        self.calls.append("start")
+        return list(problem.messages)
+
+    def step(self, response):
+        self.calls.append(response)
+        result = next(self.steps)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def close(self):
+        self.calls.append("close")
+
+
+@pytest.fixture
+def env_class():
+    return type("Fresh", (Env,), {"made": []})
+
+
+def player_of(processor, engine, make_env, **changed):
+    arguments = {
+        "env_name": "scripted",
+        "seq_length": 200,
+        "max_prompt_length": 100,
+        "reward_min": -0.5,
+        "return_logprobs": True,
+        "alive_timeout_s": 1.0,
+    }
+    return Player(engine, Renderer(processor), processor, make_env, **(arguments | changed))
+
+
+def play(player, n=1, problem=PROBLEM, **sampling):
+    opening = player.open(problem, range(n), SamplingParams(**{"max_new_tokens": 20, **sampling}))
+    group = asyncio.run(player.play("g", opening, player.engine.submit(opening.requests)))
+    return group, GroupSummary.of(group, player.processor.image_token_id)
+
+
+def closed_once(env_class, n):
+    return len(env_class.made) == n and all(
+        env.calls.count("close") == 1 == env.calls[-1:].count("close") for env in env_class.made
+    )
+
+
+def test_a_single_turn_is_the_prompt_and_the_answer(processor, env_class):
+    engine = Scripted(processor, ["\\boxed{18}"])
+    group, summary = play(player_of(processor, engine, env_class), 3)
+    (request,) = engine.requests
+    assert request.seeds == (0, 1, 2) and request.images == (SHOWN,), "one request, one prefill"
+    assert group.prefix_length == len(request.ids) and summary.rewards == (1.0,) * 3 and summary.correct == (True,) * 3
+    for i, trajectory in enumerate(group.trajectories):
+        (sequence,), (turn,) = trajectory.sequences, trajectory.turns
+        n = group.prefix_length
+        assert (turn.start, turn.end, turn.finish_reason, turn.reward) == (n, len(sequence.ids), "stop", 1.0)
+        assert sequence.loss_mask.nonzero()[0].tolist() == list(range(n, turn.end))
+        assert sequence.logprobs[n:].tolist() == [-k - i for k in range(1, turn.end - n + 1)]
+    assert [env.calls for env in env_class.made] == [["start", "\\boxed{18}", "close"]] * 3
+
+
+def test_a_turn_goes_on_behind_the_answer_as_it_was_sampled_with_all_images_so_far(processor, env_class):
+    """An observation that brings a new image and shows one of the problem again; an answer that was cut."""
+    new = picture(48, 96, 1)
+    env_class.script = (
+        StepResult(
+            (said("look", new), {"role": "tool", "content": list(PROBLEM.messages[0]["content"])}),
+            0.25,
+            False,
+            {"reward_parts": {"form": 0.25}},
+        ),
+        StepResult((said("again"),), 0.0, False),
+        StepResult((), 1.0, True, {"correct": True, "reward_parts": {"form": 0.5, "answer": 0.5}}),
+    )
+    engine = Scripted(processor, ["What", "3*6", "\\boxed{18}"], cut=("3*6",))
+    group, summary = play(player_of(processor, engine, env_class))
+    (trajectory,) = group.trajectories
+    (sequence,) = trajectory.sequences
+    assert (
+        summary.errors == (None,) and trajectory.reward == 1.25 and trajectory.correct and trajectory.status == "stop"
+    )
+    assert trajectory.reward_parts == {"form": 0.75, "answer": 0.5}
+    assert [turn.reward for turn in trajectory.turns] == [0.25, 0.0, 1.0]
+    assert [turn.finish_reason for turn in trajectory.turns] == ["stop", "length", "stop"]
+    for request, turn in zip(engine.requests, trajectory.turns, strict=True):
+        assert request.ids.tolist() == sequence.ids[: turn.start].tolist()
+    assert [len(request.images) for request in engine.requests] == [1, 3, 3]
+    hashes = [image.hash for image, _ in sequence.images]
+    assert hashes == [SHOWN.hash, encoded(new).hash, SHOWN.hash]
+    assert len({request.seeds for request in engine.requests}) == 3, "each turn has a random stream of its own"
+    sampled = [(turn.start, turn.end) for turn in trajectory.turns]
+    expected = np.zeros(len(sequence.ids), bool)
+    for start, end in sampled:
+        expected[start:end] = True
+        assert sequence.logprobs[start:end].max() < 0 and (sequence.versions[start:end] == 3).all()
+        assert (sequence.columns["entropy"][start:end] == 0.5).all()
+    assert (sequence.loss_mask == expected).all()
+    assert (sequence.logprobs[~expected] == 0).all() and (sequence.versions[~expected] == -1).all()
+    text = processor.tokenizer.decode(sequence.ids).replace("<|image_pad|>", "")
+    image = "<|vision_start|><|vision_end|>"
+    assert text == (
+        f"<|im_start|>user\n{image}?<|im_end|>\n<|im_start|>assistant\nWhat<|im_end|>\n"
+        f"<|im_start|>user\nlook{image}<|im_end|>\n<|im_start|>tool\n{image}?<|im_end|>\n<|im_start|>assistant\n3*6<|im_end|>\n"
+        "<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n\\boxed{18}<|im_end|>"
+    )
+    assert group.prefix_length == len(engine.requests[0].ids)
+    assert env_class.made[0].calls == ["start", "What", "3*6", "\\boxed{18}", "close"]
+
+
+def test_the_budget_ends_an_episode_and_bounds_its_last_turn(processor, env_class):
+    env_class.script = (StepResult((said("go on"),), 0.5, False),) * 100
+    engine = Scripted(processor, ["3*6=18"], cut=("3*6=18",))
+    group, summary = play(player_of(processor, engine, env_class, seq_length=80), max_new_tokens=12)
+    (trajectory,) = group.trajectories
+    assert trajectory.status == "length" and summary.errors == (None,)
+    assert all(r.sampling.max_new_tokens == min(12, 80 - len(r.ids)) > 0 for r in engine.requests)
+    assert len(trajectory.sequences[0].ids) == trajectory.turns[-1].end, "nothing stands behind the last answer"
+    assert trajectory.reward == 0.5 * len(trajectory.turns) and closed_once(env_class, 1)
+
+
+def test_starts_that_differ_share_the_prefix_that_they_have_in_common(processor, env_class):
+    images = [picture(48, 48, 1), picture(48, 48, 2)]
+
+    def start(self, problem):
+        return [said("see", images[self.number // 2 % 2], "now")] if self.number < 4 else [said("say")]
+
+    env_class.start = start
+    engine = Scripted(processor)
+    group, summary = play(player_of(processor, engine, env_class), 4)
+    assert [request.seeds for request in engine.requests] == [(0, 1), (2, 3)]
+    prefix = group.prefix
+    assert processor.tokenizer.decode(prefix) == "<|im_start|>user\nsee<|vision_start|>", (
+        "an image is shared whole or not"
+    )
+    assert summary.errors == (None,) * 4 and len(group.images) == 2
+    group, _ = play(player_of(processor, engine, env_class), 1)
+    assert group.prefix_length == len(engine.requests[-1].ids)
+
+
+def test_starts_with_arrays_are_images_and_share_nothing_known_beforehand(processor, env_class):
+    env_class.start = lambda self, problem: [said(np.asarray(picture()), "?")]
+    engine = Scripted(processor)
+    group, summary = play(player_of(processor, engine, env_class), 2)
+    assert summary.errors == (None,) * 2 and group.prefix_length == len(engine.requests[0].ids)
+
+
+def test_an_answer_without_a_verdict_is_wrong_and_no_bad_row(processor, env_class, tmp_path):
+    env_class.script = (GradingTimeout("no verdict in 0.5 s"),)
+    group, summary = play(player_of(processor, Scripted(processor), env_class), 4)
+    assert summary.errors == (None,) * 4 and summary.correct == (False,) * 4
+    assert summary.rewards == (-0.5,) * 4 and summary.ungradable == 4
+    assert all(t.reward_parts == {"ungradable": 1.0} for t in group.trajectories)
+    bad = BadRows(tmp_path, 0.0, {"train": 4})
+    bad.add_failed("train", [summary], 1)
+    bad.check()
+    metrics = summarize_rollout([summary], 1.0)
+    assert metrics["reward/ungradable"] == 4 and metrics["reward/accuracy"] == 0 and metrics["rollout/errors"] == 0
+
+
+def test_the_engines_failure_is_not_the_rows(processor, env_class, tmp_path):
+    engine = Scripted(processor, [TimeoutError("not answered within 600 s")])
+    _, summary = play(player_of(processor, engine, env_class), 4)
+    assert summary.errors == ("engine: TimeoutError: not answered within 600 s",) * 4
+    bad = BadRows(tmp_path, 0.0, {"train": 4})
+    bad.add_failed("train", [summary], 1)
+    bad.check()
+    metrics = summarize_rollout([summary], 1.0)
+    assert (metrics["rollout/errors"], metrics["rollout/engine_errors"], metrics["rollout/env_errors"]) == (4, 4, 0)
+    with pytest.raises(TooManyFaults, match=r"4 of 4 .*4 × engine: TimeoutError.*rollout\.request_timeout"):
+        check_faults([summary])
+    assert closed_once(env_class, 4)
+
+
+def test_a_sample_that_the_engine_gave_up_on_is_an_error(processor, env_class):
+    _, summary = play(player_of(processor, Scripted(processor, ["failed"]), env_class), 2)
+    assert summary.errors == ("engine: it gave up on this sample",) * 2 and closed_once(env_class, 2)
+
+
+def test_a_failure_in_a_later_turn_leaves_what_was_sampled(processor, env_class):
+    env_class.script = (StepResult((said("go on"),), 0.5, False),) * 2
+    group, summary = play(player_of(processor, Scripted(processor, ["What", OSError("gone")]), env_class))
+    (trajectory,) = group.trajectories
+    assert summary.errors == ("engine: OSError: gone",) and trajectory.reward == 0.0 and trajectory.status == "error"
+    assert len(trajectory.turns) == 1 and trajectory.sequences[0].loss_mask.any() and closed_once(env_class, 1)
+
+
+@pytest.mark.parametrize("fails", [None, "make", "start", "step", "close"])
+def test_every_environment_is_closed_whatever_fails(processor, env_class, fails):
+    """Every other one fails, and the others don't."""
+
+    def failing(name, original):
+        def call(self, *args):
+            result = original(self, *args)
+            if fails == name and self.number % 2:
+                raise OSError(f"no {name} today")
+            return result
+
+        return call
+
+    for name in ("start", "step", "close"):
+        setattr(env_class, name, failing(name, getattr(env_class, name)))
+
+    def make():
+        env = env_class()
+        if fails == "make" and env.number % 2:
+            env.calls.append("close")  # nobody has it
+            raise OSError("no make today")
+        return env
+
+    _, summary = play(player_of(processor, Scripted(processor), make), 4)
+    failed = {None: 0, "make": 2, "start": 2, "step": 2, "close": 0}[fails]
+    assert len([e for e in summary.errors if e]) == failed
+    assert all(
+        e is None or e.startswith("environment: 'scripted' ") and f"no {fails} today" in e for e in summary.errors
+    )
+    assert closed_once(env_class, 4)
+    assert summarize_rollout([summary], 1.0)["rollout/env_errors"] == failed
+    if fails == "step":
+        told = check_faults([summary])
+        assert told is not None and "2 of 4" in told
+        assert "2 × environment: 'scripted' failed: OSError: no step today" in told
+    assert check_faults([]) is None
+
+
+def test_a_prompt_that_is_too_long_is_the_rows_fault(processor, env_class):
+    engine = Scripted(processor)
+    group, summary = play(player_of(processor, engine, env_class, max_prompt_length=1), 2)
+    assert all(e.startswith("prompt too long: the prompt has ") for e in summary.errors) and closed_once(env_class, 2)
+    assert not engine.requests and group.prefix_length == 0 and summary.tokens == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        None,
+        7,
+        "case",
+        ["case"],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [said(b"no image")],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "image://unknown"}}]}],
+        [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}],
+    ],
+)
+def test_what_start_says_is_no_fault_of_the_row(processor, env_class, start):
+    env_class.start = lambda self, problem: start
+    _, summary = play(player_of(processor, Scripted(processor), env_class), 2)
+    assert all(e.startswith("environment: 'scripted' ") for e in summary.errors), summary.errors
+    assert closed_once(env_class, 2)
+
+
+@pytest.mark.parametrize("messages", [None, 7, ["case"], [said(b"no image")], [said("a", picture(1, 400))]])
+def test_what_an_environment_answers_is_no_fault_of_the_row(processor, env_class, messages):
+    env_class.script = (StepResult(messages, 0.0, False),)
+    _, summary = play(player_of(processor, Scripted(processor), env_class), 2)
+    assert all(e.startswith("environment: 'scripted' answered what can't follow: ") for e in summary.errors)
+    assert closed_once(env_class, 2)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "much"])
+def test_a_reward_is_a_finite_number(processor, env_class, reward):
+    env_class.script = (StepResult((), reward, True),)
+    _, summary = play(player_of(processor, Scripted(processor), env_class))
+    assert summary.errors[0].startswith("environment: 'scripted' failed: ") and summary.rewards == (0.0,)
+
+
+def test_an_image_that_can_not_be_decoded_is_the_fault_of_whoever_showed_it(processor, env_class):
+    error = ImageError("image can't be decoded", "it is truncated")
+    _, summary = play(player_of(processor, Scripted(processor, [error]), env_class))
+    assert summary.errors == ("image can't be decoded: it is truncated",)
+    env_class.script = (StepResult((said(picture()),), 0.0, False),)
+    _, summary = play(player_of(processor, Scripted(processor, ["18", error]), env_class))
+    assert summary.errors[0].startswith("environment: 'scripted' shows an image that can't be used: ")
+
+
+def test_a_row_whose_messages_make_no_prompt_is_a_bad_row(processor, env_class):
+    player = player_of(processor, Scripted(processor), env_class)
+    problem = Problem("p:1", ({"role": "user", "content": [{"type": "image", "image": b"none"}]},), "1")
+    with pytest.raises(RowError, match="no image"):
+        player.prompt(problem, list(problem.messages), SamplingParams())
+    _, summary = play(player, 2, problem)
+    assert all(e.startswith("prompt unusable: ImageError: ") for e in summary.errors)
+
+
+def test_messages_of_a_generator_are_read_once(processor, env_class):
+    env_class.start = lambda self, problem: iter(problem.messages)
+    env_class.script = (StepResult(iter((said("on"),)), 0.0, False), StepResult((), 1.0, True))
+    _, summary = play(player_of(processor, Scripted(processor), env_class))
+    assert summary.errors == (None,)
+
+
+def test_parts_of_a_reward_are_recorded_as_plain_numbers(processor, env_class):
+    env_class.script = (StepResult((), np.float32(1), True, {"reward_parts": {"format": np.float32(0.5)}}),)
+    group, _ = play(player_of(processor, Scripted(processor), env_class), 2)
+    assert json.dumps([t.reward_parts for t in group.trajectories]) == json.dumps([{"format": 0.5}] * 2)
+    env_class.script = (StepResult((), 1.0, True, {"reward_parts": {"format": "half"}}),)
+    _, summary = play(player_of(processor, Scripted(processor), env_class), 2)
+    assert all(e.startswith("environment: 'scripted' failed: ValueError") for e in summary.errors)
+    assert summary.rewards == (0.0,) * 2
+
+
+def test_environments_are_closed_where_the_engine_dies(processor, env_class):
+    engine = Scripted(processor, [None])
+    player = player_of(processor, engine, env_class)
+    opening = player.open(PROBLEM, range(3), SamplingParams())
+    (future,) = engine.submit(opening.requests)
+    engine.is_alive = False
+    future.set_exception(RuntimeError("gone"))
+    with pytest.raises(EngineDied, match="gone"):
+        asyncio.run(player.play("g", opening, [future]))
+    assert closed_once(env_class, 3)
+
+
+def test_an_episode_that_nobody_waits_for_closes_its_environment_after_its_step(processor, env_class):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def step(self, response):
+        begun.set()
+        assert goes_on.wait(10)
+        self.calls.append("step ended")
+        return StepResult((), 1.0, True)
+
+    env_class.step = step
+    player = player_of(processor, Scripted(processor), env_class)
+    opening = player.open(PROBLEM, (0,), SamplingParams())
+
+    async def abandon():
+        running = asyncio.ensure_future(player.play("g", opening, player.engine.submit(opening.requests)))
+        await asyncio.to_thread(begun.wait, 10)
+        running.cancel()
+        asyncio.get_running_loop().call_later(0.02, goes_on.set)
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(abandon())
+    assert env_class.made[0].calls == ["start", "step ended", "close"]
+
+
+@pytest.fixture(scope="module")
+def toy(toy_folder):
+    from rlinf_vl.engines.torch.engine import TorchEngine
+    from rlinf_vl.models.loading import load_model, vocab_size
+    from rlinf_vl.models.processing import PixelCache
+
+    processor = Processor(toy_folder, FAMILY)
+    model = load_model(toy_folder, FAMILY, torch.float32)
+    banned, pixels = processor.banned_ids(vocab_size(model)), PixelCache(processor.pixels)
+    places = {"image_token_id": processor.image_token_id, "merge_size": processor.merge_size}
+    engine = TorchEngine(model, FAMILY, banned=banned, pixels=pixels, max_running=64, **places)
+    yield SimpleNamespace(processor=processor, model=model, banned=banned, pixels=pixels, engine=engine)
+    engine.close()
+
+
+def test_what_the_engine_samples_in_two_turns_the_trainers_model_scores_alike(toy, env_class):
+    from rlinf_vl.models.policy import PolicyModel
+    from rlinf_vl.packing.collator import Collator, Member
+
+    env_class.script = (
+        StepResult((said("wrong,", picture(48, 96, 5), "again"),), 0.0, False),
+        StepResult((), 1.0, True),
+    )
+    player = player_of(toy.processor, toy.engine, env_class)
+    group, summary = play(player, 4, max_new_tokens=8, stop_ids=toy.processor.stop_ids)
+    assert summary.errors == (None,) * 4 and all(len(t.turns) == 2 for t in group.trajectories)
+    assert len({t.sequences[0].ids.tobytes() for t in group.trajectories}) > 1
+    collate = Collator(FAMILY, toy.processor.image_token_id, toy.processor.merge_size, toy.pixels, toy.processor.pad_id)
+    batch = collate([Member(group, i, 0.0) for i in range(4)], run_vision=True)
+    policy = PolicyModel(toy.model, FAMILY, toy.banned, temperature=1.0, chunk=None)
+    with torch.no_grad():
+        logprobs, _ = policy(batch)
+    assert batch.rollout_logprobs is not None and len(batch.targets) == sum(summary.response_tokens)
+    torch.testing.assert_close(logprobs, torch.from_numpy(batch.rollout_logprobs), atol=2e-5, rtol=0)
