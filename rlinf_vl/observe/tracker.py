@@ -247,8 +247,8 @@ def make_trackers(
 
     Args:
         config: the resolved configuration, as plain containers, for trackers that show it.
-        resume_step: the step of the checkpoint the run goes on from; -1: none. A tracker goes on in a run of its own if the
-            folder has a metrics.jsonl.
+        resume_step: the step of the checkpoint that the run goes on from; -1: none. wandb and trackio go on in their run of this
+            folder, which a folder with a metrics.jsonl has.
 
     Raises:
         ValueError: an unknown backend.
@@ -259,7 +259,7 @@ def make_trackers(
         _import_backend(backend)
     run_dir = Path(run_dir)
     names = {"project_name": project_name, "experiment_name": experiment_name}
-    resumed = (run_dir / "metrics.jsonl").exists()
+    resumed = resume_step >= 0 and (run_dir / "metrics.jsonl").exists()
     resume, begin = "allow" if resumed else "never", max(0, resume_step)
     openers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": partial(TensorBoardTracker, run_dir / "tensorboard", resume_step + 1),

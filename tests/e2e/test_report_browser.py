@@ -1,12 +1,9 @@
-"""The report in a real browser: headless Chromium, driven over its own DevTools protocol through a pair of pipes."""
+"""The report in a real browser: headless Chromium, driven by Playwright."""
 
-import base64
 import json
 import os
 import re
-import select
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,146 +16,82 @@ from whole_run import Run
 
 from rlinf_vl.report import build_report
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+NONE_FOUND = f"no browser: neither does CHROMIUM name one nor is {', '.join(NAMES)} in PATH"
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason=NONE_FOUND)]
 
 
 class Browser:
-    """One page. `problems` holds every exception, console message, refusal and foreign request since it was opened."""
+    """One page. `problems` has every exception, console message, dialog and foreign request since it was opened."""
 
-    def __init__(self, profile: Path) -> None:
-        (command_out, self._to), (self._from, answer_in) = os.pipe(), os.pipe()
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-        # Chromium reads commands from descriptor 3 and answers on 4.
-        start = f'exec {CHROMIUM} "$@" 3<&{command_out} 4>&{answer_in}'
-        self._process = subprocess.Popen(
-            [
-                "bash",
-                "-c",
-                start,
-                "bash",
-                *flags,
-                "--remote-debugging-pipe",
-                f"--user-data-dir={profile}",
-                "about:blank",
-            ],
-            pass_fds=(command_out, answer_in),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(command_out)
-        os.close(answer_in)
-        self._buffer, self._count, self._session = b"", 0, None
+    def __init__(self, browser: sync_api.Browser) -> None:
+        self._browser = browser
+        self.page = browser.new_page()
         self.problems: list[str] = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
 
-    def call(self, method: str, timeout: float = 60, **parameters) -> dict:
-        self._count += 1
-        message = {"id": self._count, "method": method, "params": parameters}
-        message |= {"sessionId": self._session} if self._session else {}
-        os.write(self._to, json.dumps(message).encode() + b"\0")
-        end = time.monotonic() + timeout
-        while True:
-            answer = self._read(end)
-            self._note(answer)
-            if answer.get("id") == self._count:
-                assert "error" not in answer, answer["error"]
-                return answer["result"]
-
-    def _read(self, end: float) -> dict:
-        while b"\0" not in self._buffer:
-            assert select.select([self._from], [], [], max(0, end - time.monotonic()))[0], "the browser does not answer"
-            data = os.read(self._from, 1 << 20)
-            assert data, "the browser has died"
-            self._buffer += data
-        message, _, self._buffer = self._buffer.partition(b"\0")
-        return json.loads(message)
-
-    def _note(self, event: dict) -> None:
-        method, details = event.get("method"), event.get("params", {})
-        if method in (
-            "Runtime.exceptionThrown",
-            "Runtime.consoleAPICalled",
-            "Log.entryAdded",
-            "Page.javascriptDialogOpening",
-        ):
-            self.problems.append(json.dumps(details)[:500])
-        if method == "Network.requestWillBeSent" and not re.match("(file|blob|data|about):", details["request"]["url"]):
-            self.problems.append(f"requested {details['request']['url']}")
-
-    def run(self, script: str):
-        """The value of an expression, awaited."""
-        result = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in result, result["exceptionDetails"]
-        return result["result"].get("value")
-
-    def wait(self, script: str, timeout: float = 20) -> None:
-        end = time.monotonic() + timeout
-        while not self.run(script):
-            assert time.monotonic() < end, f"never true: {script}"
-            time.sleep(0.05)
+    def _note_request(self, request: sync_api.Request) -> None:
+        if not re.match("(file|blob|data|about):", request.url):
+            self.problems.append(f"requested {request.url}")
 
     def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> float:
-        """Shows a page; returns the seconds until everything of it works."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+        """Show a page; returns the seconds until everything of it works."""
+        self.page.close()
+        self.page = self._browser.new_page(
+            viewport={"width": width, "height": height},
+            is_mobile=width < 500,
+            color_scheme="dark" if dark else "light",
         )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.problems.clear()
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.page.set_default_timeout(20_000)
+        self.problems = []
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("console", lambda message: self.problems.append(message.text))
+        self.page.on("dialog", lambda dialog: self.problems.append(dialog.message))
+        self.page.on("request", self._note_request)
+        self.page.goto(page.resolve().as_uri())
         self.wait("document.documentElement?.dataset.ready")
         return self.run("Number(document.documentElement.dataset.ready)") / 1000
 
+    def run(self, script: str):
+        """The value of an expression, awaited."""
+        return self.page.evaluate(script)
+
+    def wait(self, script: str, timeout: float = 20) -> None:
+        """Wait until an expression is true. Playwright's own wait calls `eval` in the page, which its policy refuses."""
+        end = time.monotonic() + timeout
+        while not self.run(script):
+            assert time.monotonic() < end, f"never true: {script}"
+            self.page.wait_for_timeout(50)
+
     def click(self, selector: str) -> None:
-        self.run(f"document.querySelector({json.dumps(selector)}).click()")
+        self.page.locator(selector).first.click()
 
     def choose(self, name: str, value: str) -> None:
-        """Sets a filter as a user would, and waits for the gallery."""
-        self.run(f"""(async () => {{
-            const field = document.querySelector('#filters [name="{name}"]');
-            field.value = {json.dumps(value)};
-            field.dispatchEvent(new Event("input", {{ bubbles: true }}));
-            await new Promise((done) => setTimeout(done, 250));
-        }})()""")
+        """Set a filter as a user would, and wait for the gallery."""
+        field = self.page.locator(f'#filters [name="{name}"]')
+        field.select_option(value) if field.evaluate("field => field.tagName") == "SELECT" else field.fill(value)
+        self.page.wait_for_timeout(250)
 
     def point_at(self, selector: str) -> None:
-        self.run(
-            f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
+        element = self.page.locator(selector).first
+        element.evaluate("element => element.scrollIntoView({ block: 'center', behavior: 'instant' })")
+        x, y = element.evaluate(
+            "element => { const at = element.getClientRects()[0]; return [at.x + at.width / 2, at.y + at.height / 2]; }"
         )
-        x, y = self.run(f"""(() => {{ const at = document.querySelector({json.dumps(selector)}).getClientRects()[0];
-            return [at.x + at.width / 2, at.y + at.height / 2]; }})()""")
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self.page.mouse.move(1, 1)
+        self.page.mouse.move(x, y)
 
     def press(self, key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            code = {"ArrowRight": 39, "ArrowLeft": 37, "Escape": 27, "Tab": 9}[key]
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
-
-    def close(self) -> None:
-        self._session = None
-        try:
-            self.call("Browser.close", timeout=5)
-            self._process.wait(10)
-        except (AssertionError, OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-        os.close(self._to)
-        os.close(self._from)
+        self.page.keyboard.press(key)
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
+def browser() -> Iterator[Browser]:
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield Browser(chromium)
+        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +267,7 @@ def test_a_phone_needs_no_scrolling_sideways(browser, name, request):
 
 def test_everything_has_a_name_and_a_place(browser, page):
     browser.open(page)
-    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    nodes = browser.page.context.new_cdp_session(browser.page).send("Accessibility.getFullAXTree")["nodes"]
     named = [
         (n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n.get("ignored") and "role" in n
     ]
@@ -359,6 +292,30 @@ def test_two_runs_are_overlaid_and_aligned_by_problem(browser, two):
     assert browser.run("document.querySelector('.side .trajectory').getAttribute('aria-label')") != before
     browser.choose("problem", "toy-13")
     assert browser.run("document.querySelectorAll('.side')[0].innerText").endswith("None of this problem.")
+    assert browser.problems == []
+
+
+def test_sequences_and_turns_are_marked_and_columns_are_shown(browser, tmp_path):
+    run = make_run(tmp_path / "toy", steps=1)
+    file = run / "trajectories/step_1.parquet"
+    rows = pq.read_table(file).to_pylist()
+    turns = [{"start": 0, "end": 2, "finish_reason": "stop", "reward": 0.5}, {"start": 4, "end": 6, "reward": 0.25}]
+    for row in rows:
+        row["turns"] = json.dumps({"sequences": [0, 4], "turns": turns})
+        row["surprise"] = [0.125 * k for k in range(len(row["tokens"]))]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    browser.open(build_report([run]))
+    browser.choose("split", "train")
+    marks = "[...document.querySelector('.tokens').querySelectorAll('.boundary')].map((mark) => mark.textContent)"
+    assert browser.run(marks) == ["sequence 1, turn 1, reward 0.5", "sequence 2, turn 2, reward 0.25"]
+    assert "Turns\n2" in browser.run("document.querySelector('.trajectory .facts').innerText")
+    browser.run("document.querySelector('.tokens span').focus()")
+    for _ in range(4):
+        browser.press("ArrowRight")
+    assert browser.run("document.activeElement.dataset.n") == "4"
+    assert _number_after(browser.run("document.getElementById('tooltip').innerText"), "surprise") == 0.5
+    browser.choose("split", "val")
+    assert browser.run("document.querySelectorAll('.boundary').length") == 0
     assert browser.problems == []
 
 
