@@ -267,8 +267,7 @@ def test_a_dataset_travels_to_another_process(tmp_path: Path) -> None:
     assert dataset[0].images == IMAGES and dataset[0].messages[0]["role"] == "system"
 
 
-def test_the_toy_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLINF_VL_CACHE", str(tmp_path))
+def test_the_toy_task() -> None:
     train, val = open_("toy"), open_("toy", split="val")
     assert len(train) > len(val) > 0
     assert image_size(val[0].images[0]) == (48, 48) and val[0].id.startswith("toy:")

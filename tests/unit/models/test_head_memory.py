@@ -14,7 +14,7 @@ def resident(name):
     return int(lines[name].split()[0]) * 1024
 
 torch.set_num_threads(1)
-T, V, H = 8192, 151936, 256
+T, V, H = 1024, 151936, 64
 weight = torch.randn(V, H).mul_(0.05).requires_grad_()
 hidden = torch.randn(T, H, requires_grad=True)
 targets, places = torch.randint(0, V, (T,)), torch.arange(0, T, 64)
@@ -29,9 +29,9 @@ print(above)
 """
 
 
-def test_forward_and_backward_of_8192_tokens_take_less_than_1200_mb_above_the_model():
-    """The gradient of the weights, 156 MB, included; full float32 logits alone would be 5 GB."""
+def test_forward_and_backward_take_less_than_two_thirds_of_the_whole_logits_above_the_model():
+    """The gradient of the weights, 39 MB, included; full float32 logits of 1024 tokens would be 622 MB, and backward needs as much again."""
     code = MEASURED.replace("CHUNK", str(ActorConfig().logprob_chunk_tokens))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 1.2e9
+    assert int(done.stdout) < 0.4e9, done.stdout

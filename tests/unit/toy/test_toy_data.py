@@ -73,7 +73,6 @@ def test_rows_have_the_form_of_real_data(rows: dict[str, list[dict]]) -> None:
 
 def test_rows_are_deterministic(rows: dict[str, list[dict]]) -> None:
     assert toy.toy_rows("val") == rows["val"]
-    assert toy.toy_rows("train")[:500] == rows["train"][:500]
 
 
 def test_best_constant_accuracy_by_hand() -> None:
