@@ -1,7 +1,6 @@
 """The problems of a run: rows of one or several sources, converted one at a time when asked for."""
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
@@ -14,34 +13,21 @@ from rlinf_vl.types import Problem
 _DEFAULT = RowFormat()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FilterResult:
-    """Rows that can be used, those with too long a prompt, and bad ones.
+    """Rows that can be used, with their answers; those with too long a prompt, with its tokens; and bad ones."""
 
-    Attributes:
-        answers: how often each answer occurs in the `kept` rows.
-        fewest, most: tokens of the shortest and of the longest prompt that is too long.
-    """
-
-    kept: list[int] = field(default_factory=list)
-    too_long: list[int] = field(default_factory=list)
+    kept: dict[int, str] = field(default_factory=dict)
+    too_long: dict[int, int] = field(default_factory=dict)
     bad: dict[int, BadRow] = field(default_factory=dict)
-    answers: Counter[str] = field(default_factory=Counter)
-    fewest: int | None = None
-    most: int | None = None
 
     @classmethod
     def merged(cls, results: Sequence["FilterResult"]) -> "FilterResult":
         """The results of disjoint sets of rows as one, rows in order."""
-        tokens = [n for result in results for n in (result.fewest, result.most) if n is not None]
-        return cls(
-            kept=sorted(row for result in results for row in result.kept),
-            too_long=sorted(row for result in results for row in result.too_long),
-            bad={row: why for result in results for row, why in result.bad.items()},
-            answers=sum((result.answers for result in results), Counter()),
-            fewest=min(tokens, default=None),
-            most=max(tokens, default=None),
-        )
+        kept = sorted(item for result in results for item in result.kept.items())
+        too_long = sorted(item for result in results for item in result.too_long.items())
+        bad = sorted((item for result in results for item in result.bad.items()), key=lambda item: item[0])
+        return cls(dict(kept), dict(too_long), dict(bad))
 
 
 class ProblemDataset:
@@ -107,18 +93,14 @@ class ProblemDataset:
             try:
                 problem = self[i]
                 if (tokens := count_tokens(i, problem)) > max_tokens:
-                    result.too_long.append(i)
-                    result.fewest = min(tokens, result.fewest or tokens)
-                    result.most = max(tokens, result.most or tokens)
+                    result.too_long[i] = tokens
                     continue
                 for image in problem.images:
                     if image.hash not in self._decodable:
                         decode(image)
                         self._decodable.add(image.hash)
+                result.kept[i] = problem.answer
             except Exception as e:  # RowError, ImageError, and whatever a reader, a chat template or a tokenizer raises
                 kind, reason = kind_and_reason(e)
                 result.bad[i] = BadRow(kind, self._ids[i], reason)
-            else:
-                result.kept.append(i)
-                result.answers[problem.answer.strip()] += 1
         return result

@@ -71,17 +71,19 @@ def find_usable_rows(
         if len(result.kept) < needed:
             raise ConfigError(_too_few(split, n, needed, result, bad_rows.path.name, max_prompt_length))
         found[split] = result
-    sampler = EpochSampler(found["train"].kept, batch_size, shuffle=shuffle, seed=seed)
+    sampler = EpochSampler(list(found["train"].kept), batch_size, shuffle=shuffle, seed=seed)
     steps = sampler.batches_per_epoch * max_epochs
     total_steps = steps if max_steps < 0 else min(steps, max_steps)
-    return RunData(sampler, found["val"].kept, found["val"].answers, total_steps, bad_rows)
+    val_answers = found["val"].kept
+    return RunData(sampler, list(val_answers), Counter(map(str.strip, val_answers.values())), total_steps, bad_rows)
 
 
 def _too_few(split: str, n: int, needed: int, result: FilterResult, bad_file: str, max_prompt_length: int) -> str:
     why = [f"{len(result.bad)} are bad (see {bad_file})"] if result.bad else []
     if result.too_long:
+        tokens = sorted(result.too_long.values())
         why.append(
-            f"{len(result.too_long)} have prompts of {result.fewest} to {result.most} tokens, above "
+            f"{len(tokens)} have prompts of {tokens[0]} to {tokens[-1]} tokens, above "
             f"data.max_prompt_length={max_prompt_length}: raise that, and runner.seq_length"
         )
     short = f"data.rollout_batch_size={needed} needs more" if split == "train" else "nothing could be validated"

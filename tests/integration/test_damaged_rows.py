@@ -169,8 +169,8 @@ def found(rank):
 def test_exactly_the_damaged_rows_are_lost_each_for_its_reason(found):
     kinds = {i: DAMAGE[damage_of(i)] for i in range(N_ROWS) if damage_of(i)}
     assert {i: row.kind for i, row in found.bad.items()} == {i: k for i, k in kinds.items() if k != TOO_LONG}
-    assert found.too_long == [i for i, k in kinds.items() if k == TOO_LONG]
-    assert found.kept == [i for i in range(N_ROWS) if i not in kinds]
+    assert list(found.too_long) == [i for i, k in kinds.items() if k == TOO_LONG]
+    assert list(found.kept) == [i for i in range(N_ROWS) if i not in kinds]
     names = [f"first:{i}" for i in range(N_ROWS // 2)] + [f"second:{i}" for i in range(N_ROWS // 2)]
     assert all(row.id == names[i] and row.reason for i, row in found.bad.items())
 
@@ -194,7 +194,7 @@ def test_the_run_stops_with_the_table_of_reasons(found, tmp_path):
 
 def test_what_is_kept_can_be_answered_and_trained_on(rank, found):
     images = {}
-    for i in found.kept[::17]:
+    for i in list(found.kept)[::17]:
         problem = rank.datasets["train"][i]
         assert len(rank.player.open(problem, (1,), rank.sampling["train"]).requests) == 1
         images |= {image.hash: image for image in problem.images}
@@ -217,7 +217,7 @@ def answered(rank, tasks):
 
 
 def test_a_bad_row_that_is_asked_for_all_the_same_is_a_group_with_that_reason(rank, found):
-    asked = list(found.bad)[1::40] + found.too_long[:1]
+    asked = list(found.bad)[1::40] + list(found.too_long)[:1]
     for i, summary in answered(rank, [Task(f"g{i}", "train", i, (1, 2)) for i in asked]).items():
         assert summary.problem_id == rank.datasets["train"].row_id(i)
         row = found.bad.get(i)
@@ -227,8 +227,8 @@ def test_a_bad_row_that_is_asked_for_all_the_same_is_a_group_with_that_reason(ra
 
 def test_too_long_prompts_are_bad_where_they_are_not_filtered(rank, found, monkeypatch):
     monkeypatch.setattr(rank.config.data, "filter_prompt_by_length", False)
-    result, _ = asyncio.run(rank.filter_rows("train", [*found.too_long[:3], *found.kept[:3]]))
-    assert result.kept == found.kept[:3] and result.too_long == []
+    result, _ = asyncio.run(rank.filter_rows("train", [*list(found.too_long)[:3], *list(found.kept)[:3]]))
+    assert list(result.kept) == list(found.kept)[:3] and not result.too_long
     assert [(row.kind, "data.max_prompt_length is 512" in row.reason) for row in result.bad.values()] == [
         (TOO_LONG, True)
     ] * 3
@@ -248,7 +248,7 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
     rank = RolloutRank(load_config("toy-grpo-cpu", overrides), str(toy_folder), "cpu")
     total = asyncio.run(rank.ready())
     found, _ = asyncio.run(rank.filter_rows("train", range(6)))
-    assert (found.kept, found.too_long, found.bad) == (list(range(6)), [], {})
+    assert (list(found.kept), found.too_long, found.bad) == (list(range(6)), {}, {})
     (tmp_path / "1.png").unlink()
     (tmp_path / "4.png").write_bytes((tmp_path / "4.png").read_bytes()[:900])  # the header is still whole
     summaries = list(answered(rank, [Task(f"g{i}", "train", i, (1, 2)) for i in found.kept]).values())
