@@ -1,6 +1,7 @@
 """A model's shape without its weights: from its folder, the hub's cache, or a table of the examples' models."""
 
 import copy
+import json
 import math
 from functools import cache
 from pathlib import Path
@@ -15,37 +16,7 @@ from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import freeze_vision, use_packed_attention
 
 #: config.json of hub models that the examples name, as far as it decides on memory.
-KNOWN: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen3-VL-2B-Instruct": {
-        "model_type": "qwen3_vl",
-        "tie_word_embeddings": True,
-        "text_config": {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 262144,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 5e6,
-                "mrope_section": [24, 20, 20],
-                "mrope_interleaved": True,
-            },
-        },
-        "vision_config": {
-            "depth": 24,
-            "hidden_size": 1024,
-            "num_heads": 16,
-            "intermediate_size": 4096,
-            "out_hidden_size": 2048,
-            "deepstack_visual_indexes": [5, 11, 17],
-        },
-    },
-}
+KNOWN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("known_models.json").read_text())
 
 
 def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, str]:
@@ -67,8 +38,7 @@ def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[Pretrai
                 f"rollout.model.model_path: no config.json at {path!r}, in the folder or the hub's cache; fetch it with "
                 f"'hf download {path} config.json', or name a folder"
             ) from error
-    written = copy.deepcopy(KNOWN[path])
-    return AutoConfig.for_model(written.pop("model_type"), **written), "a table in rlinf_vl (not downloaded yet)"
+    return AutoConfig.for_model(**copy.deepcopy(KNOWN[path])), "a table in rlinf_vl (not downloaded yet)"
 
 
 def meta_model(
