@@ -1,4 +1,7 @@
-"""The command line: `python -m rlinf_vl <verb>`."""
+"""The command line: `python -m rlinf_vl <verb>`.
+
+Only what every verb needs is imported here: a mistake in a config is told within a second, without torch or Ray.
+"""
 
 import argparse
 import logging
@@ -6,10 +9,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlinf_vl.config import Config, load_config
 from rlinf_vl.errors import ConfigError, RunError, reason_of
@@ -18,78 +22,92 @@ from rlinf_vl.observe.progress import RunProgress, setup_logging
 from rlinf_vl.observe.spans import FOLDER as SPANS
 from rlinf_vl.observe.spans import record_spans, write_timeline
 from rlinf_vl.observe.status import StatusFile, write_environment
-from rlinf_vl.preflight.inputs import packages_missing, problems_here
-from rlinf_vl.runtime.run_folder import (
-    find_checkpoint,
-    load_state,
-    locked,
-    open_folder,
-    recover_checkpoints,
-    run_folder,
-)
-from rlinf_vl.runtime.stop_request import StopRequest
+from rlinf_vl.runtime import run_folder as folders
+from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
 log = logging.getLogger("rlinf_vl")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 0 on success, 2 for a mistake in what was asked, 1 for a failure."""
+    arguments = _parse(argv)
+    arguments.stop_request = stop_request = StopRequest()
+    arguments.trains_in = None  # the run's folder, from when it is ready
+    setup_logging()
+    stop_request.install()  # both signals unwind, so that nothing is left running
+    try:
+        return arguments.run(arguments) or 0
+    except (ConfigError, *arguments.mistakes) as error:
+        print(f"error: {reason_of(error) if isinstance(error, ConfigError) else error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"error: {reason_of(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + (stop_request.number or signal.SIGINT)
+    except Exception as error:
+        if not arguments.trains_in:
+            if not isinstance(error, OSError):  # a file that can't be read or written is told by its name
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        path = arguments.trains_in / "error.txt"
+        try:
+            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError:
+            raise error from None
+        print(f"error: {reason_of(error)}\nThe whole of it is in {path}", file=sys.stderr)
+        return 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rlinf_vl", description="Reinforcement learning for vision-language models.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    train = verbs.add_parser("train", help="run one experiment")
-    train.add_argument("config", help="name of a config in examples/reasoning/config/vqa, or a path to a YAML file")
-    train.add_argument("overrides", nargs="*", help="Hydra overrides, such as runner.max_steps=3")
-    train.add_argument(
-        "--check", action="store_true", help="only say whether it could run: config, data, model, folders"
+    def verb(name: str, run: Callable[[argparse.Namespace], int | None], about: str, *mistakes: type[Exception]) -> Any:
+        """Returns the method that adds an argument to a new verb. `mistakes`: errors that mean a mistake in what was asked."""
+        added = verbs.add_parser(name, help=about)
+        added.set_defaults(run=run, mistakes=mistakes)
+        return added.add_argument
+
+    argument = verb("train", _train, "run one experiment")
+    argument("config", help="name of a config in examples/reasoning/config/vqa, or a path to a YAML file")
+    argument("overrides", nargs="*", help="Hydra overrides, such as runner.max_steps=3")
+    argument("--check", action="store_true", help="only say whether it could run: config, data, model, folders")
+
+    argument = verb("toy", _toy, "make the toy dataset and its warm-started checkpoint (cached)")
+    argument("--seed", type=int, default=None, help="seed of the checkpoint; the default is the one configs use")
+
+    argument = verb(
+        "export", _export, "turn a checkpoint into a Hugging Face model folder", FileNotFoundError, FileExistsError
     )
-    train.set_defaults(run=_train)
+    argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or checkpoints/global_step_N")
+    argument("output", type=Path, help="folder to write; must be empty or absent")
+    argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="dtype of the weights")
 
-    toy = verbs.add_parser("toy", help="make the toy dataset and its warm-started checkpoint (cached)")
-    toy.add_argument(
-        "--seed", type=int, default=None, help="seed of the checkpoint; the default is the one configs use"
-    )
-    toy.set_defaults(run=_toy)
+    argument = verb("watch", _watch, "follow a run on this terminal")
+    argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
+    argument("--once", action="store_true", help="print one page and end")
 
-    export = verbs.add_parser("export", help="turn a checkpoint into a Hugging Face model folder")
-    export.add_argument(
-        "checkpoint", type=Path, help="a run's folder (its newest checkpoint), or checkpoints/global_step_N"
-    )
-    export.add_argument("output", type=Path, help="folder to write; must be empty or absent")
-    export.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="dtype of the weights")
-    export.set_defaults(run=_export)
+    about = "merge what every process did when into a trace for ui.perfetto.dev"
+    argument = verb("timeline", _timeline, about, ValueError)
+    argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
+    argument("--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json")
 
-    watch = verbs.add_parser("watch", help="follow a run on this terminal")
-    watch.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
-    watch.add_argument("--once", action="store_true", help="print one page and end")
-    watch.set_defaults(run=_watch)
+    argument = verb("report", _report, "one HTML file on a run, or on several side by side", ValueError)
+    argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, still going or ended")
+    argument("--output", type=Path, default=None, help="the file; the default is report.html in the first run's folder")
 
-    timeline = verbs.add_parser("timeline", help="merge what every process did when into a trace for ui.perfetto.dev")
-    timeline.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
-    timeline.add_argument("--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json")
-    timeline.set_defaults(run=_timeline)
+    argument = verb("doctor", _doctor, "what this machine has, and what a config would need")
+    argument("config", nargs="?", help="as for train; without one, the machine alone")
+    argument("overrides", nargs="*", help="as for train")
 
-    report = verbs.add_parser("report", help="one HTML file on a run, or on several side by side")
-    report.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, still going or ended")
-    report.add_argument(
-        "--output", type=Path, default=None, help="the file; the default is report.html in the first run's folder"
-    )
-    report.set_defaults(run=_report)
-
-    doctor = verbs.add_parser("doctor", help="what this machine has, and what a config would need")
-    doctor.add_argument("config", nargs="?", help="as for train; without one, the machine alone")
-    doctor.add_argument("overrides", nargs="*", help="as for train")
-    doctor.set_defaults(run=_doctor)
-
-    preflight = verbs.add_parser("preflight", help="what a config takes of each GPU's memory; needs no GPU")
-    preflight.add_argument("config", help="as for train")
-    preflight.add_argument("overrides", nargs="*", help="as for train")
-    preflight.add_argument("--gpus", type=int, default=1, help="GPUs in each machine (default 1)")
-    preflight.add_argument(
-        "--gpu-memory", type=float, default=80, metavar="GB", help="as printed on the card (default 80)"
-    )
-    preflight.add_argument("--nodes", type=int, default=1, help="machines (default 1)")
-    preflight.set_defaults(run=_preflight)
+    argument = verb("preflight", _preflight, "what a config takes of each GPU's memory; needs no GPU")
+    argument("config", help="as for train")
+    argument("overrides", nargs="*", help="as for train")
+    argument("--gpus", type=int, default=1, help="GPUs in each machine (default 1)")
+    argument("--gpu-memory", type=float, default=80, metavar="GB", help="as printed on the card (default 80)")
+    argument("--nodes", type=int, default=1, help="machines (default 1)")
 
     arguments, rest = parser.parse_known_args(argv)  # an option among a run's overrides leaves those after it over
     takes_overrides = "overrides" in arguments
@@ -98,79 +116,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(dashed)}{hint}")
     if rest:
         arguments.overrides += rest
-    arguments.stop_request = stop_request = StopRequest()
-    setup_logging()
-    stop_request.install()  # both signals unwind, so that nothing is left running
-    try:
-        return arguments.run(arguments) or 0
-    except ConfigError as error:
-        print(f"error: {reason_of(error)}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"error: {reason_of(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + (stop_request.number or signal.SIGINT)
-    except Exception as error:
-        if (
-            isinstance(error, OSError) and "run_dir" not in arguments
-        ):  # a file that can't be read or written, by its name
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        if arguments.verb != "train" or "run_dir" not in arguments:
-            raise
-        where = arguments.run_dir / "error.txt"
-        try:
-            where.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        except OSError:
-            raise error from None
-        print(f"error: {reason_of(error)}\nThe whole of it is in {where}", file=sys.stderr)
-        return 1
+    return arguments
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from rlinf_vl.preflight.inputs import packages_missing, problems_here
+
     rules = [problems_here] if arguments.check else [packages_missing, problems_here]
     config = load_config(arguments.config, arguments.overrides, further=rules)
     if arguments.check:
         return 0
-
-    run_dir = run_folder(config)
+    run_dir = folders.run_folder(config)
     config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
-    with locked(run_dir):
-        recover_checkpoints(run_dir)
-        checkpoint = find_checkpoint(run_dir, config.runner.resume_dir)
-        if checkpoint and 0 <= config.runner.max_steps <= (step := load_state(checkpoint)["step"]):
+    with folders.locked(run_dir):
+        folders.recover_checkpoints(run_dir)
+        checkpoint = folders.find_checkpoint(run_dir, config.runner.resume_dir)
+        if checkpoint and 0 <= config.runner.max_steps <= (step := folders.load_state(checkpoint)["step"]):
             log.info("nothing left: step %d of %d; raise runner.max_steps", step, config.runner.max_steps)
             return 0
         from rlinf_vl.preflight import doctor  # which takes seconds to import
 
         doctor.refuse(config)
         events = EventLog(run_dir)
-        checkpoint = open_folder(config, run_dir, checkpoint, partial(events.add, level=logging.INFO))
-        return _run(arguments, config, run_dir, checkpoint)
+        checkpoint = folders.open_folder(config, run_dir, checkpoint, partial(events.add, level=logging.INFO))
+        arguments.trains_in = run_dir
+        return _run(config, run_dir, checkpoint, arguments.stop_request)
 
 
-def _run(arguments: argparse.Namespace, config: Config, run_dir: Path, checkpoint: Path | None) -> int:
+def _run(config: Config, run_dir: Path, checkpoint: Path | None, stop_request: StopRequest) -> int:
     """Train in a folder that is ready, from a checkpoint or from the start."""
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.run import run
     from rlinf_vl.preflight.gpu_share import settle_gpu_share
     from rlinf_vl.runtime.launch import ray_cluster, reserve
-    from rlinf_vl.runtime.stop_request import Interrupted
 
-    arguments.run_dir = run_dir
     model_path = _prepare_toy(config)
     (run_dir / SPANS).mkdir(exist_ok=True)
     write_environment(run_dir)
     with _report_at_end(run_dir), RunProgress(StatusFile(run_dir)) as progress:
         record_spans(run_dir, "controller")
         progress.phase("starting Ray")
-        start = time.monotonic()
-        stop_request, code = arguments.stop_request, 0
+        start, code = time.monotonic(), 0
+        metrics: dict[str, float] = {}
         with ray_cluster(config), reserve(config) as placement:
             stop_request.install()  # Ray has put a handler of its own
             settle_gpu_share(config, model_path, placement)
-            metrics: dict[str, float] = {}
             try:
                 metrics = run(config, model_path, placement, run_dir, progress, stop_request, checkpoint)
             except Interrupted as stop:
@@ -200,22 +190,21 @@ def _report_at_end(run_dir: Path) -> Iterator[None]:
                 log.warning("no report could be made of %s: %r", run_dir, error)
 
 
-def _prepare_toy(config) -> str:
+def _prepare_toy(config: Config) -> str:
     """Make the toy's data and checkpoint if the config asks for them; returns the model's path."""
     if "toy" in config.data.train_data_paths + config.data.val_data_paths:
         from rlinf_vl.toy.drawings import toy_dataset_path
 
         for split in ("train", "val"):
             toy_dataset_path(split)
-    path = config.rollout.model.model_path
-    if path != "toy":
-        return path
+    if config.rollout.model.model_path != "toy":
+        return config.rollout.model.model_path
     from rlinf_vl.toy.model import toy_checkpoint_path
 
     return str(toy_checkpoint_path())
 
 
-def _toy(arguments: argparse.Namespace) -> int:
+def _toy(arguments: argparse.Namespace) -> None:
     from rlinf_vl.toy.drawings import toy_dataset_path
     from rlinf_vl.toy.model import toy_checkpoint_path, toy_summary
 
@@ -224,7 +213,6 @@ def _toy(arguments: argparse.Namespace) -> int:
         print(f"{split} data: {toy_dataset_path(split)}")
     seed = {} if arguments.seed is None else {"seed": arguments.seed}
     print(f"checkpoint: {toy_checkpoint_path(**seed)}")
-    return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -239,15 +227,10 @@ def _preflight(arguments: argparse.Namespace) -> int:
     return table.main(arguments)
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> None:
     from rlinf_vl.report import build_report
 
-    try:
-        print(build_report(arguments.runs, arguments.output))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    print(build_report(arguments.runs, arguments.output))
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -256,29 +239,19 @@ def _watch(arguments: argparse.Namespace) -> int:
     return watch(arguments.run_dir, once=arguments.once)
 
 
-def _timeline(arguments: argparse.Namespace) -> int:
-    try:
-        print(write_timeline(arguments.run_dir, arguments.output))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+def _timeline(arguments: argparse.Namespace) -> None:
+    print(write_timeline(arguments.run_dir, arguments.output))
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> None:
     from rlinf_vl.controller.export import export_checkpoint
 
-    try:
-        export_checkpoint(arguments.checkpoint, arguments.output, arguments.dtype)
-    except (FileNotFoundError, FileExistsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    export_checkpoint(arguments.checkpoint, arguments.output, arguments.dtype)
     log.info(
         "wrote %s, for AutoModelForImageTextToText, AutoTokenizer and AutoImageProcessor; AutoProcessor wants torchvision besides, "
         "for videos (pip install torchvision)",
         arguments.output,
     )
-    return 0
 
 
 if __name__ == "__main__":
