@@ -14,6 +14,7 @@ All in one run, on the same rows, weights and loss (which must agree):
 """
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -34,20 +35,26 @@ import torch.distributed as dist
 from baselines import floor_seconds, padded_step
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForImageTextToText
 from workload import SHAPES, Workload, drawn_problems, geo3k_problems, make_workload, write_model
 
 from rlinf_vl.actor.batches import BatchMaker
-from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler, shard
-from rlinf_vl.actor.update import LossSettings, update
+from rlinf_vl.actor.mesh import Mesh, join_ranks
+from rlinf_vl.actor.trainer import Trainer
+from rlinf_vl.config.schema import (
+    ActorConfig,
+    ActorModelConfig,
+    AlgorithmConfig,
+    FsdpConfig,
+    MixedPrecisionConfig,
+    OptimConfig,
+)
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import DTYPES, freeze_vision, load_model, vocab_size
+from rlinf_vl.models.loading import freeze_vision, load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.types import Group, GroupSummary, ImageRef, Request, SamplingParams
 
@@ -58,67 +65,60 @@ CLIP, KL_BETA, TIS_CLIP = (0.2, 0.28), 0.04, 2.0
 GEO3K = Path(__file__).resolve().parents[2] / "shared/data/geo3k/train.parquet"
 
 
-class Trainer:
-    """Policy, reference and optimizer on one FSDP rank, and the step that `ActorRank.update` takes."""
+def make_trainer(folder: Path, processor: Processor, args: argparse.Namespace, dtype: str) -> Trainer:
+    """The trainer of a run, on a single rank; nothing is banned, as in the padded baseline."""
 
-    def __init__(self, folder: Path, processor: Processor, args: argparse.Namespace, dtype: str) -> None:
-        self.processor, self.args = processor, args
-        self.policy = self._load(folder, dtype, frozen=False)
-        self.reference = self._load(folder, dtype, frozen=True)
-        self.optimizer = make_optimizer(self.policy, lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-        self.scheduler = make_scheduler(self.optimizer, "constant", warmup=0, total=1, min_ratio=0.0)
+    def load(dtype: torch.dtype) -> PolicyModel:
+        model = load_model(folder, FAMILY, dtype)
+        return PolicyModel(model, FAMILY, np.zeros(vocab_size(model), bool), temperature=1.0, chunk=None)
 
-    def _load(self, folder: Path, dtype: str, frozen: bool) -> PolicyModel:
-        model = load_model(folder, FAMILY, DTYPES[dtype] if frozen else torch.float32).requires_grad_(not frozen)
-        if not self.args.train_tower:
-            freeze_vision(model, FAMILY)
-        banned = self.processor.banned_ids(vocab_size(model)) & False
-        policy = PolicyModel(model, FAMILY, banned, temperature=1.0, chunk=None).to(self.args.device)
-        return shard(
-            policy.train(not frozen),
-            init_device_mesh(self.args.device, (1,)),
-            param_dtype=dtype,
-            reduce_dtype="fp32",
-            gradient_checkpointing=self.args.checkpointing and not frozen,
-        )
+    p = processor
+    actor = ActorConfig(
+        model=ActorModelConfig(freeze_vision_tower=not args.train_tower),
+        fsdp_config=FsdpConfig(
+            gradient_checkpointing=args.checkpointing, mixed_precision=MixedPrecisionConfig(param_dtype=dtype)
+        ),
+        optim=OptimConfig(lr=0.0),
+    )
+    algorithm = AlgorithmConfig(
+        clip_ratio_low=CLIP[0], clip_ratio_high=CLIP[1], kl_beta=KL_BETA, importance_sampling_clip=TIS_CLIP
+    )
+    return Trainer(
+        load,
+        Collator(FAMILY, p.image_token_id, p.merge_size, p.pixels, p.pad_id),
+        Mesh.make(args.device),
+        actor,
+        algorithm,
+        max_tokens=args.budget,
+        total_steps=1,
+    )
 
-    def step(self, plan: StepPlan, groups: list[Group], pixels: Callable, *, share: bool) -> float:
-        """One optimizer step, images and all; returns the loss."""
-        p = self.processor
-        cache = None if self.args.train_tower or not share else VisionCache(2**32, self.args.device)
-        make = BatchMaker(
-            self.policy,
-            Collator(FAMILY, p.image_token_id, p.merge_size, None, p.pad_id, share_prompts=share),
-            pixels,
-            cache,
-            max_patches=self.args.budget * p.merge_size**2,
-        )
-        make.prepare(groups)
-        held = dict(enumerate(groups))
-        sums = update(
-            self.policy,
-            self.reference,
-            self.optimizer,
-            self.scheduler,
-            [make.minibatch(ranks[0], held, plan.advantages) for ranks in plan.minibatches],
-            LossSettings("token-mean", *CLIP, None, KL_BETA, "k3", 0.0, TIS_CLIP, "token", "auto" if share else "true"),
-            world_size=1,
-            max_grad_norm=1.0,
-        )
-        if self.args.device == "cuda":
-            torch.cuda.synchronize()
-        return sums.compute()["actor/loss"]
 
-    def logprobs(self, plan: StepPlan, groups: list[Group], pixels: Callable) -> torch.Tensor:
-        """Of every response token, for comparing dtypes."""
-        p = self.processor
-        make = BatchMaker(
-            self.policy, Collator(FAMILY, p.image_token_id, p.merge_size, None, p.pad_id), pixels, None, 1
-        )
-        mini = plan.minibatches[0][0]
-        with torch.no_grad():
-            batches = make.batches(mini, dict(enumerate(groups)), plan.advantages)
-            return torch.cat([self.policy(batch)[0].cpu() for batch, _ in batches])
+def sharing_nothing(trainer: Trainer, pixels: Callable) -> Trainer:
+    """The same trainer with each trajectory's own prompt, with `pixels` in every micro-batch, and a pass for old logprobs."""
+    packed = copy.copy(trainer)
+    packed.algorithm = replace(trainer.algorithm, recompute_logprobs="true")
+    collate = replace(trainer.batches.collate, share_prompts=False, pixels=pixels)
+    packed.batches = BatchMaker(trainer.policy, collate, None, trainer.batches.max_patches)
+    return packed
+
+
+def step(trainer: Trainer, plan: StepPlan, groups: list[Group]) -> float:
+    """One optimizer step, images and all; returns the loss."""
+    if trainer.batches.cache is not None:
+        trainer.batches.cache.clear()
+    minibatches = [ranks[0] for ranks in plan.minibatches]
+    sums, _ = trainer.update(dict(enumerate(groups)), minibatches, plan.advantages)
+    if trainer.mesh.device == "cuda":
+        torch.cuda.synchronize()
+    return sums.compute()["actor/loss"]
+
+
+def logprobs(trainer: Trainer, plan: StepPlan, groups: list[Group]) -> torch.Tensor:
+    """Of every response token, for comparing dtypes."""
+    batches = trainer.batches.without_cache()(plan.minibatches[0][0], dict(enumerate(groups)), plan.advantages)
+    with torch.no_grad():
+        return torch.cat([trainer.policy(batch)[0].cpu() for batch, _ in batches])
 
 
 def plan_of(groups: list[Group], args: argparse.Namespace, *, ranks: int = 1, share: bool = True) -> StepPlan:
@@ -145,7 +145,7 @@ def own_images(groups: list[Group]) -> list[Group]:
     ]
 
 
-def timed(step: Callable[[], float], repeats: int, device: str) -> tuple[float, float, list[float]]:
+def timed(step: Callable[[], float], repeats: int) -> tuple[float, float, list[float]]:
     """(median seconds, loss, all seconds) of `repeats` steps after one that warms up."""
     loss, seconds = step(), []
     for _ in range(repeats):
@@ -256,12 +256,7 @@ def main() -> None:
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.padded = args.padded if args.padded is not None else args.device == "cpu"
 
-    if args.device == "cuda":
-        torch.cuda.set_device(0)
-    backend = (
-        "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
-    )  # ranks also reduce counts, which are CPU tensors
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    join_ranks(args.device)
     figures: dict = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -285,7 +280,7 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
     console, rng = Console(stderr=True), np.random.default_rng(0)
     write_model(folder / "model", args.shape)
     processor = Processor(folder / "model", FAMILY)
-    trainer = Trainer(folder / "model", processor, args, args.dtype)
+    trainer = make_trainer(folder / "model", processor, args, args.dtype)
     real = args.data.is_file()
     problems = geo3k_problems(args.data, 8 * args.groups, rng) if real else drawn_problems(8 * args.groups, rng)
     work = make_workload(problems, processor, processor.banned_ids(vocab_size(trainer.policy.model)), args.samples, rng)
@@ -295,12 +290,11 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
     groups, answers = work.groups, work.response_tokens
     pixels = PixelCache(processor.pixels)
     copies = PixelCache(lambda image: pixels(ImageRef(image.hash.split("/")[0], image.data)), 2**33)
-    fresh = processor.pixels  # ours decodes every image anew; the baselines are given theirs
 
     console.log(f"{args.groups} groups, {answers} response tokens; shared")
     plan = plan_of(groups, args)
     two = plan_of(groups, args, ranks=2)
-    shared, loss, all_shared = timed(lambda: trainer.step(plan, groups, fresh, share=True), args.repeats, args.device)
+    shared, loss, all_shared = timed(lambda: step(trainer, plan, groups), args.repeats)
     figures |= {
         "shape": args.shape,
         "torch": torch.__version__,
@@ -353,9 +347,8 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
     apart = own_images(groups)
     values = [(a,) for row in plan.advantages for a in row]
     packed_plan = replace(plan_of(apart, args, share=False), advantages=tuple(values))
-    packed, packed_loss, _ = timed(
-        lambda: trainer.step(packed_plan, apart, copies, share=False), args.repeats, args.device
-    )
+    alone = sharing_nothing(trainer, copies)
+    packed, packed_loss, _ = timed(lambda: step(alone, packed_plan, apart), args.repeats)
     assert abs(loss - packed_loss) < (1e-4 if args.dtype == "fp32" else 0.05), (loss, packed_loss)
     figures |= {"packed_seconds": packed, "ratio_shared_vs_packed": packed / shared}
 
@@ -371,25 +364,24 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
         if not args.train_tower:
             freeze_vision(model, FAMILY)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        step = lambda: padded_step(  # noqa: E731
+        padded_once = lambda: padded_step(  # noqa: E731
             model, reference, optimizer, groups, plan.advantages, pixels, processor.image_token_id, processor.pad_id,
             clip=CLIP, kl_beta=KL_BETA, tis_clip=TIS_CLIP,
         )  # fmt: skip
-        padded, padded_loss, _ = timed(step, max(1, args.repeats - 2), args.device)
+        padded, padded_loss, _ = timed(padded_once, max(1, args.repeats - 2))
         assert abs(loss - padded_loss) < 1e-4 or args.dtype != "fp32", (loss, padded_loss)
         figures |= {"padded_seconds": padded, "ratio_shared_vs_padded": padded / shared}
         del model, reference, optimizer
 
     if args.device == "cpu" and args.dtype == "fp32" and torch.cpu._is_amx_tile_supported():
         console.log("bf16")
-        exact = trainer.logprobs(plan, groups, pixels)
-        half = Trainer(folder / "model", processor, args, "bf16")
+        exact = logprobs(trainer, plan, groups)
+        half = make_trainer(folder / "model", processor, args, "bf16")
         in_turn = [
-            [timed(lambda t=t: t.step(plan, groups, fresh, share=True), 1, args.device)[0] for t in (trainer, half)]
-            for _ in range(args.repeats)
+            [timed(lambda t=t: step(t, plan, groups), 1)[0] for t in (trainer, half)] for _ in range(args.repeats)
         ]
         fp32, bf16 = np.median(in_turn, axis=0).tolist()
-        difference = (half.logprobs(plan, groups, pixels) - exact).abs()
+        difference = (logprobs(half, plan, groups) - exact).abs()
         figures |= {"bf16_seconds": bf16, "ratio_bf16_vs_fp32": fp32 / bf16}
         figures |= {"bf16_abs_diff_mean": float(difference.mean()), "bf16_abs_diff_max": float(difference.max())}
 
@@ -398,7 +390,7 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
         theirs = peer(args.peer_python, folder, work, args)
         console.log("generation")
         model = load_model(folder / "model", FAMILY, torch.float32)
-        generate = generation_seconds(model, work, processor, fresh, args.repeats, args.device)
+        generate = generation_seconds(model, work, processor, processor.pixels, args.repeats, args.device)
         figures |= {f"trl_{k}": v for k, v in theirs.items()}
         figures |= {
             "generate_seconds": generate,

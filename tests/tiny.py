@@ -156,3 +156,35 @@ def transformers_inputs(sequence: TokenSequence) -> tuple[torch.Tensor, dict]:
         "image_grid_thw": torch.from_numpy(grids(sequence.images)),
         "mm_token_type_ids": (ids == IMAGE_ID).int(),
     }
+
+
+def tiny_policy(dtype: torch.dtype = torch.float32, seed: int = 0, temperature: float = 1.0, chunk: int | None = None):
+    """The tiny model as `Trainer` wants it, as a checkpoint is read in `dtype`: its weights, not the tables of rotary angles."""
+    from rlinf_vl.models.families import family_of
+    from rlinf_vl.models.loading import use_packed_attention
+    from rlinf_vl.models.policy import PolicyModel
+
+    family = family_of("qwen3_vl")
+    model = use_packed_attention(tiny_model(seed), family)
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    return PolicyModel(model, family, banned(), temperature=temperature, chunk=chunk)
+
+
+def tiny_collator(**settings):
+    from rlinf_vl.models.families import family_of
+    from rlinf_vl.packing.collator import Collator
+
+    return Collator(family_of("qwen3_vl"), IMAGE_ID, MERGE, pixels, PAD, **settings)
+
+
+def tiny_trainer(mesh, load=tiny_policy, *, actor=None, algorithm=None, max_tokens: int = 400, **collator):
+    """A `Trainer` of the tiny model in float32 (`actor` may say otherwise), for a run of one step."""
+    from rlinf_vl.actor.trainer import Trainer
+    from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
+
+    if actor is None:
+        actor = ActorConfig()
+        actor.fsdp_config.mixed_precision.param_dtype = "fp32"
+    collate = tiny_collator(**collator)
+    return Trainer(load, collate, mesh, actor, algorithm or AlgorithmConfig(), max_tokens=max_tokens, total_steps=1)

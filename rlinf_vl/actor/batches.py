@@ -1,45 +1,43 @@
-"""A rank's micro-batches while it trains: made in the background, with image features that are computed once."""
+"""A rank's micro-batches: made in the background while it trains, with image features that are computed once."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlinf_vl.actor.fsdp import reshard_all
-from rlinf_vl.actor.update import MiniBatch
+from rlinf_vl.actor.mesh import reshard_all
 from rlinf_vl.models.families import VisionFeatures
 from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.processing import PixelCache
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch
 
 T = TypeVar("T")
+#: Of each trajectory of each group, by the group's number.
+Advantages = Mapping[int, Sequence[float]] | Sequence[Sequence[float]]
 
 
 def prefetched(items: Iterable[T]) -> Iterator[T]:
     """`items`, the next one made on another thread while the caller works on the last."""
     source = iter(items)
-
-    def following() -> list[T]:
-        return list(islice(source, 1))
-
     with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(following)
-        while item := coming.result():
-            coming = thread.submit(following)
-            yield item[0]
+        coming = thread.submit(next, source, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, source, None)
+            yield item
 
 
 @dataclass(frozen=True, slots=True)
 class RankMiniBatch:
-    """What one rank trains in one optimizer step. `micro_batches[i]` names trajectories by group and place."""
+    """What one rank trains in one optimizer step. `micro_batches[i]` names trajectories by group and index; `run_vision[i]`
+    says if any rank has images then; `denominator` is that of the loss, a count over all ranks."""
 
     micro_batches: tuple[tuple[Item, ...], ...]
     run_vision: tuple[bool, ...]
@@ -53,34 +51,29 @@ class BatchMaker:
     features. Without, they come with pixels, and the tower runs in each micro-batch.
     """
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        collate: Collator,
-        pixels: Callable[[ImageRef], np.ndarray],
-        cache: VisionCache | None,
-        max_patches: int,
-    ) -> None:
-        """`collate` has no pixels of its own; `pixels` is called from several threads where there is a `cache`;
-        `max_patches` is how many are encoded at once, one image at least."""
-        self.policy, self.cache, self.max_patches = policy, cache, max_patches
-        self.pixels, self.collate = pixels, replace(collate, pixels=None if cache else pixels)
+    def __init__(self, policy: PolicyModel, collate: Collator, cache: VisionCache | None, max_patches: int) -> None:
+        """`collate.pixels` is called from several threads; `max_patches` are encoded at once, one image at least."""
+        assert collate.pixels is not None
+        self.policy = policy
+        self.collate = collate
+        self.cache = cache
+        self.max_patches = max_patches
+        self.pixels = collate.pixels
+        self._collate = replace(collate, pixels=None if cache else PixelCache(collate.pixels))
 
-    def minibatch(
-        self, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Mapping[int, Sequence[float]]
-    ) -> MiniBatch:
-        """What `update` trains on in one optimizer step."""
-        return MiniBatch(lambda: self.batches(mini, groups, advantages), len(mini.micro_batches), mini.denominator)
+    def without_cache(self) -> "BatchMaker":
+        """Makes the same micro-batches with pixels."""
+        return BatchMaker(self.policy, self.collate, None, self.max_patches)
 
-    def batches(
-        self, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Mapping[int, Sequence[float]]
+    def __call__(
+        self, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Advantages
     ) -> Iterator[tuple[MicroBatch, VisionFeatures | None]]:
         """Each micro-batch and, with a cache, the features of its images (`prepare` must have seen its groups)."""
 
         def made() -> Iterator[MicroBatch]:
             for items, vision in zip(mini.micro_batches, mini.run_vision, strict=True):
                 members = [Member(groups[i.group], i.index, advantages[i.group][i.index]) for i in items]
-                yield self.collate(members, run_vision=vision and self.cache is None)
+                yield self._collate(members, run_vision=vision and self.cache is None)
 
         for batch in prefetched(made()):
             yield batch, self.cache.get(batch.images) if self.cache and batch.images else None
@@ -117,6 +110,7 @@ class BatchMaker:
 
 
 def _chunks(images: Sequence[tuple[ImageRef, Grid]], max_patches: int) -> list[list[tuple[ImageRef, Grid]]]:
+    """The images in order, divided where `max_patches` would be exceeded."""
     out: list[list[tuple[ImageRef, Grid]]] = []
     room = 0
     for image, grid in images:

@@ -11,50 +11,44 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 
 def save(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the sharded state under `folder`, and this rank's random states. Collective. The learning rate is none of it: it
-    follows from the config and the step.
+    """Write the sharded state, and this rank's random states, under `folder`. Collective. The learning rate is not part of it:
+    it follows from the config and the step.
 
     Raises:
         OSError: some rank could not write.
     """
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    torch.save(_random_states(), folder / f"random-{rank}.pt")
+    random = {"cpu": torch.get_rng_state()}  # torch's generators are the only ones that training may draw from
+    if torch.cuda.is_available():
+        random["cuda"] = torch.cuda.get_rng_state()
+    torch.save(random, folder / f"random-{rank}.pt")
     try:
-        dcp.save(state, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
-    except CheckpointException as error:  # no Exception, and it holds tracebacks
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+    except CheckpointException as error:  # not an Exception, and it contains tracebacks
         raise OSError(next(str(reason) for reason, _ in error.failures.values())) from None
 
 
 def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read what `save` wrote, on any number of ranks; a rank that was not there then keeps its random states. Collective.
+    """Read what `save` wrote, on any number of ranks; a rank that did not exist then keeps its random states. Collective.
 
-    Of the optimizer, what it has gathered of each weight is read; its settings (learning rate, weight decay, …) are left as
-    they are: a config that has changed since counts. A weight that was frozen then and is trained now starts without.
+    Of the optimizer, its moments are read; its settings (learning rate, weight decay, …) stay those of the config. A weight that
+    was frozen when the checkpoint was written, and is trained now, starts without moments.
     """
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     known = FileSystemReader(folder).read_metadata().state_dict_metadata
-    gathered = optimizer_state["state"]
-    assert isinstance(gathered, dict)
-    state = {name: value for name, value in gathered.items() if f"optimizer.state.{name}.step" in known}
+    moments = optimizer_state["state"]
+    assert isinstance(moments, dict)
+    state = {name: value for name, value in moments.items() if f"optimizer.state.{name}.step" in known}
     dcp.load({"model": model_state, "optimizer": {"state": state}}, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
     set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     for name, param in policy.named_parameters():
-        if name in gathered and name not in state:
+        if name in moments and name not in state:
             del optimizer.state[param]
     if (random := folder / f"random-{rank}.pt").exists():
         states = torch.load(random)
         torch.set_rng_state(states["cpu"])
         if torch.cuda.is_available() and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"])
-
-
-def _random_states() -> dict[str, torch.Tensor]:
-    """torch's generators, the only ones that training may draw from."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
 
 
 def load_weights_only(folder: Path, model: nn.Module) -> None:

@@ -4,7 +4,7 @@ A rank that dies or hangs takes the others with it: they wait for it in a collec
 ranks while it waits, and raises `ActorsLost`; the group is then of no use but to be killed.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
@@ -23,24 +23,26 @@ class ActorsLost(RuntimeError):
 
 
 class ActorGroup:
-    """All ranks of the learner. `options[rank]` are the Ray options that place each."""
-
     def __init__(self, config: Config, model_path: str, device: str, options: Sequence[dict[str, Any]]) -> None:
-        self.world_size = len(options)
-        self.prices = Prices()  # `start` sets them
+        """`options[rank]` are the Ray options that place each rank."""
+        self.prices = Prices()  # what things cost in the model, once `start` knows
+        self.data_size = 0  # shares that a step's trajectories are divided into, once `start` knows
         self.ranks = [
-            ActorWorker.options(**option).remote(config, model_path, device, rank, self.world_size)
+            ActorWorker.options(**option).remote(config, model_path, device, rank)
             for rank, option in enumerate(options)
         ]
+        self._data_ranks: list[int] = []  # of each rank
         self._processes = [rank.process.remote() for rank in self.ranks]
         self._hearts = [Heartbeat(rank.heartbeat.remote, config.runner.heartbeat_timeout) for rank in self.ranks]
 
-    def start(self, total_steps: int) -> Prices:
-        """Join the ranks and load the model, for a run of so many steps; what things cost in it."""
+    def start(self, total_steps: int) -> None:
+        """Join the ranks and load the model, for a run of so many steps."""
         self.wait(self._processes, beating=False)  # a process that still imports answers no heartbeat
-        (host, port), *_ = self.wait([self.ranks[0].address.remote()])
-        self.prices = self.wait([rank.start.remote(host, port, total_steps) for rank in self.ranks])[0]
-        return self.prices
+        (address,) = self.wait([self.ranks[0].address.remote()])
+        started = self.wait([rank.start.remote(address, len(self.ranks), total_steps) for rank in self.ranks])
+        self._data_ranks = [data_rank for data_rank, _ in started]
+        self.data_size = 1 + max(self._data_ranks)
+        self.prices = started[0][1]
 
     def entries(self, restarts: int) -> list[dict[str, object]]:
         """A line on each rank, for `StatusFile`, after so many restarts of all of them."""
@@ -84,11 +86,14 @@ class ActorGroup:
     def fetch_groups(
         self, minibatches: Sequence[Sequence[RankMiniBatch]], groups: Sequence[ray.ObjectRef]
     ) -> list[int]:
-        """Let each rank fetch the groups that `minibatches[m][rank]` name, and no others. Returns the lost groups."""
+        """Let each rank fetch the groups that it will train on or score, and no others. Returns the lost groups.
+
+        `minibatches[m][data_rank]`: what the ranks with that share of the trajectories train in optimizer step m.
+        """
         pending = []
-        for rank, actor in enumerate(self.ranks):
-            named = _groups_of(mini[rank] for mini in minibatches)
-            pending.append(actor.fetch_groups.remote({g: groups[g] for g in named}))
+        for rank, share in zip(self.ranks, self._data_ranks, strict=True):
+            items = (item for mini in minibatches for items in mini[share].micro_batches for item in items)
+            pending.append(rank.fetch_groups.remote({item.group: groups[item.group] for item in items}))
         return sorted({group for lost in self.wait(pending) for group in lost})
 
     def update(
@@ -98,21 +103,15 @@ class ActorGroup:
         advantages: Sequence[tuple[float, ...]],
         recorded: Collection[int] = (),
     ) -> dict[str, float]:
-        """Train step `step` (its name in traces); `minibatches[m][rank]`, whose groups the ranks have fetched. The ranks
-        keep the logprobs of the groups `recorded` for `recorded_logprobs`.
+        """Train `step` on the fetched groups. Returns its metrics, exact over all response tokens of all ranks.
 
-        Returns the step's metrics, exact over all response tokens of all ranks.
+        `minibatches` are those of `fetch_groups`; of the groups `recorded`, the ranks keep logprobs for `recorded_logprobs`.
         """
         pending = []
-        for rank, actor in enumerate(self.ranks):
-            mine = [mini[rank] for mini in minibatches]
-            groups = _groups_of(mine)
-            named = frozenset(recorded) & frozenset(groups)
-            pending.append(actor.update.remote(step, mine, {g: advantages[g] for g in groups}, named))
-        sums = MetricSums()
-        for state in self.wait(pending):
-            sums.merge(MetricSums.from_state(state))
-        metrics = sums.compute()
+        for rank, share in zip(self.ranks, self._data_ranks, strict=True):
+            mine = [mini[share] for mini in minibatches]
+            pending.append(rank.update.remote(step, mine, advantages, frozenset(recorded)))
+        metrics = MetricSums.merged(self.wait(pending)).compute()
         if "actor/tis_square" in metrics:
             square = metrics.pop("actor/tis_square")
             # Kish's effective sample size as a share of the tokens: (Σw)² / (n Σw²)
@@ -120,59 +119,57 @@ class ActorGroup:
         return metrics
 
     def recorded_logprobs(self) -> list[ray.ObjectRef]:
-        """References to each rank's `ActorRank.recorded_logprobs`."""
+        """References to each rank's `Logprobs`, of the last `update`."""
         return [rank.recorded_logprobs.remote() for rank in self.ranks]
 
     def score(self, minibatch: Sequence[RankMiniBatch]) -> list[tuple[int, int, float, float]]:
-        """`ActorRank.score` of every trajectory that `minibatch[rank]` names."""
-        pending = [actor.score.remote(mine) for actor, mine in zip(self.ranks, minibatch, strict=True)]
-        return [row for rows in self.wait(pending) for row in rows]
+        """`Trainer.score` of every trajectory that `minibatch[data_rank]` names; its groups are fetched."""
+        shares = zip(self.ranks, self._data_ranks, strict=True)
+        found = self.wait([rank.score.remote(minibatch[share]) for rank, share in shares])
+        return [row for rows in found for row in rows]
 
-    def set_weight_sync(self, way: str, bucket_bytes: int) -> None:
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """What `method` of each rank's parts returns: see `ActorRank.call`."""
+        return self.wait([rank.call.remote(method, *arguments) for rank in self.ranks])
+
+    def set_weight_sync(self, strategy: str, bucket_bytes: int) -> None:
         """How the weights will be sent: a value that `rlinf_vl.transport.resolve_weight_sync` returns, and how much at once."""
-        self.wait([rank.set_weight_sync.remote(way, bucket_bytes) for rank in self.ranks])
+        self.wait([rank.set_weight_sync.remote(strategy, bucket_bytes) for rank in self.ranks])
 
     def offer_weights(self, check: bool) -> list[Any]:
         """Labels of the buckets of the trainable weights, with fingerprints if `check`: for the rollout workers to take."""
-        offers = self.wait([rank.offer_weights.remote(check) for rank in self.ranks])
-        return [label for offer in offers for label in offer]
+        return [label for offer in self._call("sender.offer", check) for label in offer]
 
     def deliver_weights(self) -> list[ray.ObjectRef]:
         """Send what was offered, while the workers take it; references to wait for."""
-        return [rank.deliver_weights.remote() for rank in self.ranks]
+        return [rank.call.remote("sender.deliver") for rank in self.ranks]
 
     def release_weights(self) -> None:
         """Every worker has taken what was offered."""
-        self.wait([rank.release_weights.remote() for rank in self.ranks])
+        self._call("sender.release")
 
     def spare_weights(self) -> list[ray.ObjectRef]:
         """The weights sent last, as buckets in the object store."""
-        return self.wait([self.ranks[0].spare_weights.remote()])[0]
+        return self.wait([self.ranks[0].call.remote("sender.spare")])[0]
 
     def release_memory(self, parts: Sequence[str]) -> None:
         """Every rank moves these parts (`rlinf_vl.actor.offload`) to host memory, and gives back what its device has cached."""
-        self.wait([rank.release_memory.remote(parts) for rank in self.ranks])
+        self._call("trainer.memory.release", parts)
 
     def restore_memory(self) -> None:
-        """Every rank takes back what it has moved away."""
-        self.wait([rank.restore_memory.remote() for rank in self.ranks])
+        self._call("trainer.memory.restore")
 
     def save(self, folder: str) -> None:
-        """Have the ranks write a checkpoint into `folder` together; OSError where one could not."""
+        """Let the ranks write a checkpoint into `folder` together; OSError where one could not."""
         try:
-            self.wait([rank.save.remote(folder) for rank in self.ranks])
+            self._call("trainer.save", folder)
         except RayTaskError as error:
             raise OSError(str(error)) from error
 
     def load(self, folder: str, step: int) -> None:
-        """Have the ranks read the checkpoint of `step`, written by any number of them."""
-        self.wait([rank.load.remote(folder, step) for rank in self.ranks])
+        """Let the ranks read the checkpoint of `step`, written by any number of them."""
+        self._call("trainer.load", folder, step)
 
     def stop(self) -> None:
         """Leave the process group in order."""
         self.wait([rank.stop.remote() for rank in self.ranks])
-
-
-def _groups_of(minibatches: Iterable[RankMiniBatch]) -> list[int]:
-    """The groups that one rank's mini-batches name."""
-    return sorted({item.group for mini in minibatches for items in mini.micro_batches for item in items})

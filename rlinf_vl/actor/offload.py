@@ -1,8 +1,8 @@
-"""What a rank gives up of its device while collocated engines need it, and takes back before it trains.
+"""What a rank moves from its device to host memory while collocated engines use the device, and back before it trains.
 
-Two parts move to host memory and back: `optimizer` (its state, and the frozen reference) and `weights` (the parameters that
-are trained; a weight sync wants them on the device, so they go last). The host memory is page-locked beside a GPU, where
-it is filled several times as fast, and it is the same every time: page-locking costs more than the copy.
+There are two parts: `optimizer` (its state, and the reference) and `weights` (the policy's parameters; a weight sync wants them
+on the device, so they go last). Host memory is page-locked beside a GPU, where it is filled several times as fast, and is
+allocated once: page-locking costs more than the copy.
 """
 
 import gc
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-#: Parts of a rank's memory that it can move away.
 PARTS = ("optimizer", "weights")
 
 
@@ -21,12 +20,15 @@ class Offload:
     def __init__(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module | None, device: str
     ) -> None:
-        self._policy, self._optimizer, self._reference, self._device = policy, optimizer, reference, device
+        self._policy = policy
+        self._optimizer = optimizer
+        self._reference = reference
+        self._device = device
         self._away: set[str] = set()
         self._host: dict[object, torch.Tensor] = {}
 
     def release(self, parts: Iterable[str]) -> None:
-        """Move these `PARTS` to host memory, those that are there excepted; then give the device's cached memory back."""
+        """Move these `PARTS` to host memory, unless they are there; then give the device's cached memory back."""
         for part in set(parts) - self._away:
             self._move(part, self._to_host)
             self._away.add(part)
@@ -36,7 +38,7 @@ class Offload:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Move everything back that was moved away."""
+        """Move everything back to the device."""
         for part in sorted(self._away):
             self._move(part, lambda value, _: value.to(self._device, non_blocking=True))
         self._away.clear()

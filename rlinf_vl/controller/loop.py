@@ -190,7 +190,7 @@ def plan_of(summaries: Sequence[GroupSummary], config: Config, learner: Learner)
     algorithm, runner = config.algorithm, config.runner
     return plan_step(
         summaries,
-        ranks=learner.world_size,
+        ranks=learner.data_size,
         n_minibatches=algorithm.n_minibatches,
         budget=runner.max_tokens_per_mbs,
         micro_batch_size=None if runner.enable_dynamic_batch_size else config.actor.micro_batch_size,

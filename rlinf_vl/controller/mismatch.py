@@ -57,7 +57,7 @@ class MismatchGuard:
         if not items:
             return []
         plan = plan_micro_batches(
-            items, ranks=self._learner.world_size, budget=self._budget, prices=self._learner.prices
+            items, ranks=self._learner.data_size, budget=self._budget, prices=self._learner.prices
         )
         return [tuple(RankMiniBatch(micro, plan.run_vision, 1) for micro in plan.micro_batches)]
 

@@ -26,7 +26,7 @@ class Pool(Protocol):
 class Learner(Protocol):
     """`ActorGroup`, started, or a fake."""
 
-    world_size: int
+    data_size: int
     prices: Prices
 
     def fetch_groups(

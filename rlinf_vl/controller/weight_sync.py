@@ -74,7 +74,7 @@ class WeightSync:
             worker.join_weight_group.remote(replace(group, rank=1 + i * self._engine_ranks))
             for i, worker in enumerate(workers)
         ]
-        self._wait("joining the weight group", [sender.join_weight_group.remote(group), *joined], JOIN_TIMEOUT_S)
+        self._wait("joining the weight group", [sender.call.remote("sender.join", group), *joined], JOIN_TIMEOUT_S)
         self._joined = self.pool.restarts
 
     def _wait(self, what: str, pending: Sequence[ray.ObjectRef], seconds: float) -> None:

@@ -89,7 +89,6 @@ class PolicyModel(nn.Module):
     """
 
     banned: torch.Tensor  # int64 [B]
-    keeps_gathered: bool  # set by `rlinf_vl.actor.fsdp.shard`
 
     def __init__(
         self, model: PreTrainedModel, family: Family, banned: np.ndarray, *, temperature: float, chunk: int | None

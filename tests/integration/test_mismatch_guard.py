@@ -1,14 +1,14 @@
-"""The mismatch guard on a real engine and a real actor rank: what agrees passes, a blind and a stale engine are named."""
-
-import socket
+"""The mismatch guard on a real engine and a real trainer: what agrees passes, a blind and a stale engine are named."""
 
 import numpy as np
 import pytest
-import ray
 import torch
+import torch.distributed as dist
 from tiny import answered
 
-from rlinf_vl.actor.worker import ActorRank, RankMiniBatch
+from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.actor.mesh import Mesh, join_ranks
+from rlinf_vl.actor.trainer import load_trainer
 from rlinf_vl.config import load_config
 from rlinf_vl.controller.mismatch import EngineMismatch, Score, judge, pick
 from rlinf_vl.engines.torch.engine import TorchEngine
@@ -17,7 +17,6 @@ from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.runtime.launch import ray_cluster
 from rlinf_vl.types import Group, GroupSummary, Request, SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -25,16 +24,11 @@ FAMILY = family_of("qwen3_vl")
 
 
 @pytest.fixture(scope="module")
-def rank(toy_folder):
+def trainer(toy_folder):
     config = load_config("toy-grpo-cpu", [f"rollout.model.model_path={toy_folder}"])
-    with ray_cluster(config):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        rank = ActorRank(config, str(toy_folder), "cpu", 0, 1)
-        rank.start("127.0.0.1", port, 1)
-        yield rank
-        rank.stop()
+    join_ranks("cpu")
+    yield load_trainer(config, str(toy_folder), Mesh.make("cpu"), total_steps=1)
+    dist.destroy_process_group()
 
 
 def sampled_groups(folder, *, blind=False, stale=False) -> list[Group]:
@@ -69,29 +63,28 @@ def sampled_groups(folder, *, blind=False, stale=False) -> list[Group]:
     return [answered(r, c.samples, str(k)) for k, (r, c) in enumerate(zip(requests, completions, strict=True))]
 
 
-def verdict(rank, groups):
+def verdict(trainer, groups):
     summaries = [GroupSummary.of(g, image_token_id=-1) for g in groups]
     items = pick(summaries)
     assert len(items) == 6
     plan = plan_micro_batches(items, ranks=1, budget=200)
     share = RankMiniBatch(plan.micro_batches[0], plan.run_vision, 1)
-    assert rank.fetch_groups({g: ray.put(group) for g, group in enumerate(groups)}) == []
-    rows = rank.score(share)
+    rows = trainer.score(dict(enumerate(groups)), share)
     return judge([Score(summaries[g].images, n, seen, blank) for g, n, seen, blank in rows], "fp32")
 
 
-def test_a_sound_engine_passes_and_its_images_matter(rank, toy_folder):
-    metrics = verdict(rank, sampled_groups(toy_folder))
+def test_a_sound_engine_passes_and_its_images_matter(trainer, toy_folder):
+    metrics = verdict(trainer, sampled_groups(toy_folder))
     assert metrics.keys() == {f"mismatch/{k}" for k in ("no_image", "one_image", "more_images", "blank_images")}
     assert max(metrics[f"mismatch/{k}"] for k in ("no_image", "one_image", "more_images")) < 2e-5
     assert metrics["mismatch/blank_images"] > 5e-3
 
 
-def test_a_blind_engine_is_called_blind(rank, toy_folder):
+def test_a_blind_engine_is_called_blind(trainer, toy_folder):
     with pytest.raises(EngineMismatch, match="the engine is blind"):
-        verdict(rank, sampled_groups(toy_folder, blind=True))
+        verdict(trainer, sampled_groups(toy_folder, blind=True))
 
 
-def test_an_engine_with_other_weights_is_called_stale(rank, toy_folder):
+def test_an_engine_with_other_weights_is_called_stale(trainer, toy_folder):
     with pytest.raises(EngineMismatch, match="stale"):
-        verdict(rank, sampled_groups(toy_folder, stale=True))
+        verdict(trainer, sampled_groups(toy_folder, stale=True))

@@ -3,19 +3,20 @@
 Images that the engine has seen before are asked about again: embeddings kept from the old tower would be found out.
 """
 
-import socket
-
 import numpy as np
 import pytest
-import ray
+import torch
+import torch.distributed as dist
 from tiny import answered
 
-from rlinf_vl.actor.worker import ActorRank, RankMiniBatch
+from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.actor.mesh import Mesh, join_ranks
+from rlinf_vl.actor.trainer import load_trainer
 from rlinf_vl.config import load_config
 from rlinf_vl.controller.step_plan import item_of
 from rlinf_vl.packing.planner import plan_micro_batches
-from rlinf_vl.transport import unpack
-from rlinf_vl.types import Group, GroupSummary
+from rlinf_vl.transport import pack, unpack
+from rlinf_vl.types import Group, GroupSummary, Sample
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-4  # nats, the mean over a group's tokens
@@ -35,25 +36,11 @@ def config_of(toy, temperature):
     )
 
 
-@pytest.fixture(scope="module")
-def cluster(toy):
-    from rlinf_vl.runtime.launch import ray_cluster
-
-    with ray_cluster(config_of(toy, 1.0)):
-        yield
-
-
 @pytest.fixture
-def rank(cluster, toy, temperature):
-    """The only rank of an actor, in this process."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    rank = ActorRank(config_of(toy, temperature), toy.path, "cpu", 0, 1)
-    rank.start("127.0.0.1", port, 10)
-    rank.set_weight_sync("object_store", bucket_bytes=2**20)  # several
-    yield rank
-    rank.stop()
+def trainer(toy, temperature):
+    join_ranks("cpu")
+    yield load_trainer(config_of(toy, temperature), toy.path, Mesh.make("cpu"), total_steps=10)
+    dist.destroy_process_group()
 
 
 def sampled(engine, toy, **sampling) -> list[Group]:
@@ -65,20 +52,18 @@ def sampled(engine, toy, **sampling) -> list[Group]:
     ]
 
 
-def shares(groups) -> tuple[RankMiniBatch, dict[int, ray.ObjectRef]]:
-    """All trajectories as one mini-batch of the only rank."""
+def minibatch(groups) -> RankMiniBatch:
+    """All trajectories, for a single rank."""
     summaries = [GroupSummary.of(group, image_token_id=-1) for group in groups]
     items = [item_of(g, i, s) for g, s in enumerate(summaries) for i in range(len(s.tokens))]
     plan = plan_micro_batches(items, ranks=1, budget=600)
     tokens = sum(sum(s.response_tokens) for s in summaries)
-    return RankMiniBatch(plan.micro_batches[0], plan.run_vision, tokens), dict(enumerate(map(ray.put, groups)))
+    return RankMiniBatch(plan.micro_batches[0], plan.run_vision, tokens)
 
 
-def differences(rank, groups) -> dict[int, float]:
+def differences(trainer, groups) -> dict[int, float]:
     """Images of a prompt → the mean |engine - trainer| over its sampled tokens."""
-    mini, references = shares(groups)
-    assert rank.fetch_groups(references) == []
-    rows = rank.score(mini)
+    rows = trainer.score(dict(enumerate(groups)), minibatch(groups))
     return {
         len(group.images): sum(seen for g, _, seen, _ in rows if g == number)
         / sum(tokens for g, tokens, *_ in rows if g == number)
@@ -90,32 +75,34 @@ def away_from(toy, model, groups, temperature) -> dict[int, float]:
     """As `differences`, of the engine from transformers' own forward with the weights of `model`."""
     found = {}
     for group in groups:
-        request = toy.request_of(group)
-        theirs = [toy.of_tokens(request, t, temperature, model) for t in group.trajectories]
-        ours = [t.logprobs for t in group.trajectories]
+        request, start = toy.request_of(group), group.prefix_length
+        theirs = [
+            toy.of_tokens(
+                request, Sample(s.ids[start:], s.logprobs[start:], s.versions[start:], "stop"), temperature, model
+            )
+            for s in group.sequences
+        ]
+        ours = [s.logprobs[start:] for s in group.sequences]
         found[len(group.images)] = float(np.abs(np.concatenate(ours) - np.concatenate(theirs)).mean())
     return found
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.9)])
-def test_the_engine_follows_a_step_that_trains_the_vision_tower(engine, toy, rank, temperature, top_p):
+def test_the_engine_follows_a_step_that_trains_the_vision_tower(engine, toy, trainer, temperature, top_p):
     sampling = {"temperature": temperature, "top_p": top_p}
     before = sampled(engine, toy, **sampling)
-    assert max(differences(rank, before).values()) <= TOLERANCE
+    assert max(differences(trainer, before).values()) <= TOLERANCE
 
-    mini, references = shares(before)
-    rank.fetch_groups(references)
-    rank.update(1, [mini], {g: (1.0, -1.0, 0.5, -0.5) for g in references})
-    buckets = [unpack(ray.get(reference)) for reference in rank.offer_weights(check=False)]
-    trained = {name: value for bucket in buckets for name, value in bucket.items()}
+    trainer.update(dict(enumerate(before)), [minibatch(before)], [(1.0, -1.0, 0.5, -0.5)] * len(before))
+    trained = dict(trainer.weights(torch.float32))
     assert any("visual" in name for name in trained)
-    moved = differences(rank, before)
+    moved = differences(trainer, before)
     assert min(moved.values()) > CLEARLY, "the step has moved the trainer away from what was sampled"
 
-    engine.load_weights(buckets, version=1)
+    engine.load_weights(map(unpack, pack(trained.items(), 2**20)), version=1)  # several buckets
     after = sampled(engine, toy, **sampling)
-    assert all((t.versions == 1).all() for group in after for t in group.trajectories)
-    assert max(differences(rank, after).values()) <= TOLERANCE
+    assert all((s.versions[s.loss_mask] == 1).all() for group in after for s in group.sequences)
+    assert max(differences(trainer, after).values()) <= TOLERANCE
     # Neither the old weights nor the new ones behind the old tower explain what the engine says now.
     stale = toy.with_weights({name: value for name, value in trained.items() if "visual" not in name})
     for model in (toy.model, stale):

@@ -6,20 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from tiny import IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model
-from torch.distributed.device_mesh import init_device_mesh
+from tiny import group, pixels, tiny_collator, tiny_policy
 
 from rlinf_vl.actor.batches import BatchMaker, RankMiniBatch, prefetched
-from rlinf_vl.actor.fsdp import shard
-from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import freeze_vision, use_packed_attention
-from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.config.schema import FsdpConfig, MixedPrecisionConfig
+from rlinf_vl.models.loading import freeze_vision
 from rlinf_vl.models.vision_cache import VisionCache
-from rlinf_vl.packing.collator import Collator
 from rlinf_vl.packing.planner import Item
-
-FAMILY = family_of("qwen3_vl")
 
 
 def test_the_next_item_is_made_while_the_last_is_used():
@@ -48,13 +41,10 @@ def test_an_error_while_making_reaches_the_caller():
 
 
 @pytest.fixture
-def policy():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = use_packed_attention(tiny_model(), FAMILY)
-    freeze_vision(model, FAMILY)
-    policy = PolicyModel(model, FAMILY, banned(), temperature=1.0, chunk=None)
-    yield shard(policy, init_device_mesh("cpu", (1,)), param_dtype="fp32", reduce_dtype="fp32")
-    dist.destroy_process_group()
+def policy(mesh):
+    policy = tiny_policy()
+    freeze_vision(policy.model, policy.family)
+    return mesh.shard(policy, FsdpConfig(mixed_precision=MixedPrecisionConfig("fp32")))
 
 
 @pytest.mark.parametrize("max_patches", [1, 30, 1000])
@@ -68,8 +58,8 @@ def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patche
         encoded.append(image.hash)
         return pixels(image)
 
-    collate = Collator(FAMILY, IMAGE_ID, MERGE, None, PAD)
-    cached = BatchMaker(policy, collate, counted, VisionCache(2**20, "cpu"), max_patches)
+    collate = replace(tiny_collator(), pixels=counted)
+    cached = BatchMaker(policy, collate, VisionCache(2**20, "cpu"), max_patches)
     steps = [[(0, 0), (1, 0)], [(2, 0), (3, 1)], [(0, 1), (3, 0)], []]
     mini = RankMiniBatch(tuple(tuple(Item(g, i, 1, 1) for g, i in step) for step in steps), (True,) * 4, 1)
     advantages = {g: [0.0] * 2 for g in groups}
@@ -77,10 +67,10 @@ def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patche
         cached.prepare(groups.values())
     assert sorted(encoded) == sorted({i.hash for g in groups.values() for i, _ in g.images})
 
-    plain = BatchMaker(policy, collate, pixels, None, max_patches)
+    plain = BatchMaker(policy, tiny_collator(), None, max_patches)
     with torch.no_grad():
         a, b = (
-            [policy(batch, features)[0] for batch, features in make.batches(mini, groups, advantages)]
+            [policy(batch, features)[0] for batch, features in make(mini, groups, advantages)]
             for make in (cached, plain)
         )
     for ours, theirs in zip(a, b, strict=True):
@@ -89,7 +79,7 @@ def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patche
 
 def test_weights_stay_sharded_after_encoding(policy):
     g = group(np.random.default_rng(0), [(2, 3)], [4], "a")
-    make = BatchMaker(policy, Collator(FAMILY, IMAGE_ID, MERGE, None, PAD), pixels, VisionCache(2**20, "cpu"), 100)
+    make = BatchMaker(policy, tiny_collator(), VisionCache(2**20, "cpu"), 100)
     before = {name: id(p) for name, p in policy.named_parameters()}
     make.prepare([g])
     assert {name: id(p) for name, p in policy.named_parameters()} == before, "an optimizer would hold other parameters"

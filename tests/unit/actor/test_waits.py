@@ -6,21 +6,21 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tiny import IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model
+from tiny import group, pixels, tiny_collator, tiny_policy, tiny_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlinf_vl.actor.fsdp import make_optimizer, make_scheduler
-from rlinf_vl.actor.update import LossSettings, MiniBatch, micro_batch_loss, update
+from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.algorithms import AGGREGATION_MODES, IMPORTANCE_LEVELS
+from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.models import attention
-from rlinf_vl.models.families import VisionFeatures, family_of
+from rlinf_vl.models.families import VisionFeatures
 from rlinf_vl.models.kernels.attention import Matmul, Varlen
-from rlinf_vl.models.loading import freeze_vision, use_packed_attention
-from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.loading import freeze_vision
 from rlinf_vl.observe.metrics import MetricSums
-from rlinf_vl.packing.collator import Collator, Member
+from rlinf_vl.packing.collator import Member
+from rlinf_vl.packing.planner import Item
 
-FAMILY = family_of("qwen3_vl")
 _aten = torch.ops.aten
 _WAITS = {_aten._local_scalar_dense, _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim, _aten.equal}
 _INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
@@ -46,56 +46,34 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Policy(PolicyModel):
-    """Not sharded."""
-
-    keeps_gathered = False
-
-
-def policy_of(device: str = "cpu") -> Policy:
-    model = use_packed_attention(tiny_model(), FAMILY)
-    freeze_vision(model, FAMILY)
-    return Policy(model, FAMILY, banned(), temperature=0.7, chunk=6).to(device)
-
-
-def settings_of(aggregation: str, level: str) -> LossSettings:
-    return LossSettings(
-        aggregation=aggregation, clip_low=0.2, clip_high=0.28, clip_c=3.0, kl_beta=0.1, kl_estimator="k3",
-        entropy_bonus=0.01, tis_clip=2.0, tis_level=level, old_logprobs="true",
+def algorithm_of(aggregation: str, level: str) -> AlgorithmConfig:
+    return AlgorithmConfig(
+        loss_agg_func=aggregation, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, kl_beta=0.1,
+        entropy_bonus=0.01, importance_sampling_level=level, recompute_logprobs="true",
     )  # fmt: skip
 
 
-def micro_batches(n: int):
-    """n micro-batches of a group with images, with features in the place of pixels."""
-    rng = np.random.default_rng(0)
-    collate = Collator(FAMILY, IMAGE_ID, MERGE, None, PAD)
-    for i in range(n):
-        g = group(rng, [(2, 3), (1, 1)], [4, 7, 2], name=f"g{i}")
-        features = torch.from_numpy(np.concatenate([pixels(image) for image, _ in g.images])[:7, :32])
-        yield (
-            collate([Member(g, k, k - 1.0) for k in range(3)], run_vision=False),
-            VisionFeatures(features, (features,)),
-        )
+def group_with_images(name: str):
+    return group(np.random.default_rng(0), [(2, 3), (1, 1)], [4, 7, 2], name)
 
 
 CASES = pytest.mark.parametrize(("aggregation", "level"), list(zip(AGGREGATION_MODES, IMPORTANCE_LEVELS, strict=True)))
 
 
 @CASES
-def test_more_micro_batches_read_nothing_more_back(aggregation, level, monkeypatch):
-    """The whole update on a CPU. What an optimizer step reads (its gradient's norm, the metrics) it reads once."""
+def test_more_micro_batches_read_nothing_more_back(aggregation, level, mesh, monkeypatch):
+    """A whole step on a CPU. What an optimizer step reads (its gradient's norm, the metrics) it reads once."""
     monkeypatch.setattr(attention, "kernel_for", lambda *_: Matmul)
 
     def waits(n: int) -> Counter:
-        policy, reference = policy_of(), policy_of().requires_grad_(False)
-        optimizer = make_optimizer(policy, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
-        scheduler = make_scheduler(optimizer, "constant", warmup=0, total=1, min_ratio=1.0)
-        batches = list(micro_batches(n))
+        trainer = tiny_trainer(mesh, algorithm=algorithm_of(aggregation, level))
+        groups = {g: group_with_images(f"g{g}") for g in range(n)}
+        micro_batches = tuple(tuple(Item(g, i, 1, 1) for i in range(3)) for g in groups)
+        mini = RankMiniBatch(micro_batches, (True,) * n, 13 * n)
+        trainer.batches.prepare(groups.values())  # the tower reads its grids
         with Waits() as seen:
-            update(
-                policy, reference, optimizer, scheduler, [MiniBatch(lambda: batches, n, 13 * n)],
-                settings_of(aggregation, level), world_size=1, max_grad_norm=1.0, on_logprobs=lambda *_: None,
-            ).state()  # fmt: skip
+            sums, _ = trainer.update(groups, [mini], [(-1.0, 0.0, 1.0)] * n, recorded={0})
+            sums.state()
         return seen.counts
 
     one, four = waits(1), waits(4)
@@ -107,14 +85,19 @@ def test_more_micro_batches_read_nothing_more_back(aggregation, level, monkeypat
 def test_a_micro_batch_on_a_device_is_queued(aggregation, level, monkeypatch):
     """Forward, loss and backward on meta tensors, by the kernels of CUDA: what comes from the host doesn't block."""
     monkeypatch.setattr(attention, "kernel_for", lambda *_: Varlen)
-    policy = policy_of("meta").bfloat16()
+    policy = tiny_policy(temperature=0.7, chunk=6)
+    freeze_vision(policy.model, policy.family)
+    policy = policy.to("meta").bfloat16()
     sums = MetricSums()
-    for batch, features in micro_batches(2):
-        features = VisionFeatures(features.tokens.to("meta").bfloat16(), (features.tokens.to("meta").bfloat16(),))
+    for name in "ab":
+        g = group_with_images(name)
+        batch = tiny_collator()([Member(g, k, k - 1.0) for k in range(3)], run_vision=True)
+        patches = torch.from_numpy(np.concatenate([pixels(image) for image, _ in g.images])[:7, :32])
+        features = VisionFeatures(patches.to("meta").bfloat16(), (patches.to("meta").bfloat16(),))
         with Waits() as seen:
             logprobs, entropy = policy(batch, features)
             loss, part = micro_batch_loss(
-                logprobs, entropy, batch, settings_of(aggregation, level), 13,
+                logprobs, entropy, batch, algorithm_of(aggregation, level), 13,
                 old_logprobs=logprobs.detach(), ref_logprobs=logprobs.detach(),
             )  # fmt: skip
             loss.backward()

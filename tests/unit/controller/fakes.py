@@ -123,7 +123,7 @@ class FakeLearner:
     """Learns one number. `strike(step)` is called in each update: what it returns are metrics to change, what it raises ends it."""
 
     def __init__(self, strike: Callable[[int], dict | None] = lambda step: None) -> None:
-        self.world_size = 2
+        self.data_size = 2
         self.prices = Prices()
         self.weight = START
         self.lost: list[list[int]] = []  # what the next calls of `fetch_groups` report

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import EOS, IMAGE_ID, MERGE, PAD, answered, banned, pixels, request, tiny_model
-from torch.distributed.device_mesh import init_device_mesh
+from tiny import EOS, IMAGE_ID, MERGE, PAD, answered, banned, pixels, request, tiny_model, tiny_policy
 
-from rlinf_vl.actor.fsdp import shard
+from rlinf_vl.actor.mesh import Mesh, join_ranks
+from rlinf_vl.config.schema import FsdpConfig
 from rlinf_vl.engines.torch.decode import DecodeCache
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import load_model, use_packed_attention
-from rlinf_vl.models.policy import PolicyModel, encode_images
+from rlinf_vl.models.loading import load_model
+from rlinf_vl.models.policy import encode_images
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.types import Request, SamplingParams
 
@@ -22,9 +22,8 @@ FAMILY = family_of("qwen3_vl")
 @pytest.fixture
 def trainer():
     """float32 master weights that compute in bfloat16."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    policy = PolicyModel(use_packed_attention(tiny_model(), FAMILY), FAMILY, banned(), temperature=1.0, chunk=None)
-    yield shard(policy, init_device_mesh("cpu", (1,)), param_dtype="bf16", reduce_dtype="fp32")
+    join_ranks("cpu")
+    yield Mesh.make("cpu").shard(tiny_policy(), FsdpConfig())
     dist.destroy_process_group()
 
 

@@ -1,0 +1,78 @@
+"""The loss of one micro-batch, as `algorithm.*` says, and its part of the step's metrics."""
+
+import torch
+
+from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
+from rlinf_vl.config.schema import AlgorithmConfig
+from rlinf_vl.models.transfer import on_device
+from rlinf_vl.observe.metrics import MetricSums
+from rlinf_vl.types import MicroBatch
+
+
+def micro_batch_loss(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: MicroBatch,
+    algorithm: AlgorithmConfig,
+    denominator: int,
+    *,
+    old_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, MetricSums]:
+    """This micro-batch's share of the mini-batch loss (a scalar), and its part of the metrics.
+
+    Args:
+        logprobs, entropy: float32 [R], differentiable, of the current weights.
+        denominator: the mini-batch's, a count over all its micro-batches and ranks.
+        old_logprobs: float32 [R], detached, of the weights before the first optimizer step.
+        ref_logprobs: float32 [R], of the reference policy, when kl_beta > 0.
+    """
+    n, device = len(logprobs), logprobs.device
+    mask = torch.ones(n, dtype=torch.bool, device=device)
+    segments = {
+        "segment_ids": on_device(batch.trajectories, device),
+        "n_segments": int(batch.trajectories[-1]) + 1 if n else 0,
+    }
+    rollout = None if batch.rollout_logprobs is None else on_device(batch.rollout_logprobs, device)
+    ratio_base = rollout if algorithm.recompute_logprobs == "false" else old_logprobs
+    weights, clip = None, algorithm.importance_sampling_clip
+    if algorithm.importance_sampling_fix:
+        assert rollout is not None, "validation asks for rollout.return_logprobs"
+        level = algorithm.importance_sampling_level
+        weights = importance_weights(old_logprobs, rollout, mask, clip=clip, level=level, **segments)
+    assert ratio_base is not None, "validation asks for rollout.return_logprobs"
+    per_token, stats = policy_loss(
+        logprobs,
+        ratio_base,
+        on_device(batch.advantages, device),
+        mask,
+        clip_low=algorithm.clip_ratio_low,
+        clip_high=algorithm.clip_ratio_high,
+        clip_c=algorithm.clip_ratio_c,
+        weights=weights,
+    )
+    sums = MetricSums()
+    if algorithm.kl_beta > 0:
+        assert ref_logprobs is not None
+        kl = divergence(ref_logprobs, logprobs, mask, algorithm.kl_penalty_type)
+        per_token = per_token + algorithm.kl_beta * kl
+        sums.add("actor/ref_kl", kl.detach().sum(), n)
+    if algorithm.entropy_bonus:
+        per_token = per_token - algorithm.entropy_bonus * entropy
+    loss = aggregate(per_token, mask, mode=algorithm.loss_agg_func, denominator=denominator, **segments)
+    sums.add("actor/entropy", entropy.detach().sum(), n)
+    if not n:
+        return loss, sums
+    for name in ("clip_fraction", "approx_kl", *(["dual_clip_fraction"] if algorithm.clip_ratio_c is not None else [])):
+        sums.add(f"actor/{name}", stats[name] * n, n)
+    if rollout is not None:
+        difference = rollout - old_logprobs
+        sums.add("actor/rollout_train_kl", difference.sum(), n)
+        sums.add("actor/rollout_train_k3", divergence(old_logprobs, rollout, mask, "k3").sum(), n)
+        sums.add("actor/rollout_train_abs_diff_mean", difference.abs().sum(), n)
+        sums.maximum("actor/rollout_train_abs_diff_max", difference.abs().max())
+    if weights is not None:
+        sums.add("actor/tis_mean", weights.sum(), n)
+        sums.add("actor/tis_square", weights.square().sum(), n)
+        sums.add("actor/tis_clip_fraction", (weights >= clip).sum(), n)
+    return loss, sums

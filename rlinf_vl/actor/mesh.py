@@ -1,0 +1,119 @@
+"""The ranks of the trainer: who trains on what, and over whom FSDP2 shards a model."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from rlinf_vl.config.schema import FsdpConfig
+from rlinf_vl.models.families import submodules
+from rlinf_vl.models.loading import DTYPES
+from rlinf_vl.models.policy import PolicyModel
+
+
+def join_ranks(device: str, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None) -> None:
+    """Make the process group of all ranks, which meet at rank 0's `address`; a single rank needs none. Collective."""
+    if device == "cuda":
+        torch.cuda.set_device(0)  # a rank's process sees its own GPU only
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",  # ranks also reduce counts, which are CPU tensors
+        init_method="tcp://{}:{}".format(*address) if address else None,
+        store=None if address else dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=30),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Arranges the ranks of the process group.
+
+    Attributes:
+        ranks: dimensions `data` (ranks with trajectories of their own) and `context` (ranks that share each trajectory).
+        sharding: all ranks, as FSDP2 shards over them: `shard`, or `replicate` × `shard` where each row has whole weights.
+    """
+
+    ranks: DeviceMesh
+    sharding: DeviceMesh
+
+    @classmethod
+    def make(cls, device: str, *, context: int = 1, shard: int | None = None) -> "Mesh":
+        """`context` ranks share each trajectory, `shard` ranks (None: all) the weights: neighbours by number. Collective."""
+        size = dist.get_world_size()
+        rows = size // (shard or size)
+        return cls(
+            init_device_mesh(device, (size // context, context), mesh_dim_names=("data", "context")),
+            init_device_mesh(device, (rows, size // rows), mesh_dim_names=("replicate", "shard"))
+            if rows > 1
+            else init_device_mesh(device, (size,), mesh_dim_names=("shard",)),
+        )
+
+    @property
+    def device(self) -> str:
+        return self.ranks.device_type
+
+    @property
+    def size(self) -> int:
+        """Ranks in all dimensions, over which FSDP2 averages gradients."""
+        return self.ranks.size()
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a step's trajectories this rank trains on."""
+        return self.ranks.get_local_rank("data")
+
+    def gathers_once(self, fsdp: FsdpConfig) -> bool:
+        """Whether weights stay gathered from the first micro-batch of an optimizer step to its last, and gradients are reduced
+        after that one only. A single rank does so always: it has nothing to free."""
+        return self.size == 1 or not fsdp.reshard_after_forward
+
+    def shard(self, policy: PolicyModel, fsdp: FsdpConfig) -> PolicyModel:
+        """Shard parameters in the FSDP units of the model's family, and one for the rest.
+
+        Master weights stay in their dtype (float32); units compute in `param_dtype`; gradients are reduced in `reduce_dtype`.
+        """
+        options: dict[str, Any] = {
+            "mesh": self.sharding,
+            "reshard_after_forward": not self.gathers_once(fsdp),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=DTYPES[fsdp.mixed_precision.param_dtype],
+                reduce_dtype=DTYPES[fsdp.mixed_precision.reduce_dtype],
+                # Every layer computes in its weights' dtype by itself. A cast here would round what is float32 on purpose,
+                # as in the engine: the vision blocks' rotary tables.
+                cast_forward_inputs=False,
+            ),
+            "offload_policy": CPUOffloadPolicy() if fsdp.cpu_offload else OffloadPolicy(),
+        }
+        for unit in (module for path in policy.family.fsdp_units for module in submodules(policy.model, path)):
+            fully_shard(unit, **options)
+        options["reshard_after_forward"] = False  # backward starts with the root's weights
+        fully_shard(policy, **options)
+        register_fsdp_forward_method(policy, "encode")
+        return policy
+
+
+def reduce_in_backward(policy: Any, reduce: bool) -> None:
+    """Let the next backward reduce gradients and reshard weights, or leave both to a later one. `policy` is sharded."""
+    policy.set_requires_gradient_sync(reduce)
+    policy.set_reshard_after_backward(reduce)
+    policy.set_is_last_backward(reduce)
+
+
+def reshard_all(policy: nn.Module) -> None:
+    """Reshard parameters left unsharded by a no-grad forward: the optimizer's are the sharded ones."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,296 @@
+"""One rank's trainer: policy, reference and optimizer on a mesh, and the training step. No Ray.
+
+A step (`Trainer.update`), in order: encode the images that no step before had; compute old logprobs, where the first forward
+does not give them; then, per mini-batch, the loss and gradient of each micro-batch, and one optimizer step.
+
+The loss is a sum over micro-batches and ranks of terms whose denominators are global counts, agreed before the first
+micro-batch. So neither loss nor gradient depends on how trajectories are packed or who trains them.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rlinf_vl.actor import checkpoint
+from rlinf_vl.actor.batches import Advantages, BatchMaker, RankMiniBatch
+from rlinf_vl.actor.loss import micro_batch_loss
+from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all
+from rlinf_vl.actor.offload import Offload
+from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
+from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import DTYPES, freeze_vision, load_model, vocab_size
+from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.observe.metrics import MetricSums
+from rlinf_vl.observe.spans import span
+from rlinf_vl.packing.collator import Collator
+from rlinf_vl.transport.buckets import fingerprint
+from rlinf_vl.types import Group
+
+Groups = Mapping[int, Group]
+#: Group → index of a trajectory in it → float32 [sampled tokens].
+Logprobs = dict[int, dict[int, np.ndarray]]
+
+
+class Trainer:
+    """Methods are collective: all ranks call them together, with equally many micro-batches. Groups go by number."""
+
+    def __init__(
+        self,
+        load: Callable[[torch.dtype], PolicyModel],
+        collate: Collator,
+        mesh: Mesh,
+        actor: ActorConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        max_tokens: int,
+        total_steps: int,
+    ) -> None:
+        """Load and shard policy and reference, one after the other: a host has room for one whole model per rank.
+
+        Args:
+            load: reads the model in a dtype, on the CPU: once for the policy, again for the reference where there is one.
+            collate: with its `pixels`.
+            max_tokens: tokens that a micro-batch may have; bounds the images that are encoded at once.
+            total_steps: of the run, for the learning-rate schedule.
+        """
+        self.mesh = mesh
+        self.actor = actor
+        self.algorithm = algorithm
+        self.total_steps = total_steps
+        self.frozen_differ = False  # from those of the engines' first weights
+        self.policy = self._sharded(load(torch.float32), frozen=False)  # master weights
+        self.reference: PolicyModel | None = None
+        if algorithm.kl_beta > 0:  # it never changes, so it is stored as it computes
+            self.reference = self._sharded(load(DTYPES[actor.fsdp_config.mixed_precision.param_dtype]), frozen=True)
+        self.optimizer = make_optimizer(self.policy, actor.optim)
+        self.scheduler = self._schedule(done=0)
+        self.memory = Offload(self.policy, self.optimizer, self.reference, mesh.device)
+        cache = None  # a frozen tower's features; a trained one runs in every micro-batch
+        if actor.model.freeze_vision_tower:
+            cache = VisionCache(int(actor.vision_cache_gb * 2**30), mesh.device)
+        self.batches = BatchMaker(self.policy, collate, cache, max_tokens * collate.merge_size**2)
+
+    def _sharded(self, policy: PolicyModel, frozen: bool) -> PolicyModel:
+        fsdp = self.actor.fsdp_config
+        if frozen:
+            policy.requires_grad_(False)
+        elif self.actor.model.freeze_vision_tower:
+            freeze_vision(policy.model, policy.family)
+        if (
+            fsdp.gradient_checkpointing and not frozen
+        ):  # recomputes text blocks, and those of a trained tower, in backward
+            model, how = policy.model, {"use_reentrant": fsdp.gradient_checkpointing_use_reentrant}
+            if hasattr(model, "activation_checkpointing_enable"):  # its name in newer versions of transformers
+                model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+            else:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        if not fsdp.cpu_offload:
+            policy.to(self.mesh.device)
+        return self.mesh.shard(policy, fsdp).train(not frozen)
+
+    def _schedule(self, done: int) -> torch.optim.lr_scheduler.LRScheduler:
+        """The learning rate of the config, after so many steps of the run."""
+        n = self.algorithm.n_minibatches
+        return make_scheduler(self.optimizer, self.actor.optim, total=self.total_steps * n, done=done * n)
+
+    def update(
+        self,
+        groups: Groups,
+        minibatches: Sequence[RankMiniBatch],
+        advantages: Advantages,
+        recorded: Collection[int] = (),
+    ) -> tuple[MetricSums, Logprobs]:
+        """Train on this rank's mini-batches, one optimizer step each.
+
+        FSDP averages gradients over ranks while the loss is a sum over them, hence the factor `mesh.size`. An optimizer step
+        whose gradient norm is not finite is skipped and counted (`actor/skipped_steps`).
+
+        Args:
+            groups: those that the mini-batches name.
+            recorded: groups whose old logprobs are returned.
+
+        Returns:
+            This rank's part of the metrics, and the logprobs of what it has trained on of the groups `recorded`.
+        """
+        sums, seen = MetricSums(), dict[int, dict[int, torch.Tensor]]()
+        with span("images"):
+            self.batches.prepare(groups.values())
+        with span("old logprobs"):
+            old = self._logprobs_before(groups, minibatches, advantages)
+        gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
+        for m, mini in enumerate(minibatches):
+            for i, (batch, features) in enumerate(self.batches(mini, groups, advantages)):
+                ref_logprobs = None
+                if self.reference is not None:
+                    with torch.no_grad(), span("reference"):
+                        ref_logprobs, _ = self.reference(batch, features)
+                reduce_in_backward(self.policy, not gathers_once or i == len(mini.micro_batches) - 1)
+                with span("forward", micro_batch=i):
+                    logprobs, entropy = self.policy(batch, features)
+                before = old[m][i] if old[m] else logprobs.detach()
+                loss, part = micro_batch_loss(
+                    logprobs,
+                    entropy,
+                    batch,
+                    self.algorithm,
+                    mini.denominator,
+                    old_logprobs=before,
+                    ref_logprobs=ref_logprobs,
+                )
+                with span("backward", micro_batch=i):
+                    (loss * self.mesh.size).backward()
+                part.add("actor/loss", loss.detach(), 0)  # a sum over micro-batches and ranks: counted in `_optimize`
+                sums.merge(part)
+                for place, item in enumerate(mini.micro_batches[i]):
+                    if item.group in recorded:
+                        own = slice(*np.searchsorted(batch.trajectories, (place, place + 1)))
+                        seen.setdefault(item.group, {})[item.index] = before[own]
+            with span("optimizer", mini_batch=m):
+                sums.merge(self._optimize())
+        sums.add("actor/lr", self.scheduler.get_last_lr()[0], 1)
+        return sums, {group: {i: x.cpu().numpy() for i, x in parts.items()} for group, parts in seen.items()}
+
+    def _logprobs_before(
+        self, groups: Groups, minibatches: Sequence[RankMiniBatch], advantages: Advantages
+    ) -> list[list[torch.Tensor]]:
+        """Logprobs of the weights as they are, for every micro-batch of every mini-batch; [] where no pass is needed.
+
+        The first optimizer step starts from these very weights, so its own forward gives them: `auto` makes the pass for the
+        mini-batches behind it only, `true` for all, `false` (the engine's logprobs stand in) for none.
+        """
+        first = {"true": 0, "auto": 1, "false": len(minibatches)}[self.algorithm.recompute_logprobs]
+        with torch.no_grad():
+            return [
+                [self.policy(*batch)[0] for batch in self.batches(mini, groups, advantages)] if m >= first else []
+                for m, mini in enumerate(minibatches)
+            ]
+
+    def _optimize(self) -> MetricSums:
+        """Clip the gradient by its norm over all shards, and take the optimizer step unless that norm is not finite."""
+        reshard_all(self.policy)
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        norm = nn.utils.clip_grad_norm_(trained, self.actor.optim.clip_grad)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        finite = np.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        # Every rank reports these; only ratios matter, so the equal weights cancel. The loss is summed over ranks.
+        sums = MetricSums()
+        sums.add("actor/grad_norm", norm, 1)
+        sums.add("actor/skipped_steps", float(not finite), 1)
+        sums.add("actor/loss", 0.0, 1.0 / self.mesh.size)
+        return sums
+
+    @torch.no_grad()
+    def score(self, groups: Groups, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
+        """Compare the engine's logprobs of trajectories with this policy's, as they are and with blank images.
+
+        Returns, per trajectory, (group, sampled tokens, Σ|rollout - train|, the same with blank images).
+        """
+        seeing = self.batches.without_cache()
+        blank = replace(seeing.collate, pixels=lambda image: np.zeros_like(seeing.pixels(image)))
+        makers = seeing, BatchMaker(self.policy, blank, None, seeing.max_patches)
+        no_advantage = {g: (0.0,) * len(group.trajectories) for g, group in groups.items()}
+        pairs = zip(*(make(mini, groups, no_advantage) for make in makers), strict=True)
+        rows = []
+        for pair, items in zip(pairs, mini.micro_batches, strict=True):
+            found = [(batch, self.policy(batch)[0].cpu().numpy()) for batch, _ in pair]
+            for place, item in enumerate(items):
+                where = pair[0][0].trajectories == place
+                sums = [float(np.abs(batch.rollout_logprobs - logprobs)[where].sum()) for batch, logprobs in found]
+                rows.append((item.group, int(where.sum()), *sums))
+        reshard_all(self.policy)
+        return rows
+
+    def weights(self, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and whole value of every weight that the engines need: in the transformers model's own names, cast once to
+        `dtype`, on `device`. A tied weight appears once. Every rank must exhaust it; on the device `meta`, which has shapes
+        only, any rank alone may ask.
+
+        Shards in host memory (`fsdp_config.cpu_offload`) are gathered on the mesh's device all the same.
+        """
+        for name, param in self.policy.model.named_parameters():
+            if not param.requires_grad and not self.frozen_differ:
+                continue
+            value = param.detach()
+            if device == "meta":
+                value = torch.empty(param.shape, device="meta")
+            elif isinstance(value, DTensor):
+                value = value.to(self.mesh.device, dtype)
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+            yield name, value.to(device, dtype)
+
+    def save(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint; OSError where some rank could not."""
+        checkpoint.save(Path(folder), dist.get_rank(), self.policy, self.optimizer)
+
+    def load(self, folder: str, step: int) -> None:
+        """Read the checkpoint of `step`, written on any number of ranks.
+
+        Frozen weights may have been trained before: the engines, which have those of `rollout.model.model_path`, are then
+        sent them, too. The reference remains the model at that path, so it encodes images itself.
+        """
+        before = self._frozen_fingerprint()
+        checkpoint.load(Path(folder), dist.get_rank(), self.policy, self.optimizer)
+        self.scheduler = self._schedule(done=step)
+        differ = torch.tensor(int(self._frozen_fingerprint() != before))
+        dist.all_reduce(differ, dist.ReduceOp.MAX)
+        self.frozen_differ = bool(differ)
+        if self.batches.cache is not None:
+            self.batches.cache.clear()
+            if self.frozen_differ and self.reference is not None:
+                self.batches = self.batches.without_cache()
+
+    def _frozen_fingerprint(self) -> int:
+        """Of this rank's part of the weights that are not trained."""
+        frozen = (p.detach() for p in self.policy.parameters() if not p.requires_grad)
+        return fingerprint(p.to_local() if isinstance(p, DTensor) else p for p in frozen)
+
+
+def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) -> Trainer:
+    """The trainer of a run, its models read from `model_path`. Collective."""
+    rollout, actor = config.rollout.model, config.actor
+    family = family_of(rollout.model_type)
+    processor = Processor(
+        model_path,
+        family,
+        min_pixels=config.data.image_min_pixels,
+        max_pixels=config.data.image_max_pixels,
+        trust_remote_code=rollout.trust_remote_code,
+    )
+
+    def load(dtype: torch.dtype) -> PolicyModel:
+        model = load_model(model_path, family, dtype, trust_remote_code=rollout.trust_remote_code)
+        banned = processor.banned_ids(vocab_size(model))
+        temperature = config.algorithm.sampling_params.temperature
+        return PolicyModel(model, family, banned, temperature=temperature, chunk=actor.logprob_chunk_tokens)
+
+    collate = Collator(
+        family=family,
+        image_token_id=processor.image_token_id,
+        merge_size=processor.merge_size,
+        pixels=processor.pixels,
+        pad_id=processor.pad_id,
+        pad_to=None if actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
+        share_prompts=actor.share_prompts,
+    )
+    return Trainer(
+        load,
+        collate,
+        mesh,
+        actor,
+        config.algorithm,
+        max_tokens=config.runner.max_tokens_per_mbs,
+        total_steps=total_steps,
+    )
