@@ -225,10 +225,11 @@ def test_only_sampled_tokens_of_sound_trajectories_count(layout, kind, run, refe
     ],
 )
 def test_bfloat16_steps_differ_by_roundings_only(layout, run, references):
-    """Measured: 3e-4 in the loss, 0.3 % in the gradient's norm, 2 % in the gradient, however it is laid out."""
+    """Measured: 1.2e-3 in the loss with the reference (whose KL is 1.86) and 3e-4 without, 0.6 % in the gradient's norm, 2 % in
+    the gradient, however it is laid out."""
     metrics, weights, features = run(layout)
     loss, norm, expected = references(layout)
-    assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-3)
+    assert metrics["actor/loss"] == pytest.approx(loss, abs=2e-3)
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=0.01)
     assert set(weights) == set(expected)
     error = math.sqrt(sum(float(((weights[n] - expected[n]) ** 2).sum()) for n in weights))
