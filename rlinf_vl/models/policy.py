@@ -3,7 +3,6 @@
 The trainer and the torch engine's prefill share `hidden_states`, so they can't disagree on how a prompt is fed.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,6 @@ from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.logprobs import token_logprobs
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import MicroBatch
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedImages:
-    """Features of a packed row's images, and the tokens they belong to; the indices are int64 [N], see `MicroBatch`."""
-
-    features: VisionFeatures
-    image_positions: torch.Tensor
-    image_features: torch.Tensor
 
 
 def encode_images(
@@ -48,35 +38,23 @@ def hidden_states(
     family: Family,
     ids: torch.Tensor,
     positions: torch.Tensor,
-    images: PlacedImages | None,
     context: AttentionContext,
+    features: VisionFeatures | None = None,
+    image_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Last hidden states of one packed row.
-
-    Args:
-        model: a transformers model of `family` (see `load_model`).
-        ids: int64 [T].
-        positions: int64 [4, T].
-        images: features of the row's images; without positions, they only keep a trained tower in the graph.
-        context: how the row attends.
-
-    Returns:
-        [T, H] in the model's compute dtype.
-    """
+    """Last hidden states [T, H] of a packed row with ids [T], positions [4, T] and the features of its image tokens, which
+    stand at `image_positions` int64 [N]; features without a position only keep a trained tower in the graph."""
     text_model: Any = model.get_submodule(family.text_model)
     embeds = text_model.get_input_embeddings()(ids)
-    image_positions, deepstack = None, ()
-    if images is not None:
-        features = images.features
-        if len(images.image_positions):
-            embeds = embeds.index_put(
-                (images.image_positions,), features.tokens[images.image_features].to(embeds.dtype)
-            )
-            image_positions = images.image_positions
-            deepstack = tuple(layer[images.image_features] for layer in features.deepstack)
-        elif features.tokens.requires_grad:
-            # A zero that hangs on the tower: its backward runs, and its collectives with it.
-            embeds = embeds + 0.0 * (features.tokens.sum() + sum(layer.sum() for layer in features.deepstack))
+    deepstack = ()
+    if image_positions is not None and not len(image_positions):
+        image_positions = None
+    if features is not None and image_positions is not None:
+        embeds = embeds.index_put((image_positions,), features.tokens.to(embeds.dtype))
+        deepstack = features.deepstack
+    elif features is not None and features.tokens.requires_grad:
+        # A zero that hangs on the tower: its backward runs, and its collectives with it.
+        embeds = embeds + 0.0 * (features.tokens.sum() + sum(layer.sum() for layer in features.deepstack))
     return family.text_forward(
         text_model, embeds.unsqueeze(0), positions.unsqueeze(1), image_positions, deepstack, context=context
     )[0]
@@ -113,25 +91,20 @@ class PolicyModel(nn.Module):
         `features` of `batch.images`, in order, stand in for its pixels.
         """
         device = self.banned.device
-        ids, positions, predict, targets, where, which = (
-            on_device(a, device)
-            for a in (batch.ids, batch.positions, batch.predict, batch.targets, batch.image_positions,
-                      batch.image_features)
-        )  # fmt: skip
+        ids, positions, predict, targets, image_positions, image_features = (
+            on_device(getattr(batch, name), device)
+            for name in ("ids", "positions", "predict", "targets", "image_positions", "image_features")
+        )
         if features is None and batch.run_vision:
             pixel_values, grids = batch.pixel_values, batch.grids
             if pixel_values is None:  # the tower runs as often as on other ranks, so that collectives match
                 pixel_values, grids = self.family.blank_image(self.model.config)
             features = self.encode(pixel_values, grids)
+        if features is not None and len(image_features):
+            features = features.select(image_features)
         weight = output_weight(self.model)
-        hidden = hidden_states(
-            self.model,
-            self.family,
-            ids,
-            positions,
-            None if features is None else PlacedImages(features, where, which),
-            SegmentAttention(batch.cu_seqlens, batch.prefix, device=device, dtype=weight.dtype),
-        )
+        context = SegmentAttention(batch.cu_seqlens, batch.prefix, device=device, dtype=weight.dtype)
+        hidden = hidden_states(self.model, self.family, ids, positions, context, features, image_positions)
         return token_logprobs(
             hidden.index_select(0, predict),
             weight,

@@ -24,7 +24,7 @@ from rlinf_vl.engines.torch.sampling import Sampler, uniforms
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import output_weight
-from rlinf_vl.models.policy import PlacedImages, encode_images, hidden_states
+from rlinf_vl.models.policy import encode_images, hidden_states
 from rlinf_vl.observe.spans import span
 from rlinf_vl.transport import broadcast
 from rlinf_vl.transport.broadcast import WeightGroup
@@ -278,15 +278,12 @@ class TorchEngine:
             self.family.positions(r.ids.astype(np.int64), self.image_token_id, r.image_grids, self.merge_size)
             for r in requests
         ]
-        images = None
+        features = image_positions = None
         patches = [part for entry in admitted for part in entry.patches]
         if patches:
-            where = np.flatnonzero(ids == self.image_token_id)
+            image_positions = torch.from_numpy(np.flatnonzero(ids == self.image_token_id)).to(self.device)
             grids = np.concatenate([r.image_grids for r in requests if r.images]).astype(np.int64)
             features = encode_images(self.model, self.family, np.concatenate(patches), grids, self.device)
-            images = PlacedImages(
-                features, torch.from_numpy(where).to(self.device), torch.arange(len(where), device=self.device)
-            )
         cu_seqlens = np.cumsum([0, *lengths])
         context = SegmentAttention(cu_seqlens, device=self.device, dtype=self.model.dtype, capture=True)
         hidden = hidden_states(
@@ -294,8 +291,9 @@ class TorchEngine:
             self.family,
             torch.from_numpy(ids).to(self.device),
             torch.from_numpy(np.concatenate(positions, axis=1)).to(self.device),
-            images,
             context,
+            features,
+            image_positions,
         )
         assert context.captured is not None
         self.cache.append(context.captured, lengths, [len(r.seeds) for r in requests])

@@ -24,6 +24,9 @@ class VisionFeatures:
     tokens: torch.Tensor
     deepstack: tuple[torch.Tensor, ...] = ()
 
+    def select(self, rows: torch.Tensor) -> "VisionFeatures":
+        return VisionFeatures(self.tokens[rows], tuple(layer[rows] for layer in self.deepstack))
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeState:
