@@ -1,7 +1,14 @@
-"""Ray, and where every actor runs: slots of `cluster.component_placement` become bundles of one placement group."""
+"""Ray for a run: a private cluster or one to join, its workers' interpreter, and the slots that every component gets.
+
+Ray's messages are pickles, so run and cluster must have one version of Ray and of Python; everything else (torch, SGLang) comes
+from the run's environment, which must lie at the same path on every node: workers run the run's own interpreter.
+"""
 
 import logging
 import os
+import re
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,19 +19,20 @@ import ray
 from ray._private import services
 from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]  # Cython, without stubs
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlinf_vl.config.placement import placement_of, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.errors import ConfigError, RunError
-from rlinf_vl.runtime import interpreter
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
 
 log = logging.getLogger(__name__)
 
-#: How long the head of a cluster to join may take to accept a connection.
+#: Seconds that the head of a cluster to join has to accept a connection.
 PROBE_S = 5.0
-#: How long to wait for the cluster to have the nodes and slots asked for.
+#: Seconds that each node has to start a worker: a first import of Ray from a shared disk takes its time.
+WORKER_S = 120.0
+#: Seconds that the cluster has to offer the nodes and slots asked for.
 PLACEMENT_TIMEOUT_S = 300
 
 
@@ -45,13 +53,6 @@ class Reservation:
     beside_actors: bool
 
 
-def device_of(cluster: ClusterConfig) -> str:
-    """`cluster.device`, with `auto` resolved by whether the cluster offers GPUs."""
-    if cluster.device != "auto":
-        return cluster.device
-    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
-
-
 @contextmanager
 def ray_cluster(config: Config) -> Iterator[None]:
     """Join the cluster that `cluster.ray_address` names, or run a private one on this machine while the context lasts.
@@ -66,7 +67,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address, node_ip = cluster_to_join(cluster.ray_address, os.environ)
     RayConfig.initialize("")  # Ray read RAY_AUTH_MODE when it was imported; this is how it looks again
-    actor_environment = _actor_environment(cluster)
+    environment = _actor_environment(cluster)
     if address:
         if not reachable(address.removeprefix("ray://"), timeout=PROBE_S):  # Ray itself would wait for minutes
             variable = cluster.ray_address == "auto" and "RAY_ADDRESS" in os.environ
@@ -76,8 +77,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
                 "machine, or start one with ray_utils/start_ray.sh; if it runs, name its head as HOST:PORT"
             )
         log.info("joining the Ray cluster at %s", address)
-        runtime_env = interpreter.RUNTIME_ENV | {"env_vars": actor_environment}
-        with interpreter.explain_versions(address):
+        runtime_env = {"py_executable": shlex.quote(sys.executable), "env_vars": environment}
+        with _explain_versions(address):
             ray.init(address=address, _node_ip_address=node_ip, runtime_env=runtime_env, **quiet)
     elif cluster.num_nodes > 1:
         raise ConfigError(
@@ -85,7 +86,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
             "ray_utils/start_ray.sh started runs on this node; start it, or name its head with cluster.ray_address=HOST:PORT"
         )
     else:
-        os.environ.update(actor_environment)  # workers of a private cluster inherit them
+        os.environ.update(environment)  # workers of a private cluster inherit it
         with _own_sessions():
             ray.init(
                 address="local",
@@ -96,10 +97,51 @@ def ray_cluster(config: Config) -> Iterator[None]:
             )
     try:
         if address:
-            interpreter.check_nodes()
+            _check_nodes()
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def reserve(config: Config) -> Iterator[Reservation]:
+    """Reserve the slots of every component for as long as the context lasts.
+
+    A slot is a GPU (`cluster.device` cuda) or a process's share of the CPUs. Components on one slot share its bundle.
+
+    Raises:
+        ConfigError: the placement does not fit the cluster.
+        RunError: the cluster does not offer the slots within `PLACEMENT_TIMEOUT_S`.
+    """
+    cluster, device = config.cluster, config.cluster.device
+    if device == "auto":
+        device = "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+    kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
+    offered = int(ray.cluster_resources().get(kinds[-1], 0))
+    placed = placement_of(cluster.component_placement, offered, config.rollout.tensor_parallel_size)
+    users = [*((slot,) for slot in placed.actor), *placed.engines]  # the slots of each actor rank, then of each engine
+    seats = sorted(set(users))  # one bundle each
+    group = placement_group([{kind: float(len(seat)) for kind in kinds} for seat in seats], strategy="PACK")
+    try:
+        if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
+            raise RunError(
+                f"cluster.component_placement needs {sum(map(len, seats))} {kinds[-1]} slots; the cluster offers "
+                f"{ray.cluster_resources().get(kinds[-1], 0):g}, of which {ray.available_resources().get(kinds[-1], 0):g} "
+                "are free; wait until others' runs have ended, or name fewer slots"
+            )
+        nodes = sum(1 for node in ray.nodes() if node["Alive"])
+        if nodes < cluster.num_nodes:
+            way_out = "wait for them with ray_utils/check_ray.sh, or lower it"
+            raise RunError(f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {nodes}; {way_out}")
+        options: list[dict[str, Any]] = []
+        for seat in users:
+            strategy = PlacementGroupSchedulingStrategy(group, seats.index(seat))
+            shares = {f"num_{kind.lower()}s": len(seat) / users.count(seat) for kind in kinds}
+            options.append({"scheduling_strategy": strategy, **shares})
+        actor, rollout = tuple(options[: len(placed.actor)]), tuple(options[len(placed.actor) :])
+        yield Reservation(device, actor, rollout, placed.shared, placed.beside_actors)
+    finally:
+        remove_placement_group(group)
 
 
 @contextmanager
@@ -119,9 +161,7 @@ def _own_sessions() -> Iterator[None]:
 
 
 def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
-    threads = str(
-        cluster.cpu_threads or 1
-    )  # beside GPUs, an actor knows better: `rlinf_vl.runtime.ray_process.own_process`
+    threads = str(cluster.cpu_threads or 1)  # beside GPUs, `ray_process.own_process` knows better
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -136,43 +176,50 @@ def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
 
 
 @contextmanager
-def reserve(config: Config) -> Iterator[Reservation]:
-    """Reserve the slots of every component for as long as the context lasts.
+def _explain_versions(address: str) -> Iterator[None]:
+    """Turn Ray's complaint, while it connects, about a cluster of another version into a ConfigError with the way out."""
+    try:
+        yield
+    except RuntimeError as error:
+        versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", str(error))
+        if not str(error).startswith("Version mismatch") or len(versions) != 2:
+            raise
+        (ray_there, python_there), (ray_here, python_here) = versions
+        raise ConfigError(
+            f"cluster.ray_address: the cluster at {address} was started with Ray {ray_there} on Python {python_there}; this "
+            f"run has Ray {ray_here} on Python {python_here} ({sys.executable}). Start the cluster with the run's Python: "
+            f"RLINF_VL_PYTHON={sys.executable} bash ray_utils/start_ray.sh on every node; or the run with the cluster's"
+        ) from None
 
-    A slot is a GPU (`device` cuda) or a process's share of the CPUs. Components on one slot share its bundle.
+
+def _check_nodes() -> None:
+    """Start a worker with the run's interpreter on every node, and import this package there.
 
     Raises:
-        ConfigError: the placement does not fit the cluster.
-        RunError: the cluster does not offer the slots within `PLACEMENT_TIMEOUT_S`.
+        ConfigError: some nodes can't, by their addresses.
     """
-    cluster, device = config.cluster, device_of(config.cluster)
-    kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
-    offered = int(ray.cluster_resources().get(kinds[-1], 0))
-    placed = placement_of(cluster.component_placement, offered, config.rollout.tensor_parallel_size)
-    users = [*((slot,) for slot in placed.actor), *placed.engines]  # the slots of each actor rank, then of each engine
-    seats = sorted(set(users))  # one bundle each
-    group = placement_group([{kind: float(len(seat)) for kind in kinds} for seat in seats], strategy="PACK")
-    try:
-        if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
-            raise RunError(
-                f"cluster.component_placement needs {sum(map(len, seats))} {kinds[-1]} slots; the cluster offers "
-                f"{ray.cluster_resources().get(kinds[-1], 0):g}, of which {ray.available_resources().get(kinds[-1], 0):g} "
-                "are free; wait until others' runs have ended, or name fewer slots"
-            )
-        nodes = sum(1 for node in ray.nodes() if node["Alive"])
-        if nodes < cluster.num_nodes:
-            raise RunError(
-                f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {nodes}; wait for them with ray_utils/check_ray.sh, "
-                "or lower it"
-            )
-        options = []
-        for seat in users:
-            strategy = PlacementGroupSchedulingStrategy(group, seats.index(seat))
-            share = len(seat) / users.count(seat)
-            options.append(
-                {"scheduling_strategy": strategy, **{f"num_{kind.lower()}s": share for kind in kinds}},
-            )
-        ranks = len(placed.actor)
-        yield Reservation(device, tuple(options[:ranks]), tuple(options[ranks:]), placed.shared, placed.beside_actors)
-    finally:
-        remove_placement_group(group)
+
+    @ray.remote(num_cpus=0, max_retries=0)
+    def start() -> None:  # pickled whole: a node that lacks the package says so itself
+        import rlinf_vl  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    nodes = {
+        start.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(): node
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    done, absent = ray.wait(list(nodes), num_returns=len(nodes), timeout=WORKER_S)
+    problems = {ref: f"no worker within {WORKER_S:g} s" for ref in absent}
+    for ref in done:
+        try:
+            ray.get(ref)
+        except Exception as error:
+            problems[ref] = str(error).strip().splitlines()[-1]
+    for ref in absent:
+        ray.cancel(ref, force=True)
+    if problems:
+        addresses = {ref: nodes[ref]["NodeManagerAddress"] for ref in problems}
+        raise ConfigError(
+            *(f"node {addresses[ref]} can't run {sys.executable}: {why}" for ref, why in problems.items()),
+            "workers run the run's own interpreter: its environment and this checkout must lie at the same path on every node",
+        )

@@ -21,7 +21,7 @@ CAUSE_TIMEOUT_S = 15
 
 @ray.remote(num_cpus=0)
 def _kill_process(pid: int) -> None:
-    """A stopped or wedged process does not obey Ray; it obeys this."""
+    """Ends also a stopped or wedged process, which does not answer Ray."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -29,12 +29,8 @@ def _kill_process(pid: int) -> None:
 
 
 def own_process(cpu_threads: int | None, device: str) -> None:
-    """Set up the process of an actor: first thing, before it or a child of it touches a GPU.
-
-    - Of the host's GPUs it sees those that Ray gave it, as 0, 1, …; also where RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES
-      keeps Ray from seeing to that.
-    - Threads: as `cluster.cpu_threads` has it.
-    """
+    """Set up an actor's process, before it or a child of it touches a GPU: its threads (`cluster.cpu_threads`), and of the host's
+    GPUs only those that Ray gave it, as 0, 1, …, also under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES."""
     if device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
     threads = cpu_threads or 1
@@ -47,7 +43,7 @@ def own_process(cpu_threads: int | None, device: str) -> None:
 
 
 def threads_beside(cores: int, gpus: int) -> int:
-    """Threads of one of the two processes (a rank, an engine) that there are for each GPU of a host with so many cores."""
+    """Threads of each of a GPU's two processes (a rank, an engine) on a host with so many cores and GPUs."""
     return max(1, min(MAX_THREADS, cores // (2 * gpus)))
 
 
@@ -57,13 +53,13 @@ def where() -> tuple[str, int]:
 
 
 def entry(name: str, process: ray.ObjectRef, restarts: int) -> dict[str, object]:
-    """A line on an actor that lives, for `StatusFile`; `process` is a reference to what `where` said there."""
+    """What `StatusFile` says of a living actor; `process`: the actor's `where`."""
     node, pid = ray.get(process)
     return {"name": name, "node": node[:8], "pid": pid, "state": "alive", "restarts": restarts}
 
 
 def kill(actor, process: ray.ObjectRef) -> None:
-    """End an actor's process even if it is stopped; `process` is a reference to what `where` said there."""
+    """End an actor's process even if it is stopped; `process`: the actor's `where`."""
     ray.kill(actor)
     try:
         node, pid = ray.get(process, timeout=1)
@@ -74,20 +70,22 @@ def kill(actor, process: ray.ObjectRef) -> None:
 
 
 class Heartbeat:
-    """Asks an actor now and then whether it is well. `ask` calls a method of it that answers soon, even while it works."""
+    """Asks an actor every few seconds whether it is well. `ask` calls a method of it that answers soon, even while it works;
+    `timeout`: seconds without an answer after which the actor counts as hung."""
 
     def __init__(self, ask: Callable[[], ray.ObjectRef], timeout: float) -> None:
-        """`timeout`: seconds without an answer after which it is taken for hung."""
-        self._ask, self._timeout = ask, timeout
-        self.restart()
+        self._ask = ask
+        self._timeout = timeout
+        self._pending: ray.ObjectRef | None = None
+        self._since = time.monotonic()  # of the pending question, or of the last answer
 
     def restart(self) -> None:
-        """It is expected to be well now."""
-        self._pending: ray.ObjectRef | None = None
+        """The actor is expected to be well now."""
+        self._pending = None
         self._since = time.monotonic()
 
     def failure(self) -> str | None:
-        """Why the actor is not to be trusted any more, None while it is. Never waits."""
+        """Why the actor is dead or hung; None if it is healthy. Never waits."""
         now = time.monotonic()
         if self._pending is None:
             if now - self._since >= HEARTBEAT_PERIOD_S:
@@ -106,8 +104,8 @@ class Heartbeat:
 
 
 def find_dead(actors: Sequence[Any]) -> RayActorError | None:
-    """The error of one of these actors that is dead, or is found to be within `CAUSE_TIMEOUT_S`; None if all live. Each has a
-    method `process` that answers while it works."""
+    """The error of an actor that is dead, or dies within `CAUSE_TIMEOUT_S`; None if all live. Each has a method `process` that
+    answers while it works."""
     deadline = time.monotonic() + CAUSE_TIMEOUT_S
     asked = [actor.process.remote() for actor in actors]
     while time.monotonic() < deadline:

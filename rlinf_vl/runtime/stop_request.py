@@ -15,17 +15,18 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """What the signals have asked for. Until the run is `graceful`, and from the second signal on, they raise
-    `KeyboardInterrupt` wherever the main thread is, so that every context manager around it ends what it began. (Ray's own
-    calls let that through as it is; of a `SystemExit` they lose the code.)"""
+    """What the signals have asked for.
+
+    Until the run is `graceful`, and from the second signal on, they raise `KeyboardInterrupt` wherever the main thread is, so that
+    every context manager around it ends what it began. (Ray's own calls let that through; of a `SystemExit` they lose the code.)
+    """
 
     def __init__(self) -> None:
         self.graceful = False
-        #: The last signal's.
-        self.number: int | None = None
+        self.number: int | None = None  # the last signal's
 
     def install(self) -> None:
-        """Take both signals; again after `ray.init`, which puts handlers of its own."""
+        """Handle both signals; again after `ray.init`, which installs handlers of its own."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
 

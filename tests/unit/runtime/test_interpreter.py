@@ -7,12 +7,12 @@ import ray
 from ray._private.utils import check_version_info
 
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.runtime.interpreter import explain_versions
+from rlinf_vl.runtime.launch import _explain_versions
 
 
 @pytest.mark.parametrize("python", ["3.9.2", sys.version.split()[0]])
 def test_a_cluster_of_another_version_is_named_with_the_way_out(python):
-    with pytest.raises(ConfigError) as caught, explain_versions("10.0.0.1:6379"):
+    with pytest.raises(ConfigError) as caught, _explain_versions("10.0.0.1:6379"):
         check_version_info({"ray_version": "2.9.0", "python_version": python}, "node 10.0.0.2")
     said = str(caught.value)
     assert f"the cluster at 10.0.0.1:6379 was started with Ray 2.9.0 on Python {python}" in said
@@ -21,5 +21,5 @@ def test_a_cluster_of_another_version_is_named_with_the_way_out(python):
 
 
 def test_other_errors_are_passed_on():
-    with pytest.raises(RuntimeError, match="no disk"), explain_versions("10.0.0.1:6379"):
+    with pytest.raises(RuntimeError, match="no disk"), _explain_versions("10.0.0.1:6379"):
         raise RuntimeError("no disk")
