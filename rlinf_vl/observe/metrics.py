@@ -9,16 +9,17 @@ import torch
 from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
 
 Scalar = float | torch.Tensor
+State = Mapping[str, Mapping[str, float]]
 
 
 class MetricSums:
-    """Means, maxima and minima by name.
+    """Means, maxima and minima by name; a name is one of the three.
 
-    A mean of means would weigh a token by how it was packed; here every micro-batch and rank adds its sum and its
-    count, and `compute` divides what all of them have added. A name is a mean, a maximum or a minimum, not two of them.
+    A mean of means would weigh a token by how it was packed; here every micro-batch and rank adds its sum and its count, and
+    `compute` divides the totals.
 
-    Tensors are scalars of any dtype; they are kept on their device in float64 until `state` or `compute` asks for
-    numbers, so neither adding one nor merging waits for the device. NaN is kept: a broken step must look broken.
+    Tensors are scalars of any dtype; they stay on their device in float64 until `state` or `compute` reads them, so neither
+    adding nor merging waits for the device. NaN stays NaN: a broken step must look broken.
     """
 
     def __init__(self) -> None:
@@ -33,11 +34,9 @@ class MetricSums:
         self._counts[name] = self._counts.get(name, 0.0) + _widen(count)
 
     def maximum(self, name: str, value: Scalar) -> None:
-        """Let `name` be the largest value given under it."""
         self._maxima[name] = _larger(self._maxima.get(name, -math.inf), _widen(value))
 
     def minimum(self, name: str, value: Scalar) -> None:
-        """Let `name` be the smallest value given under it."""
         self._minima[name] = -_larger(-self._minima.get(name, math.inf), -_widen(value))
 
     def merge(self, other: "MetricSums") -> None:
@@ -55,19 +54,14 @@ class MetricSums:
         return {kind: {name: float(value) for name, value in values.items()} for kind, values in kinds.items()}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Mapping[str, float]]) -> "MetricSums":
-        """The inverse of `state`."""
-        sums = cls()
-        sums._totals, sums._counts = dict(state["total"]), dict(state["count"])
-        sums._maxima, sums._minima = dict(state["maximum"]), dict(state["minimum"])
-        return sums
-
-    @classmethod
-    def merged(cls, states: Iterable[Mapping[str, Mapping[str, float]]]) -> "MetricSums":
-        """One out of the states of many ranks."""
+    def merged(cls, states: Iterable[State]) -> "MetricSums":
+        """The sums of many ranks in one, from their states."""
         sums = cls()
         for state in states:
-            sums.merge(cls.from_state(state))
+            other = cls()
+            other._totals, other._counts = dict(state["total"]), dict(state["count"])
+            other._maxima, other._minima = dict(state["maximum"]), dict(state["minimum"])
+            sums.merge(other)
         return sums
 
     def compute(self) -> dict[str, float]:
@@ -82,14 +76,9 @@ class MetricSums:
 def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict[str, float]:
     """The reward, rollout and data metrics of one batch of groups, generated in `seconds`.
 
-    Trajectories with an error count in `rollout/errors` (of which `rollout/engine_errors` and `rollout/env_errors` are not
-    the row's fault), `rollout/tokens_per_second`, the weight versions and bytes; rewards, lengths and the rest are over the
-    others. `reward/std` is the population standard deviation (n) over trajectories. `reward/zero_std_groups` counts the groups
-    whose rewards tie and so teach nothing; a group of nothing but errors isn't
-    among them. `reward/accuracy` is the share graded correct, `rollout/truncated` the share cut at the
-    longest response, `rollout/empty` the number without any response token. `data/object_store_bytes` is what the groups and
-    their images take there, `data/unique_bytes` their arrays and each distinct image's encoded bytes once. What has
-    nothing to be computed from (no groups, no versions, no time) is left out.
+    docs/metrics.md defines them. Trajectories with an error count in `rollout/errors`, tokens per second, weight versions and
+    bytes; the other metrics are over those without. What has nothing to be computed from (no groups, no versions, no time) is
+    left out.
     """
     per_group = [[i for i, error in enumerate(s.errors) if error is None] for s in summaries]
     kept = [(s, i) for s, indices in zip(summaries, per_group, strict=True) for i in indices]

@@ -7,6 +7,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,6 @@ from rlinf_vl.observe.samples import FACTS, TEXTS, Sample, choose_samples, code_
 
 logger = logging.getLogger(__name__)
 
-TRACKER_BACKENDS = ("tensorboard", "wandb", "trackio")
 WANDB_ID = "wandb_id"
 """File in the run's folder: the id of its wandb run."""
 
@@ -103,55 +103,73 @@ class HostedTracker:
         self._run.finish()
 
 
-def open_wandb(
-    run_dir: Path,
-    config: dict[str, Any] | None,
-    *,
-    project_name: str,
-    experiment_name: str,
-    resumed: bool,
-    primary: bool,
-) -> HostedTracker:
-    """A wandb run that several processes may write to, one of them `primary`: online in wandb's shared mode, offline as one
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker of a run is opened with. `config` is None in the process that logs samples and joins the other's run;
+    `resumed`: go on in what the run's folder names."""
+
+    folder: Path
+    project_name: str
+    experiment_name: str
+    config: dict[str, Any] | None = None
+    resume_step: int = -1
+    resumed: bool = True
+
+
+def open_tensorboard(run: TrackedRun) -> Tracker:
+    folder = run.folder / "tensorboard"
+    return (
+        TensorBoardTracker(folder / "samples")
+        if run.config is None
+        else TensorBoardTracker(folder, run.resume_step + 1)
+    )
+
+
+def open_wandb(run: TrackedRun) -> Tracker:
+    """A wandb run that several processes may write to, one of them primary: online in wandb's shared mode, offline as one
     folder each, which `wandb sync` joins by the run's id. None knows the others' steps, so each says its own, as "step".
 
     Raises:
         FileNotFoundError: the primary process has not begun the run.
     """
-    id_file = run_dir / WANDB_ID
-    run_id = id_file.read_text().strip() if not primary or (resumed and id_file.exists()) else None
+    primary, id_file = run.config is not None, run.folder / WANDB_ID
+    run_id = id_file.read_text().strip() if not primary or (run.resumed and id_file.exists()) else None
     wandb = _import_backend("wandb")
     settings: dict[str, Any] = {} if primary else {"x_disable_stats": True, "console": "off"}
     if wandb.setup().settings.mode == "online":  # neither WANDB_MODE nor `wandb offline` wants it otherwise
         label = "trainer" if primary else "samples"
         settings |= {"mode": "shared", "x_label": label, "x_primary": primary, "x_update_finish_state": primary}
-    run = wandb.init(
-        project=project_name,
-        name=experiment_name,
-        dir=str(run_dir),
-        config=config,
+    opened = wandb.init(
+        project=run.project_name,
+        name=run.experiment_name,
+        dir=str(run.folder),
+        config=run.config,
         id=run_id,
         resume="allow" if run_id else None,
         settings=wandb.Settings(**settings),
     )
-    run.define_metric("*", step_metric="step")
-    id_file.write_text(run.id)
-    return HostedTracker(wandb, run, lambda values, step: run.log(values | {"step": step}))
+    opened.define_metric("*", step_metric="step")
+    id_file.write_text(opened.id)
+    return HostedTracker(wandb, opened, lambda values, step: opened.log(values | {"step": step}))
 
 
-def open_trackio(
-    resume: str, begin: int | None, *, project_name: str, experiment_name: str, **options: Any
-) -> HostedTracker:
-    """A trackio run: in trackio's own local folder, or where `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says.
-
-    Args:
-        begin: log nothing at this step, so that another process finds the run by its name.
-    """
+def open_trackio(run: TrackedRun) -> Tracker:
+    """A trackio run: in trackio's own local folder, or where `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says."""
     trackio = _import_backend("trackio")
-    run = trackio.init(project=project_name, name=experiment_name, resume=resume, **options)
-    if begin is not None:
-        run.log({}, step=begin)
-    return HostedTracker(trackio, run, lambda values, step: run.log(values, step=step))
+    joining = {"auto_log_cpu": False, "auto_log_gpu": False} if run.config is None else {"config": run.config}
+    resume = "allow" if run.resumed else "never"
+    opened = trackio.init(project=run.project_name, name=run.experiment_name, resume=resume, **joining)
+    if run.config is not None:
+        opened.log({}, step=max(0, run.resume_step))  # from now on another process finds it by its name
+    return HostedTracker(trackio, opened, lambda values, step: opened.log(values, step=step))
+
+
+OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "trackio": open_trackio,
+}
+"""runner.logger.logger_backends → how such a tracker is opened."""
 
 
 def _import_backend(name: str) -> Any:
@@ -224,16 +242,6 @@ class Trackers:
                 logger.warning("tracker %s %s (%r); training goes on without it", name, about, error)
 
 
-def check_backends(backends: Sequence[str]) -> None:
-    """Raise ValueError for one that isn't among `TRACKER_BACKENDS`."""
-    for backend in backends:
-        if backend not in TRACKER_BACKENDS:
-            raise ValueError(
-                f"runner.logger.logger_backends: {backend!r} is unknown; known are {', '.join(TRACKER_BACKENDS)} "
-                "(metrics.jsonl is always written)"
-            )
-
-
 def make_trackers(
     run_dir: str | Path,
     backends: Sequence[str],
@@ -243,7 +251,7 @@ def make_trackers(
     config: Mapping[str, Any],
     resume_step: int = -1,
 ) -> Trackers:
-    """`run_dir/metrics.jsonl` and what `backends` names beside it, for scalars.
+    """`run_dir/metrics.jsonl` and what `backends` names (out of `OPENERS`) beside it, for scalars.
 
     Args:
         config: the resolved configuration, as plain containers, for trackers that show it.
@@ -251,22 +259,16 @@ def make_trackers(
             folder, which a folder with a metrics.jsonl has.
 
     Raises:
-        ValueError: an unknown backend.
         ImportError: a backend isn't installed. Anything else that keeps a backend from starting is a warning.
     """
-    check_backends(backends)
     for backend in set(backends) - {"tensorboard"}:
         _import_backend(backend)
     run_dir = Path(run_dir)
-    names = {"project_name": project_name, "experiment_name": experiment_name}
     resumed = resume_step >= 0 and (run_dir / "metrics.jsonl").exists()
-    resume, begin = "allow" if resumed else "never", max(0, resume_step)
-    openers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": partial(TensorBoardTracker, run_dir / "tensorboard", resume_step + 1),
-        "wandb": partial(open_wandb, run_dir, dict(config), **names, resumed=resumed, primary=True),
-        "trackio": partial(open_trackio, resume, begin, **names, config=dict(config)),
-    }
-    trackers = Trackers({b: openers[b] for b in backends}, StepLines(run_dir / "metrics.jsonl", resume_step))
+    run = TrackedRun(run_dir, project_name, experiment_name, dict(config), resume_step, resumed)
+    trackers = Trackers(
+        {b: partial(OPENERS[b], run) for b in backends}, StepLines(run_dir / "metrics.jsonl", resume_step)
+    )
     trackers.open()
     return trackers
 
@@ -274,20 +276,9 @@ def make_trackers(
 def make_sample_trackers(
     run_dir: str | Path, backends: Sequence[str], *, project_name: str, experiment_name: str
 ) -> Trackers:
-    """What `backends` names, for samples; each joins what the scalars' tracker has begun when samples are first logged.
-
-    Raises:
-        ValueError: an unknown backend.
-    """
-    check_backends(backends)
-    run_dir = Path(run_dir)
-    names = {"project_name": project_name, "experiment_name": experiment_name}
-    openers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": partial(TensorBoardTracker, run_dir / "tensorboard" / "samples"),
-        "wandb": partial(open_wandb, run_dir, None, **names, resumed=True, primary=False),
-        "trackio": partial(open_trackio, "allow", None, **names, auto_log_cpu=False, auto_log_gpu=False),
-    }
-    return Trackers({b: openers[b] for b in backends})
+    """What `backends` names, for samples; each joins what the scalars' tracker has begun when samples are first logged."""
+    run = TrackedRun(Path(run_dir), project_name, experiment_name)
+    return Trackers({b: partial(OPENERS[b], run) for b in backends})
 
 
 def _json_number(value: float) -> float | int | None:

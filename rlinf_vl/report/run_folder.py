@@ -1,4 +1,4 @@
-"""What a run's folder says of itself, trajectories aside: whatever of it can be read, and a note of what can't."""
+"""A run's folder, trajectories aside: what of it can be read, and a note of what can't."""
 
 import json
 import math
@@ -13,14 +13,17 @@ import yaml
 
 from rlinf_vl.observe.spans import read_spans
 from rlinf_vl.observe.status import read_status
+from rlinf_vl.runtime.files import read_lines
 
-#: Of events and of skipped rows, the last so many are shown.
 MAX_TABLE_ROWS = 1000
+"""Of events and of skipped rows, the last so many are shown."""
+RUN_FILES = ("metrics.jsonl", "config.yaml", "status.json", "trajectories")
+"""A run's folder has at least one of these."""
 
 
 @dataclass
 class RunFolder:
-    """A run as its files tell it. `step` is the last one logged; `notes` tells a reader what is missing, torn or left out."""
+    """A run as its files describe it. `step` is the last one logged; `notes` say what is missing, torn or left out."""
 
     path: Path
     name: str
@@ -57,19 +60,24 @@ class RunFolder:
         return f"{values[-1]:.4g}" if values else "–"
 
 
+def check_is_run(path: Path) -> None:
+    """Raise ValueError for a folder that isn't there, or isn't a run's."""
+    if not any((path / name).exists() for name in RUN_FILES):
+        raise ValueError(f"{path} is not a run's folder: it has no {', '.join(RUN_FILES[:-1])} or {RUN_FILES[-1]}")
+
+
 def read_run(path: Path) -> RunFolder:
-    """Reads everything but the trajectories. Missing and broken files become notes.
+    """Read everything but the trajectories. Missing and broken files become notes.
 
     Raises:
         ValueError: the folder isn't there, or isn't a run's.
     """
-    if not any((path / name).exists() for name in ("metrics.jsonl", "config.yaml", "trajectories")):
-        raise ValueError(f"{path} is not a run's folder: it has no metrics.jsonl, config.yaml or trajectories")
+    check_is_run(path)
     notes: list[str] = []
-    rows = [row for row in _read_lines(path / "metrics.jsonl", notes) if type(row.get("step")) is int]
+    rows = [row for row in _lines(path / "metrics.jsonl", notes) if type(row.get("step")) is int]
     by_step = {row["step"]: {k: v if is_number(v) else None for k, v in row.items()} for row in rows}
-    config = flatten(_read_mapping(path / "config.yaml", yaml.safe_load, notes))
-    baselines = _read_mapping(path / "baselines.json", json.loads, notes, expected=False)
+    config = flatten(_mapping(path / "config.yaml", yaml.safe_load, notes))
+    baselines = _mapping(path / "baselines.json", json.loads, notes, expected=False)
     planned = config.get("runner.max_steps", "")
     status = read_status(path)
     return RunFolder(
@@ -81,7 +89,7 @@ def read_run(path: Path) -> RunFolder:
         state=str(status.get("state", "")),
         reason=str(status.get("reason", "")),
         planned_steps=int(planned) if planned.isdecimal() else None,
-        environment=flatten(_read_mapping(path / "environment.json", json.loads, notes)),
+        environment=flatten(_mapping(path / "environment.json", json.loads, notes)),
         events=_newest(path / "events.jsonl", notes),
         bad_rows=_newest(path / "bad_rows.jsonl", notes),
         baselines={name.replace("_", " "): value for name, value in baselines.items() if is_number(value)},
@@ -119,51 +127,37 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _read_text(path: Path, notes: list[str], expected: bool) -> str | None:
+def _read(path: Path, read: Callable[[Path], Any], default: Any, notes: list[str], expected: bool = True) -> Any:
+    """What `read` makes of a file; the default, and a note, if it can't or (if `expected`) there is none."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read(path)
     except FileNotFoundError:
-        if expected:
-            notes.append(f"{path.name} is missing.")
-    except OSError as error:
-        notes.append(f"{path.name} could not be read: {error}.")
-    return None
+        notes += [f"{path.name} is missing."] * expected
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        notes.append(f"{path.name} could not be read: {str(error).splitlines()[0]}.")
+    return default
 
 
-def _read_lines(path: Path, notes: list[str], expected: bool = True) -> list[dict[str, Any]]:
-    """As `observe.lines.read_steps`, but rows need no step, and what can't be read is noted."""
-    rows, torn = [], 0
-    for line in filter(str.strip, (_read_text(path, notes, expected) or "").split("\n")):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            torn += 1
+def _lines(path: Path, notes: list[str], expected: bool = True) -> list[dict[str, Any]]:
+    rows, torn = _read(path, read_lines, ([], 0), notes, expected)
     if torn:
         notes.append(f"{path.name}: {torn} torn line{'s' if torn > 1 else ''} left out.")
     return rows
 
 
-def _read_mapping(path: Path, parse: Callable[[str], Any], notes: list[str], expected: bool = True) -> dict[str, Any]:
-    text = _read_text(path, notes, expected)
-    if text is None:
-        return {}
-    try:
-        value = parse(text)
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        value = str(error).splitlines()[0]
-    if isinstance(value, dict):
+def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str], expected: bool = True) -> dict[str, Any]:
+    def read(path: Path) -> dict[str, Any]:
+        value = parse(path.read_text(encoding="utf-8", errors="replace"))
+        if not isinstance(value, dict):
+            raise ValueError(str(value) if value else "it is empty")
         return value
-    notes.append(f"{path.name} could not be read: {value or 'it is empty'}.")
-    return {}
+
+    return _read(path, read, {}, notes, expected)
 
 
 def _newest(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """The last lines of a log, newest first, their times as text."""
-    rows = _read_lines(path, notes, expected=False)  # no such file: nothing happened
+    rows = _lines(path, notes, expected=False)  # no such file: nothing happened
     if len(rows) > MAX_TABLE_ROWS:
         notes.append(f"{path.name}: the oldest {len(rows) - MAX_TABLE_ROWS:,} of {len(rows):,} lines are left out.")
     rows = rows[-MAX_TABLE_ROWS:][::-1]

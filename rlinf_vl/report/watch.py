@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rlinf_vl.observe.status import read_status
+from rlinf_vl.report.run_folder import check_is_run
 
 #: Label → metric. Those that a run has are drawn, in this order.
 CURVES = {
@@ -106,9 +107,9 @@ class RunPage:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        if not any((run_dir / name).exists() for name in ("status.json", "config.yaml", "metrics.jsonl")):
-            raise ValueError(f"{run_dir} is not a run's folder: it has no status.json, config.yaml or metrics.jsonl")
-        self._run_dir, self._name = run_dir, _clean(run_dir.resolve().name)
+        check_is_run(run_dir)
+        self._run_dir = run_dir
+        self._name = _clean(run_dir.resolve().name)
         self._status: dict[str, Any] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=100)
         steps = Follower(run_dir / "metrics.jsonl", self._add_step, self._forget_steps)
