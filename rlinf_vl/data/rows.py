@@ -11,10 +11,9 @@ import numpy as np
 
 from rlinf_vl.data import shorten
 from rlinf_vl.data.images import ImageError, blank_like, image_values, to_image_ref
-from rlinf_vl.types import ImageRef, Message, Problem
+from rlinf_vl.types import Message, Problem
 
 IMAGE_PLACEHOLDER = "<image>"
-_IMAGE = object()
 
 #: Kinds of bad rows that other rooms name, too.
 PROMPT_UNUSABLE = "prompt unusable"
@@ -111,80 +110,72 @@ def row_to_problem(row: dict[str, Any], row_id: str, form: RowFormat, root: Path
     if form.blank_images:
         images = [blank_like(image) for image in images]
     try:
-        turns = _turns(row[form.prompt_key], form.prompt_key)
+        messages = _messages(row[form.prompt_key], form.prompt_key)
     except ValueError as e:
         raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
-    roles = [
-        role for role, pieces in turns for piece in pieces if piece is _IMAGE
-    ]  # of the message with each placeholder
-    if not roles:
-        first = next(pieces for role, pieces in turns if role == "user")
-        first[:0] = [_IMAGE] * len(images)
-        roles = ["user"] * len(images)
-    if len(roles) != len(images):
-        reason = f"the prompt has {len(roles)} {IMAGE_PLACEHOLDER} and the row {len(images)} images"
+    if not any(_image_parts(message) for message in messages):
+        first = next(message for message in messages if message["role"] == "user")
+        first["content"][:0] = [{"type": "image_url"} for _ in images]
+    places = [(message["role"], part) for message in messages for part in _image_parts(message)]
+    if len(places) != len(images):
+        reason = f"the prompt has {len(places)} {IMAGE_PLACEHOLDER} and the row {len(images)} images"
         raise RowError(row_id, "placeholders and images disagree", reason)
-    if form.prompt_suffix:
-        turns[-1][1].append(form.prompt_suffix)
+    for (_, part), image in zip(places, images, strict=True):
+        part["image_url"] = {"url": image.url}
+    _add_text(messages[-1]["content"], form.prompt_suffix)
     if form.system_prompt is not None:
-        images = [image for image, role in zip(images, roles, strict=True) if role != "system"]
-        turns = [("system", [form.system_prompt])] + [turn for turn in turns if turn[0] != "system"]
+        images = [image for (role, _), image in zip(places, images, strict=True) if role != "system"]
+        messages = [{"role": "system", "content": []}] + [m for m in messages if m["role"] != "system"]
+        _add_text(messages[0]["content"], form.system_prompt)
     answer = _answer(row[form.answer_key], row_id, form.answer_key)
-    return Problem(id=row_id, messages=_messages(turns, images), answer=answer, images=tuple(images))
+    return Problem(id=row_id, messages=tuple(messages), answer=answer, images=tuple(images))
 
 
-def _turns(prompt: Any, key: str) -> list[tuple[str, list[Any]]]:
-    """(role, pieces) per message; a piece is a text or `_IMAGE`."""
+def _messages(prompt: Any, key: str) -> list[Message]:
+    """Chat messages whose parts are texts, and images without their address."""
     if isinstance(prompt, str) and prompt.strip():
-        return [("user", _split(prompt))]
+        prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(f"column {key!r} holds {_shown(prompt)}: expected a text or a list of chat messages")
-    turns = []
+    messages: list[Message] = []
     for message in prompt:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f"column {key!r}: {_shown(message)} is no chat message with role and content")
-        content = message["content"]
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        turns.append((message["role"], [piece for part in parts for piece in _pieces(part, key)]))
-    if turns[-1][0] != "user":
-        raise ValueError(f"column {key!r}: the last message is of role {turns[-1][0]!r}, not 'user'")
-    if not any(piece is _IMAGE or piece.strip() for role, pieces in turns if role == "user" for piece in pieces):
+        content, parts = message["content"], []
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                first, *rest = part["text"].split(IMAGE_PLACEHOLDER)
+                _add_text(parts, first)
+                for text in rest:
+                    parts.append({"type": "image_url"})
+                    _add_text(parts, text)
+            elif kind == "image" and not any(part.get(k) for k in ("image", "url", "path", "base64")):
+                parts.append({"type": "image_url"})
+            else:
+                raise ValueError(
+                    f"column {key!r}: content part {_shown(part)} is neither text nor a placeholder {{'type': 'image'}} "
+                    "(images themselves belong in the columns of data.image_keys)"
+                )
+        messages.append({"role": message["role"], "content": parts})
+    if messages[-1]["role"] != "user":
+        raise ValueError(f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'user'")
+    said = [part for message in messages if message["role"] == "user" for part in message["content"]]
+    if not any(part["type"] == "image_url" or part["text"].strip() for part in said):
         raise ValueError(f"column {key!r}: no message of role 'user' says anything")
-    return turns
+    return messages
 
 
-def _pieces(part: Any, key: str) -> list[Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return _split(part["text"])
-    if kind == "image" and not any(part.get(k) for k in ("image", "url", "path", "base64")):
-        return [_IMAGE]
-    raise ValueError(
-        f"column {key!r}: content part {_shown(part)} is neither text nor a placeholder {{'type': 'image'}} "
-        "(images themselves belong in the columns of data.image_keys)"
-    )
+def _add_text(parts: list[dict[str, Any]], text: str) -> None:
+    """Append a text, to the last part if that is one; an empty text is left out."""
+    if text and parts and parts[-1]["type"] == "text":
+        parts[-1]["text"] += text
+    elif text:
+        parts.append({"type": "text", "text": text})
 
 
-def _split(text: str) -> list[Any]:
-    """The pieces around the placeholders, and `_IMAGE` in place of each."""
-    first, *rest = text.split(IMAGE_PLACEHOLDER)
-    return [first, *(piece for after in rest for piece in (_IMAGE, after))]
-
-
-def _messages(turns: list[tuple[str, list[Any]]], images: Sequence[ImageRef]) -> tuple[Message, ...]:
-    urls = (image.url for image in images)
-    messages = []
-    for role, pieces in turns:
-        parts: list[dict[str, Any]] = []
-        for piece in pieces:
-            if piece is _IMAGE:
-                parts.append({"type": "image_url", "image_url": {"url": next(urls)}})
-            elif piece and parts and parts[-1]["type"] == "text":
-                parts[-1]["text"] += piece
-            elif piece:
-                parts.append({"type": "text", "text": piece})
-        messages.append({"role": role, "content": parts})
-    return tuple(messages)
+def _image_parts(message: Message) -> list[dict[str, Any]]:
+    return [part for part in message["content"] if part["type"] == "image_url"]
 
 
 def _answer(value: Any, row_id: str, key: str) -> str:
