@@ -25,7 +25,7 @@ from rlinf_vl.actor.offload import Offload
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import DTYPES, freeze_vision, load_model, vocab_size
+from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, freeze_vision, load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.vision_cache import VisionCache
@@ -85,14 +85,8 @@ class Trainer:
             policy.requires_grad_(False)
         elif self.actor.model.freeze_vision_tower:
             freeze_vision(policy.model, policy.family)
-        if (
-            fsdp.gradient_checkpointing and not frozen
-        ):  # recomputes text blocks, and those of a trained tower, in backward
-            model, how = policy.model, {"use_reentrant": fsdp.gradient_checkpointing_use_reentrant}
-            if hasattr(model, "activation_checkpointing_enable"):  # its name in newer versions of transformers
-                model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-            else:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        if fsdp.gradient_checkpointing and not frozen:
+            checkpoint_blocks(policy.model, fsdp.gradient_checkpointing_use_reentrant)
         if not fsdp.cpu_offload:
             policy.to(self.mesh.device)
         return self.mesh.shard(policy, fsdp).train(not frozen)

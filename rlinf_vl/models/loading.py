@@ -73,6 +73,12 @@ def freeze_vision(model: nn.Module, family: Family) -> None:
     model.get_submodule(family.vision_tower).requires_grad_(False)
 
 
+def checkpoint_blocks(model: PreTrainedModel, use_reentrant: bool) -> None:
+    """Recompute text blocks, and those of a trained tower, in backward."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # its name in newer versions of transformers
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
+
+
 def output_weight(model: PreTrainedModel) -> torch.Tensor:
     """The output embedding, [V, H]; V can be more than the tokenizer has tokens."""
     embedding: Any = model.get_output_embeddings()

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConf
 
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import Family
-from rlinf_vl.models.loading import freeze_vision, use_packed_attention
+from rlinf_vl.models.loading import checkpoint_blocks, freeze_vision, use_packed_attention
 
 #: config.json of hub models that the examples name, as far as it decides on memory.
 KNOWN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("known_models.json").read_text())
@@ -56,8 +56,7 @@ def meta_model(
     if freeze_tower:
         freeze_vision(model, family)
     if checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        checkpoint_blocks(model, use_reentrant=False)
     return model
 
 
