@@ -63,8 +63,9 @@ def micro_batch_loss(
     sums.add("actor/entropy", entropy.detach().sum(), n)
     if not n:
         return loss, sums
-    for name in ("clip_fraction", "approx_kl", *(["dual_clip_fraction"] if algorithm.clip_ratio_c is not None else [])):
-        sums.add(f"actor/{name}", stats[name] * n, n)
+    for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):
+        if name != "dual_clip_fraction" or algorithm.clip_ratio_c is not None:
+            sums.add(f"actor/{name}", stats[name] * n, n)
     if rollout is not None:
         difference = rollout - old_logprobs
         sums.add("actor/rollout_train_kl", difference.sum(), n)
