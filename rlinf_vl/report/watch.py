@@ -8,8 +8,9 @@ import textwrap
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -20,9 +21,8 @@ from rich.live import Live
 from rich.text import Text
 
 from rlinf_vl.observe.status import read_status
-from rlinf_vl.report.run_folder import check_is_run
+from rlinf_vl.report.run_folder import check_is_run, is_number
 
-#: Label → metric. Those that a run has are drawn, in this order.
 CURVES = {
     "reward": "reward/mean",
     "accuracy": "reward/accuracy",
@@ -34,13 +34,14 @@ CURVES = {
     "truncated": "rollout/truncated",
     "tokens/s": "rollout/tokens_per_second",
 }
-#: Rates and phases are judged by so many last steps.
+"""Label → metric. Those that a run has are drawn, in this order."""
 WINDOW = 20
-#: Columns from which the page has two halves.
+"""Rates and phases are those of so many last steps."""
 WIDE = 140
+"""Columns from which the page has two halves."""
 REFRESH_S = 0.5
-#: Seconds without a change in `status.json` after which that is said, if phases usually take less.
 QUIET_S = 60.0
+"""Seconds without a change in `status.json` after which the page says so, if phases usually take less."""
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _PHASE_LOOKS = (("█", "cyan"), ("▓", "magenta"), ("▒", "blue"), ("░", "green"), ("▪", "yellow"))
@@ -50,40 +51,47 @@ _ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▪●○×─━·…"
 
 
 class Follower:
-    """The JSON objects of a file of lines, each once, as they appear; a file that was replaced begins anew."""
+    """The objects of a file of JSON lines, each once, as they appear; a file that was replaced begins anew."""
 
-    def __init__(self, path: Path, take: Callable[[dict[str, Any]], None], restart: Callable[[], None]) -> None:
-        self._path, self._take, self._restart = path, take, restart
-        self._inode = self._offset = 0
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._offset = 0
 
-    def poll(self) -> None:
-        """Hand on what has been added since the call before; a file that can't be read has nothing new."""
+    def poll(self) -> tuple[list[dict[str, Any]], bool]:
+        """What has been added since the call before, and whether the file begins anew. Torn lines are left out."""
+        rows: list[dict[str, Any]] = []
+        replaced = False
         with suppress(OSError), self._path.open("rb") as file:
             stat = os.fstat(file.fileno())
-            if stat.st_ino != self._inode or stat.st_size < self._offset:
-                self._inode, self._offset = stat.st_ino, 0
-                self._restart()
+            replaced = stat.st_ino != self._inode or stat.st_size < self._offset
+            self._inode = stat.st_ino
+            self._offset = 0 if replaced else self._offset
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # it is still being written
                 self._offset += len(line)
-                with suppress(ValueError, TypeError, KeyError):  # torn
-                    self._take(dict(json.loads(line)))
+                with suppress(ValueError, TypeError):
+                    rows.append(dict(json.loads(line)))
+        return rows, replaced
 
 
 class Curve:
-    """A metric's value after every step, held where a step has none, NaN before the first. `last` is NaN where the last was."""
+    """A metric's value after every step: the one before where a step has none, NaN before the first. `last` is NaN if the last
+    value was not finite."""
 
     def __init__(self) -> None:
         self._values = array("d")
-        self.low, self.high, self.last = math.inf, -math.inf, math.nan
+        self.low = math.inf
+        self.high = -math.inf
+        self.last = math.nan
 
     def add(self, at: int, value: float | None) -> None:
         """`at`: number of steps before. None: not a finite number."""
-        held = self._values[-1] if self._values else math.nan
-        self._values.extend([held] * (at - len(self._values)))
-        self._values.append(held if value is None else value)
+        before = self._values[-1] if self._values else math.nan
+        self._values.extend([before] * (at - len(self._values)))
+        self._values.append(before if value is None else value)
         self.last = math.nan if value is None else value
         self.low, self.high = min(self.low, self._values[-1]), max(self.high, self._values[-1])
 
@@ -99,8 +107,37 @@ class Curve:
         return ["".join(_LEVELS[max(0, min(8, f - 8 * row))] for f in filled) for row in reversed(range(height))]
 
 
+@dataclass
+class Steps:
+    """What metrics.jsonl says: curves by metric, and seconds by phase of the last steps."""
+
+    first: int = 0
+    last: int = 0
+    count: int = 0
+    curves: dict[str, Curve] = field(default_factory=dict)
+    times: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def add(self, row: dict[str, Any]) -> None:
+        if type(row.get("step")) is not int:
+            return
+        self.first = self.first if self.count else row["step"]
+        self.last = row["step"]
+        for metric in CURVES.values():
+            if metric in row:
+                value = row[metric] if is_number(row[metric]) else None
+                self.curves.setdefault(metric, Curve()).add(self.count, value)
+        seconds = {name: value for name, value in row.items() if name.startswith("time/") and is_number(value)}
+        self.times.append({name.removeprefix("time/"): value for name, value in seconds.items()})
+        self.count += 1
+
+    def usual(self, phase: str) -> float | None:
+        """Mean seconds in the last steps that had this phase."""
+        known = [times[phase] for times in self.times if times.get(phase)]
+        return fmean(known) if known else None
+
+
 class RunPage:
-    """What the files of a run's folder say, as far as they are there and whole, as lines for a terminal.
+    """The files of a run's folder, as far as they are there and whole, as lines for a terminal.
 
     Raises:
         ValueError: the folder isn't there, or isn't a run's.
@@ -110,43 +147,37 @@ class RunPage:
         check_is_run(run_dir)
         self._run_dir = run_dir
         self._name = _clean(run_dir.resolve().name)
-        self._status: dict[str, Any] = {}
+        self._metrics_file = Follower(run_dir / "metrics.jsonl")
+        self._events_file = Follower(run_dir / "events.jsonl")
+        self._steps = Steps()
         self._events: deque[dict[str, Any]] = deque(maxlen=100)
-        steps = Follower(run_dir / "metrics.jsonl", self._add_step, self._forget_steps)
-        self._files = steps, Follower(run_dir / "events.jsonl", self._events.append, self._events.clear)
-        self._forget_steps()
+        self._status: dict[str, Any] = {}
         self.poll()
 
-    def _forget_steps(self) -> None:
-        self._first = self._logged = self._n = 0
-        self._curves: dict[str, Curve] = {}
-        self._times: deque[dict[str, float]] = deque(maxlen=WINDOW)
-
-    def _add_step(self, row: dict[str, Any]) -> None:
-        self._first, self._logged = self._first if self._n else row["step"], row["step"]
-        for metric in CURVES.values():
-            if metric in row:
-                self._curves.setdefault(metric, Curve()).add(self._n, row[metric])
-        self._times.append({k.removeprefix("time/"): v for k, v in row.items() if k.startswith("time/") and v})
-        self._n += 1
-
     def poll(self) -> None:
-        """Take in what is new."""
-        for file in self._files:
-            file.poll()
+        """Read what is new."""
+        rows, replaced = self._metrics_file.poll()
+        self._steps = Steps() if replaced else self._steps
+        for row in rows:
+            self._steps.add(row)
+        rows, replaced = self._events_file.poll()
+        if replaced:
+            self._events.clear()
+        self._events.extend(row for row in rows if row.keys() >= {"time", "step", "kind", "message"})
         self._status = read_status(self._run_dir) or self._status
-        self._state = self._status.get("state", "no status.json")
-        self._step, self._total = max(self._logged, self._status.get("step", 0)), self._status.get("total_steps", 0)
-        self.ended = self._state in ("done", "stopped", "failed", "gone")
 
-    def _usual(self, phase: str) -> float | None:
-        """Mean seconds in the last steps that had this phase."""
-        known = [times[phase] for times in self._times if phase in times]
-        return fmean(known) if known else None
+    @property
+    def _state(self) -> str:
+        return self._status.get("state", "no status.json")
+
+    @property
+    def ended(self) -> bool:
+        return self._state in ("done", "stopped", "failed", "gone")
 
     def _badge(self, now: float) -> Text:
         color, text = _STATE_COLORS.get(self._state, "yellow"), self._state
-        quiet, longest = now - self._status.get("time", now), max((t.get("step", 0) for t in self._times), default=0)
+        quiet = now - self._status.get("time", now)
+        longest = max((times.get("step", 0) for times in self._steps.times), default=0)
         if self.ended:
             text = f"ended: {text.replace('gone', 'its process is gone')}"
         elif quiet > max(QUIET_S, 2 * longest):
@@ -154,18 +185,19 @@ class RunPage:
         return Text(f" {text} ", f"bold {color} reverse")
 
     def _header(self, width: int, now: float) -> list[Text]:
-        badge, step = self._badge(now), f"{self._step}/{self._total}" if self._total else f"{self._step}"
-        line = Text.assemble((f" {self._name}", "bold"), f"  step {step}  ")
+        badge = self._badge(now)
+        step, total = max(self._steps.last, self._status.get("step", 0)), self._status.get("total_steps", 0)
+        line = Text.assemble((f" {self._name}", "bold"), f"  step {step}/{total}  " if total else f"  step {step}  ")
         room = min(60, width - line.cell_len - badge.cell_len - 6)
-        if self._total and room >= 8:
-            _bar(line, self._step / self._total, room).append(f" {self._step / self._total:.0%}")
+        if total and room >= 8:
+            _bar(line, step / total, room).append(f" {step / total:.0%}")
         line.truncate(max(1, width - badge.cell_len - 1), overflow="ellipsis", pad=True)
-        parts, status, seconds = [], self._status, self._usual("step")
+        parts, status, seconds = [], self._status, self._steps.usual("step")
         if status and self.ended:
             parts.append(f"{_duration(status['time'] - status['started'])} in all")
         elif status:
             parts.append(f"{_duration(now - status['started'])} so far")
-            parts.append(f"{_duration(seconds * (self._total - self._step))} left" if seconds and self._total else "")
+            parts.append(f"{_duration(seconds * (total - step))} left" if seconds and total else "")
         parts.append(f"{seconds:.3g} s a step" if seconds else "")
         parts.append(f"process {status['pid']} on {status['host']}" if status else "")
         return [Text.assemble(line, " ", badge), Text(" " + " · ".join(filter(None, parts)), "dim")]
@@ -177,11 +209,12 @@ class RunPage:
         return [Text(f" {line}", "red") for line in lines[:height]]
 
     def _curve_lines(self, width: int, height: int) -> list[Text]:
-        spark, each = max(8, width - 48), max(1, min(8, (height - 1) // max(1, len(self._curves))))
-        title = f"curves, steps {self._first} to {self._logged} " if self._n else "curves, no step is done yet "
+        steps, spark = self._steps, max(8, width - 48)
+        each = max(1, min(8, (height - 1) // max(1, len(steps.curves))))
+        title = f"curves, steps {steps.first} to {steps.last} " if steps.count else "curves, no step is done yet "
         lines = [_rule(f"{title:─<{spark + 15}}{' last ':─>10}{' lowest ':─>10}{' highest ':─>10}", width)]
-        for label, curve in ((label, self._curves[name]) for label, name in CURVES.items() if name in self._curves):
-            rows = curve.draw(self._n, spark, max(1, each - 1))
+        for label, curve in ((label, steps.curves[name]) for label, name in CURVES.items() if name in steps.curves):
+            rows = curve.draw(steps.count, spark, max(1, each - 1))
             last = (f"{_short(curve.last):>10}", "bold red" if math.isnan(curve.last) else "bold")
             ends = (f"{_short(curve.low):>10}{_short(curve.high):>10}", "dim")
             lines.append(Text.assemble(f" {label:<17}", (rows[0], "cyan"), last, ends))
@@ -189,15 +222,16 @@ class RunPage:
         return lines
 
     def _phase_lines(self, width: int, now: float) -> list[Text]:
-        lines = [_rule(f"phases now and in the last {len(self._times)} steps" if self._times else "phases", width)]
+        times = self._steps.times
+        lines = [_rule(f"phases now and in the last {len(times)} steps" if times else "phases", width)]
         phase, progress = self._status.get("phase"), self._status.get("progress")
         if phase and not self.ended:
-            took, usual = _duration(now - self._status["phase_since"]), self._usual(phase)
+            took, usual = _duration(now - self._status["phase_since"]), self._steps.usual(phase)
             usually = (f" (usually {usual:.3g} s)" if usual else "", "dim")
             lines.append(Text.assemble(" now  ", (phase, "bold"), f"  {took}", usually))
             if progress and (total := progress["total"]):
                 _bar(lines[-1].append("  "), progress["done"] / total, 20).append(f" {progress['done']:,} of {total:,}")
-        sums: Any = sum(map(Counter, self._times), Counter[str]())  # of floats
+        sums: Any = sum(map(Counter, times), Counter[str]())  # of floats
         whole, parts = max(sums.pop("step", 0.0), sums.total()), sums.most_common(len(_PHASE_LOOKS) - 1)
         parts.append(("other", whole - sum(seconds for _, seconds in parts)))
         used, end, bar, legend = 0.0, 0, Text(" last "), Text(" ")

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rlinf_vl.report import watch as watch_module
-from rlinf_vl.report.watch import Curve, RunPage, watch
+from rlinf_vl.report.watch import Curve, Follower, RunPage, watch
 
 NOW = 1_800_000_000.0
 
@@ -141,14 +141,14 @@ def test_it_follows_what_is_appended_and_what_is_taken_back(run):
     assert "steps 1 to 7 " in str(page.draw(80, 24, NOW)[2])
 
 
-def test_what_is_known_is_not_read_again(run, monkeypatch):
-    page, seen = RunPage(run), []
-    add = page._files[0]._take
-    monkeypatch.setattr(page._files[0], "_take", lambda row: (seen.append(row["step"]), add(row)))
+def test_what_is_known_is_not_read_again(run):
+    follower = Follower(run / "metrics.jsonl")
+    rows, replaced = follower.poll()
+    assert len(rows) == 40 and replaced
     write_steps(run, [41], mode="a")
-    page.poll()
-    page.poll()
-    assert seen == [41]
+    rows, replaced = follower.poll()
+    assert [row["step"] for row in rows] == [41] and not replaced
+    assert follower.poll() == ([], False)
 
 
 def test_curve_is_scaled_and_held():
