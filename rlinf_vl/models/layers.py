@@ -1,7 +1,7 @@
-"""Forwards for the layers of text model and vision tower. Weights, modules and their names stay those of transformers.
+"""Forwards for layers of text model and vision tower, for modules and weights of transformers.
 
-Attention has a forward on every device, because transformers' knows no packed rows. Norms, rotation, gated MLP and
-projections are those of `kernels.cpu` or `kernels.cuda`, by the device of the tensor.
+Attention has its own because transformers' knows no packed rows. Norms, rotation, gated MLP and projections are those of
+`kernels.cpu` or `kernels.cuda`, by the device of the tensor.
 """
 
 from types import ModuleType
@@ -67,18 +67,15 @@ def frame_attention(grids: np.ndarray, device: torch.device, dtype: torch.dtype)
 
 
 def add_deepstack(hidden_states: torch.Tensor, image_positions: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """`_deepstack_process` of a transformers text model: hidden_states [1, T, H] plus features [N, H] at these positions,
-    int64 [N], none twice."""
+    """`_deepstack_process` of a transformers text model: hidden_states [1, T, H] plus features [N, H] at distinct positions,
+    int64 [N]."""
     return hidden_states.index_add(1, image_positions, features.to(hidden_states.dtype).unsqueeze(0))
 
 
 def patch_embed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`forward` of a transformers vision patch embedding: its convolution has patches of its own size, so it is a product.
+    """`forward` of a transformers vision patch embedding: a convolution over patches of its own size is a product.
 
-    On every device: PyTorch's three-dimensional convolutions are slower, on CUDA in bfloat16 by ten times and
-    more (pytorch/pytorch#174051).
+    PyTorch's three-dimensional convolutions are slower, on CUDA in bfloat16 by ten times and more (pytorch/pytorch#174051).
     """
-    proj = self.proj
-    return F.linear(
-        hidden_states.to(proj.weight.dtype).view(-1, proj.weight[0].numel()), proj.weight.flatten(1), proj.bias
-    )
+    weight_WD = self.proj.weight.flatten(1)
+    return F.linear(hidden_states.to(weight_WD.dtype).view(-1, weight_WD.shape[1]), weight_WD, self.proj.bias)

@@ -1,12 +1,11 @@
 """The logprob head: hidden states → log-probability of each target token and entropy, in float32, a chunk of positions at a
-time. No [T, vocab] tensor is ever whole, in forward or backward: backward computes each chunk's logits again."""
+time. No tensor is [T, vocab], in forward or backward: backward computes each chunk's logits again."""
 
 import torch
 
 from rlinf_vl.models.kernels.products import add_matmul, bfloat16_products, matmul
 
-#: Bytes of one chunk's float32 logits, by device type, where the caller leaves the chunk open: what a CPU's caches hold, and
-#: what keeps a GPU busy.
+#: Bytes of one chunk's float32 logits by default, by device type: what fits a CPU's caches, and what keeps a GPU busy.
 CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**30}
 
 
@@ -53,13 +52,13 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        kept, kept_weight, targets, banned, lse, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(kept)
+        saved, saved_weight, targets, banned, lse, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(saved)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros(kept_weight.shape, dtype=torch.float32, device=kept_weight.device)
-        with bfloat16_products(kept):
-            hidden, weight = _operands(kept, kept_weight)
+            grad_weight = torch.zeros(saved_weight.shape, dtype=torch.float32, device=saved_weight.device)
+        with bfloat16_products(saved):
+            hidden, weight = _operands(saved, saved_weight)
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)
                 grad = _grad_logits(
@@ -73,18 +72,18 @@ class _Head(torch.autograd.Function):
                 )
                 if ctx.temperature != 1.0:
                     grad.div_(ctx.temperature)
-                grad_hidden[part] = matmul(grad.to(kept.dtype), kept_weight)
+                grad_hidden[part] = matmul(grad.to(saved.dtype), saved_weight)
                 if grad_weight is None:
                     continue
                 if weight.dtype == torch.float32:
                     add_matmul(grad_weight, grad.t(), hidden[part])
                 else:
                     grad_weight += torch.mm(grad.to(weight.dtype).t(), hidden[part], out_dtype=torch.float32)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(kept_weight.dtype), *[None] * 5
+        return grad_hidden, None if grad_weight is None else grad_weight.to(saved_weight.dtype), *[None] * 5
 
 
 def _operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the products are made of: on CUDA the tensors themselves, on a CPU float32."""
+    """Factors of the products: on CUDA the tensors themselves, on a CPU float32."""
     return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
 
 
@@ -127,9 +126,7 @@ def token_logprobs(
         targets: int64 [R], none of them banned.
         temperature: the sampling temperature, > 0.
         banned: int64 [B], ids that can't be sampled; None bans nothing.
-        chunk: positions whose [chunk, V] logits exist at once; None: as many as fit `CHUNK_BYTES`, 128
-            at least.
-
+        chunk: positions whose [chunk, V] logits exist at once; None: as many as fit `CHUNK_BYTES`, 128 at least.
         with_entropy: False leaves the entropy out, which saves two passes over the logits.
 
     Returns:

@@ -7,8 +7,8 @@ import torch
 def on_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
     """`array` as a tensor on `device`; on a CPU it shares the array's memory.
 
-    A copy from pageable memory to a GPU waits until the GPU has done all that was asked of it before. From pinned memory it
-    is queued like a kernel; PyTorch keeps the pinned block until the copy is done.
+    A copy to a GPU from pageable memory waits for all work queued before it. From pinned memory it is queued like a kernel;
+    PyTorch frees the pinned block after the copy.
     """
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cuda":

@@ -140,22 +140,17 @@ def best_constant_accuracy(rows: Iterable[Mapping[str, Any]]) -> float:
     return sum(max(counts.values()) for counts in answers.values()) / sum(map(Counter.total, answers.values()))
 
 
-def write_toy_dataset(split: Split, path: Path) -> None:
-    """Write a split to `path` as parquet.
-
-    Columns id, problem, answer: string; images: list<struct<bytes: binary, path: string>>, as real data sets have it.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    text, images = pa.string(), pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-    schema = pa.schema({"id": text, "problem": text, "images": images, "answer": text})
-    pq.write_table(pa.Table.from_pylist(toy_rows(split), schema=schema), path)
-
-
 def toy_dataset_path(split: Split, *, cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Path of the parquet file of "train" (5840 rows) or "val" (152 rows), made on first use under `cache_root(cache_dir)`."""
     if split not in ("train", "val"):
         raise ValueError(f"split: {split!r} is neither 'train' nor 'val'")
-    target = cache_root(cache_dir) / f"toy-{source_version(__file__)}" / f"{split}.parquet"
-    return build_once(target, lambda path: write_toy_dataset(split, path))
+
+    def write(path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        text, images = pa.string(), pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+        schema = pa.schema({"id": text, "problem": text, "images": images, "answer": text})
+        pq.write_table(pa.Table.from_pylist(toy_rows(split), schema=schema), path)
+
+    return build_once(cache_root(cache_dir) / f"toy-{source_version(__file__)}" / f"{split}.parquet", write)

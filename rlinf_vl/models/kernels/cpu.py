@@ -1,5 +1,5 @@
-"""The parts of a layer on a CPU, with backwards of their own: fewer passes over memory than autograd makes, which is a quarter
-of a training step there. On CUDA these are `kernels.cuda`."""
+"""The parts of a layer on a CPU, with backwards of their own, which pass over memory less often than autograd's: that saves a
+quarter of a training step."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from rlinf_vl.models.kernels.products import add_matmul, has_bfloat16_units, matmul
 
-#: Elements that an element-wise chain in bfloat16 takes at a time, so that what one operation wrote the next finds in the
+#: Elements that a chain of element-wise operations in bfloat16 processes at a time, so that intermediate results stay in the
 #: cache. (In float32 the chains are shorter, and whole tensors measure faster.)
 BLOCK = 2**19
 
@@ -98,7 +98,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a · b; `a` is not needed any more. PyTorch's in-place bfloat16 product takes twice as long as one into new memory."""
+    """a · b, which may overwrite `a`. PyTorch's in-place bfloat16 product takes twice as long as one into new memory."""
     return a * b if a.dtype == torch.bfloat16 else a.mul_(b)
 
 
@@ -115,12 +115,12 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up (Shazeer 2020), any shape; silu(gate) is computed again in backward, and not kept."""
+    """silu(gate) · up (Shazeer 2020), any shape; backward computes silu(gate) again."""
     return _SwiGlu.apply(gate, up)
 
 
 class _Projections(torch.autograd.Function):
-    """Backward adds up the inputs' gradients where they are made: no sums over memory apart from the products."""
+    """Backward's products add up the gradients of the input themselves, without passes over memory for sums."""
 
     @staticmethod
     def forward(ctx, x, *weights):
@@ -166,7 +166,7 @@ def _transposed(x: torch.Tensor) -> torch.Tensor:
 
 
 def projections(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
-    """What each of these linear layers makes of x [..., H]."""
+    """Each linear layer applied to x [..., H]."""
     if all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
         return _Projections.apply(x, *(layer.weight for layer in layers))
     return tuple(layer(x) for layer in layers)

@@ -24,7 +24,7 @@ from rlinf_vl.engines.sglang import version as sglang_version
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.preflight import inputs
 from rlinf_vl.runtime.run_folder import STATE_FILE
-from rlinf_vl.toy.drawings import write_toy_dataset
+from rlinf_vl.toy.drawings import toy_dataset_path
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_IMAGES = "data.image_keys=[]"
@@ -495,8 +495,7 @@ def test_what_is_written_down_here_agrees_with_where_it_comes_from(tmp_path):
     assert config_keys()["rollout.model.model_type"].allowed == tuple(FAMILIES)
     assert inputs.STATE_FILE == STATE_FILE
     for split, expected in TOY.items():
-        write_toy_dataset(split, path := tmp_path / f"{split}.parquet")
-        assert peek(path) == expected
+        assert peek(toy_dataset_path(split)) == expected
 
 
 @pytest.mark.parametrize(
