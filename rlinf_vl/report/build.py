@@ -1,14 +1,13 @@
-"""Builds the report: reads the runs, packs what the page shows, and writes it with its style and scripts in one file.
+"""Build the report: read the runs, pack what the page shows, and write it with its style and scripts into one file.
 
-The page can't fetch: its content security policy names its scripts and style by their hash and lets nothing else run or
-load. What runs say is escaped by the template, or goes into one compressed block, out of which scripts show it as text.
+The page can't fetch: its content security policy names its scripts and style by their hash, and nothing else runs or loads.
+Texts of runs are escaped by the template, or go into one compressed block, from which scripts show them as text.
 """
 
 import base64
 import gzip
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,12 +18,13 @@ import jinja2
 
 from rlinf_vl.report.run_folder import RunFolder, read_run, standard_error
 from rlinf_vl.report.trajectories import ImageStore, encode_trajectories, read_trajectories
+from rlinf_vl.runtime.files import write_aside
 
 ASSETS = Path(__file__).parent / "assets"
 PLOT_SCRIPT, SCRIPTS = "uPlot.iife.min.js", ("data.js", "charts.js", "gallery.js", "page.js")
 STYLES = ("uPlot.min.css", "report.css")
-#: `time/*` of a step, in the order they are stacked; what no phase claims is "other".
 PHASES = ("generate", "check", "train", "sync", "validate", "checkpoint")
+"""`time/*` of a step in stacking order; the rest of the step is "other"."""
 
 
 def build_report(
@@ -34,14 +34,14 @@ def build_report(
     max_bytes: int = 40_000_000,
     max_image_bytes: int = 24_000_000,
 ) -> Path:
-    """Writes one self-contained HTML file on a run, or on several side by side; returns its path.
+    """Write one self-contained HTML file on a run, or on several side by side; returns its path.
 
     Args:
-        run_dirs: folders of runs, still going or done. What is missing or broken in them is said in the report.
+        run_dirs: folders of runs, still going or done. The report notes what is missing or broken in them.
         output: the file; by default `report.html` in the run's folder, for several runs `report-vs-<others>.html` in the
             first one's.
-        max_bytes: of trajectories over all runs, before compression: `BYTES_PER_TRAJECTORY` and `BYTES_PER_TOKEN` are
-            counted for each. Groups beyond it are left out, evenly over the steps, of training first.
+        max_bytes: of trajectories over all runs, before compression, by `BYTES_PER_TRAJECTORY` and `BYTES_PER_TOKEN`. Groups
+            beyond it are left out evenly over the steps, of training first.
         max_image_bytes: over all runs; images beyond it are left out.
 
     Raises:
@@ -65,14 +65,13 @@ def build_report(
         packed.append({"name": run.name, "metrics": _columns(run), "baselines": run.baselines, "trajectories": columns})
     header = {"runs": packed, "images": images.images, "phases": PHASES, "charts": json.loads(_asset("charts.json"))}
     page = _render(runs, [p["trajectories"]["count"] for p in packed], _pack(header, sections))
-    scratch = output.with_name(output.name + ".tmp")
-    scratch.write_text(page, encoding="utf-8", errors="replace")
-    os.replace(scratch, output)
+    with write_aside(output, durable=False) as aside:
+        aside.write_text(page, encoding="utf-8", errors="replace")
     return output
 
 
 def _columns(run: RunFolder) -> dict[str, list[list[float | None]]]:
-    """Metric name → [steps, values] of the steps that logged it; two of them are made here."""
+    """Metric name → [steps, values] of the steps that logged it, with two that are computed here."""
     columns: dict[str, list[list[float | None]]] = {}
     for row in run.metrics:
         made = {}

@@ -123,7 +123,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, str]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a JSON line can be drawn: a finite number, no truth value."""
+    """Whether a value of a JSON line is a finite number, and not a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

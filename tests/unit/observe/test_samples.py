@@ -1,12 +1,12 @@
 """Samples in the trackers' own files, read back with their own readers; what is hostile in them stays text."""
 
 import io
+import itertools
 import json
 import logging
 import os
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -84,18 +84,19 @@ def test_tensorboard_takes_hostile_text_as_text(tmp_path):
         assert shown in html
 
 
-def test_samples_do_not_hide_scalars_and_a_run_that_goes_back_hides_what_was_later(tmp_path):
+def test_samples_do_not_hide_scalars_and_a_run_that_goes_back_hides_what_was_later(tmp_path, monkeypatch):
+    # TensorBoard knows a newer file by the second in its name
+    seconds = itertools.count(1_800_000_000.0)
+    clock = types.SimpleNamespace(time=lambda: next(seconds))
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
     scalars = make_trackers(tmp_path, ["tensorboard"], **NAMES, config={})
     scalars.log(1, {"x": 1.0})
     trackers = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
     for step, answer in ((1, "a"), (2, "b"), (3, "c"), (2, "d")):
-        if answer == "d":
-            time.sleep(1.1)  # a new file, which TensorBoard knows to be newer by the second in its name
         trackers.log_samples(step, [row(answer=answer)])
     scalars.log(2, {"x": 2.0})
     assert {step: text[-1] for step, text in texts(tensorboard(tmp_path), "train/0").items()} == {1: "a", 2: "d"}
     trackers.close()
-    time.sleep(1.1)
     resumed = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
     resumed.log_samples(1, [row(answer="e")])
     resumed.close()
@@ -239,7 +240,6 @@ scalars.close()
 def test_trackio_gets_a_table_in_the_run_of_the_scalars(tmp_path):
     pytest.importorskip("trackio")
     code = f"""
-import time
 for run in range(2):  # the second one begins anew, under the same name
     trackers = make_trackers({str(tmp_path)!r}, ["trackio"], **NAMES, config={{"a": 1}})
     if run:

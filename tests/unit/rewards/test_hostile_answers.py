@@ -107,8 +107,12 @@ def test_hostile_answers_end_within_a_second_and_200_mb(box: str, pool: GradingP
     assert peak.bytes < 200e6
 
 
-def test_a_timeout_is_a_wrong_answer_for_those_who_want_a_bool() -> None:
-    assert grade_math(rf"\boxed{{{TOWER}}}", "6") is False
+def test_a_timeout_is_a_wrong_answer_for_those_who_want_a_bool(monkeypatch) -> None:
+    def too_late(*_) -> bool:
+        raise GradingTimeout("no verdict in 0.5 s")
+
+    monkeypatch.setattr(math_grader._POOL, "same", too_late)
+    assert grade_math(rf"\boxed{{7+{TOWER}}}", "6") is False
 
 
 def test_megabytes_around_the_box_cost_nothing() -> None:
