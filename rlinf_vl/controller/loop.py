@@ -70,7 +70,7 @@ def train(
         if state.step == 0:
             state.metrics = validate(state, config, pool, data, log)
             if state.metrics:
-                end_step(0, state.metrics, pool, learner, log)
+                log.end_step(0, state.metrics)
         if state.step >= total:
             key = "max_steps" if total == runner.max_steps else "max_epochs"
             logger.info("nothing left: step %d of %d; raise runner.%s", state.step, total, key)
@@ -96,11 +96,12 @@ def train(
                     metrics |= validate(state, config, pool, data, log)
                 if due(runner.save_interval, step, total):
                     save(state, learner, run_dir, runner.keep_last, log, last=step == total)
-            end_step(step, metrics | log.timings, pool, learner, log)
+            log.end_step(step, metrics | log.timings)
+            log.show_workers(learner, pool)
     except Interrupted as request:
         log.step = state.step
         if state.step and log.last_step != state.step:
-            end_step(state.step, state.metrics | log.timings, pool, learner, log)
+            log.end_step(state.step, state.metrics | log.timings)
         if state.step != RunState.read(newest_checkpoint(run_dir, start)).step:
             save(state, learner, run_dir, runner.keep_last, log, last=state.step == total)
         log.event("interrupted", f"{request}; {how_to_resume(run_dir, start)}")
@@ -218,18 +219,14 @@ def count_bad_rows(split: str, summaries: Sequence[GroupSummary], data: RunData,
 
 
 def update(step: int, batch: Rollout, pool: Pool, learner: Learner, log: RunLog) -> dict[str, float]:
-    """Train on the batch, and record some of its groups; the others are released."""
+    """Train on the batch, record some of its groups, and release them all."""
     advantages = batch.plan.advantages
     chosen = log.recorder.choose("train", step, len(batch.groups))
     with log.timed("train"):
         metrics = learner.update(step, batch.plan.minibatches, advantages, chosen)
     metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
-    logprobs = learner.recorded_logprobs() if chosen else []
-    pool.release(
-        log.recorder.record(
-            step, "train", batch.summaries, batch.groups, chosen, advantages=advantages, logprobs=logprobs
-        )
-    )
+    log.recorder.record("train", batch.groups, chosen, advantages, learner.recorded_logprobs() if chosen else [])
+    pool.release(batch.summaries)
     return metrics
 
 
@@ -254,8 +251,8 @@ def validate(state: RunState, config: Config, pool: Pool, data: RunData, log: Ru
     with log.timed("validate"):
         results = pool.submit(make_tasks("val", data.val_rows, 1, config.runner.seed, state.step)).results()
     summaries, groups = map(list, zip(*results, strict=True))
-    chosen = log.recorder.choose("val", state.step, len(groups))
-    pool.release(log.recorder.record(state.step, "val", summaries, groups, chosen))
+    log.recorder.record("val", groups, log.recorder.choose("val", state.step, len(groups)))
+    pool.release(summaries)
     check_errors(summaries, log)
     count_bad_rows("val", summaries, data, state.step)
     correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
@@ -285,11 +282,6 @@ def save(state: RunState, learner: Learner, run_dir: Path, keep_last: int, log: 
             raise
     else:
         logger.info("saved %s", folder)
-
-
-def end_step(step: int, metrics: dict[str, float], pool: Pool, learner: Learner, log: RunLog) -> None:
-    pool.release(log.end_step(step, metrics))
-    log.show_workers(learner, pool)
 
 
 def how_to_resume(run_dir: Path, start: Path | None) -> str:

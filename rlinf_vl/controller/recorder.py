@@ -1,8 +1,4 @@
-"""Recording trajectories: a process of its own reads groups from the object store and writes them while the run goes on.
-
-In order, for each step: `choose` groups, train (the ranks keep the logprobs of chosen groups), `record`, `end_step`. The
-controller waits for a step's file at the end of the step after it, so that writing delays no step.
-"""
+"""Recording trajectories: a process of its own reads groups from the object store and writes them while the run goes on."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -18,66 +14,57 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.observe.tracker import make_sample_trackers
 from rlinf_vl.observe.trajectories import TrajectoryStore
 from rlinf_vl.transport.groups import fetch_surviving
-from rlinf_vl.types import GroupSummary
 
-#: Group → index of a trajectory → float32 [sampled tokens]: what `ActorRank.recorded_logprobs` returns.
-Logprobs = Mapping[int, Mapping[int, np.ndarray]]
+#: Split; references to groups by number; the groups' advantages (None: validation); references to the ranks' logprobs of the
+#: sampled tokens, each by group and trajectory.
+Batch = tuple[str, dict[int, ray.ObjectRef], Sequence[Sequence[float]] | None, Sequence[ray.ObjectRef]]
 
 
 class TrajectoryWriter:
     """The Ray actor: the run's trajectory files, and the samples that trackers show."""
 
     def __init__(self, config: Config, run_dir: Path, model_path: str) -> None:
-        logger = config.runner.logger
-        limit = int(config.runner.trajectories.max_gb * 2**30)
+        runner = config.runner
         image_token = family_of(config.rollout.model.model_type).image_token
         self._run_dir = run_dir
-        self._store = TrajectoryStore(run_dir, model_path, image_token, limit)
+        self._store = TrajectoryStore(run_dir, model_path, image_token, int(runner.trajectories.max_gb * 2**30))
         self._samples = make_sample_trackers(
             run_dir,
-            logger.logger_backends,
-            project_name=logger.project_name,
-            experiment_name=config.runner.experiment_name,
+            runner.logger.logger_backends,
+            project_name=runner.logger.project_name,
+            experiment_name=runner.experiment_name,
         )
 
-    def drop_after(self, step: int) -> None:
+    def drop_after(self, step: int) -> bool:
         self._store.drop_after(step)
+        return True
 
-    def record(
-        self,
-        step: int,
-        split: str,
-        groups: Mapping[int, ray.ObjectRef],
-        advantages: Mapping[int, Sequence[float]] | None,
-        logprobs: Sequence[ray.ObjectRef],
-    ) -> bool:
-        """Add these groups, with the ranks' logprobs, to the rows of `step`; False when the disk limit is reached."""
-        of_ranks: list[Logprobs] = ray.get(list(logprobs))
-        for key, group in fetch_surviving(groups).items():
-            found = {i: values for rank in of_ranks for i, values in rank.get(key, {}).items()}
-            self._store.add(step, split, group, advantages[key] if advantages else None, found)
-        return not self._store.full
-
-    def write(self, step: int) -> None:
-        """Write the step's file; of a validation, samples go to the trackers."""
+    def write(self, step: int, batches: Sequence[Batch]) -> bool:
+        """Write the step's file; of a validation, samples go to the trackers. False when the disk limit is reached."""
+        for split, references, advantages, logprobs in batches:
+            of_ranks: list[Mapping[int, Mapping[int, np.ndarray]]] = ray.get(list(logprobs))
+            for g, group in fetch_surviving(references).items():
+                by_trajectory = {i: values for rank in of_ranks for i, values in rank.get(g, {}).items()}
+                self._store.add(step, split, group, advantages[g] if advantages else None, by_trajectory)
         rows = [row for row in self._store.write(step) if row["split"] == "val"]
         if rows:
             images = {path: (self._run_dir / path).read_bytes() for row in rows for path in row["images"]}
-            self._samples.log_samples(
-                step, [row | {"images": [images[path] for path in row["images"]]} for row in rows]
-            )
+            samples = [row | {"images": [images[path] for path in row["images"]]} for row in rows]
+            self._samples.log_samples(step, samples)
+        return not self._store.full
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self._samples.close()
+        return True
 
 
 class Recorder:
-    """The controller's handle of the writer. A failure ends the recording, never the run."""
+    """The loop's handle of the writer: `choose` groups, train, `record` them, `end_step`. It keeps recorded groups in the object
+    store until they are written. A failure ends the recording, never the run."""
 
     _writer: Any  #: handle of the Ray actor; None where nothing is recorded, or no longer
-    _calls: list[ray.ObjectRef]  #: of the current step
-    _groups: list[GroupSummary]  #: that these calls read
-    _before: tuple[list[ray.ObjectRef], list[GroupSummary]]  #: the same of the step before
+    _batches: list[Batch]  #: of the current step
+    _call: ray.ObjectRef | None  #: the writer's last one, if nobody has waited for it
 
     def __init__(self, config: Config, run_dir: Path, model_path: str, report: Callable[[str], None]) -> None:
         """`report` is called once if recording ends before the run does."""
@@ -86,18 +73,12 @@ class Recorder:
         self._seed = config.runner.seed
         self._report = report
         self._writer = None
-        self._calls = []
-        self._groups = []
-        self._before = ([], [])
+        self._batches = []
+        self._call = None
         if self._settings.interval > 0:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             actor = ray.remote(num_cpus=0)(TrajectoryWriter).options(scheduling_strategy=here)
             self._writer = actor.remote(config, run_dir, model_path)
-
-    def drop_after(self, step: int) -> None:
-        """Drop what was recorded after this step; -1: everything."""
-        if self._writer is not None:
-            self._calls.append(self._writer.drop_after.remote(step))
 
     def choose(self, split: str, step: int, n: int) -> list[int]:
         """Which of `n` groups of this step to record; of a validation, always the same."""
@@ -110,51 +91,46 @@ class Recorder:
 
     def record(
         self,
-        step: int,
         split: str,
-        summaries: Sequence[GroupSummary],
         groups: Sequence[ray.ObjectRef],
         chosen: Sequence[int],
-        *,
-        advantages: Sequence[Sequence[float]] = (),
+        advantages: Sequence[Sequence[float]] | None = None,
         logprobs: Sequence[ray.ObjectRef] = (),
-    ) -> list[GroupSummary]:
-        """Record the chosen groups; returns the others: release them. `logprobs` are references to `Logprobs`."""
-        self._groups += [summaries[g] for g in chosen]
-        if self._writer is not None and chosen:
-            named = {g: groups[g] for g in chosen}
-            gained = {g: advantages[g] for g in chosen} if advantages else None
-            self._calls.append(self._writer.record.remote(step, split, named, gained, list(logprobs)))
-        return [summary for g, summary in enumerate(summaries) if g not in chosen]
+    ) -> None:
+        """Record the chosen groups with this step's file; everybody else may release them."""
+        if chosen:
+            self._batches.append((split, {g: groups[g] for g in chosen}, advantages, logprobs))
 
-    def end_step(self, step: int) -> list[GroupSummary]:
-        """Start writing the step's file, and wait for that of the step before; returns the groups recorded there: release them."""
-        if self._writer is not None:
-            self._calls.append(self._writer.write.remote(step))
-        calls, groups = self._before
-        self._before = (self._calls, self._groups)
-        self._calls = []
-        self._groups = []
-        self._wait(calls)
-        return groups
+    def end_step(self, step: int) -> None:
+        """Start writing the step's file, after that of the step before."""
+        batches, self._batches = self._batches, []
+        self._start("write", step, batches)
+
+    def drop_after(self, step: int) -> None:
+        """Drop what was recorded after this step; -1: everything."""
+        self._batches = []
+        self._start("drop_after", step)
 
     def close(self) -> None:
         """Wait until everything is written, and end."""
-        if self._writer is not None:
-            self._calls.append(self._writer.close.remote())
-        self._wait(self._before[0] + self._calls)
+        self._start("close")
+        self._wait()
         self._writer = None
 
-    def _wait(self, calls: list[ray.ObjectRef]) -> None:
-        if not calls:
-            return
-        try:
-            if False in ray.get(calls, timeout=self._timeout):
-                self._end(f"runner.trajectories.max_gb: {self._settings.max_gb} GB of trajectories are recorded")
-        except Exception as error:  # the disk is full, the process died or hangs: a run is worth more than its record
-            self._end(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
-
-    def _end(self, reason: str) -> None:
+    def _start(self, method: str, *arguments: Any) -> None:
+        """Call the writer once it has answered the call before."""
+        self._wait()
         if self._writer is not None:
-            self._writer = None
-            self._report(f"no more trajectories are recorded: {reason}")
+            self._call = getattr(self._writer, method).remote(*arguments)
+
+    def _wait(self) -> None:
+        call, self._call = self._call, None
+        try:
+            if call is not None and not ray.get(call, timeout=self._timeout):
+                reason = f"runner.trajectories.max_gb: {self._settings.max_gb} GB of trajectories are recorded"
+            else:
+                return
+        except Exception as error:  # the disk is full, the process died or hangs: a run is worth more than its record
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+        self._writer = None
+        self._report(f"no more trajectories are recorded: {reason}")

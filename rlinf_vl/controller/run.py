@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def run(
         RunError: it can't go on; see `train`.
     """
     began = time.monotonic()
-    with RunLog(config, run_dir, model_path, progress) as log:
+    with closing(RunLog(config, run_dir, model_path, progress)) as log:
         progress.phase("starting rollout workers and actor ranks")
         replaced = partial(log.event, "worker_replaced")
         pool = RolloutPool(config, model_path, placement.device, placement.rollout, report=replaced, check=stop.check)

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.recorder import Recorder
@@ -16,13 +15,12 @@ from rlinf_vl.observe.lines import EventLog, StepLines
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.spans import flush_spans, span
 from rlinf_vl.observe.tracker import Trackers, make_trackers
-from rlinf_vl.types import GroupSummary
 
 logger = logging.getLogger(__name__)
 
 
 class RunLog:
-    """A context manager. `open` it at a step, then per step: `begin_step`, any number of `timed` and `event`, `end_step`."""
+    """`open` it at a step, then per step: `begin_step`, any number of `timed` and `event`, `end_step`."""
 
     step: int  #: the step that what happens now belongs to: while it is trained, the next one
     timings: dict[str, float]  #: of this step so far, seconds by `time/<phase>`
@@ -41,12 +39,7 @@ class RunLog:
         self._trackers = Trackers({})
         self._shown_workers: tuple[int, int] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._trackers.close()
         flush_spans()
         if happened := self._events.summary():
@@ -96,13 +89,11 @@ class RunLog:
         """Events of this kind since this process began."""
         return self._events.count(kind)
 
-    def end_step(self, step: int, metrics: Mapping[str, float]) -> list[GroupSummary]:
-        """Log the step's metrics and start writing its trajectories; returns groups that are recorded now: release them."""
-        recorded = self.recorder.end_step(step)
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.recorder.end_step(step)
         self._trackers.log(step, metrics)
         if step:
             self.progress.update(step, metrics)
-        return recorded
 
     def show_workers(self, learner: Any, pool: Any) -> None:
         """Write every process of the run to the status file, if any was replaced since the last time."""

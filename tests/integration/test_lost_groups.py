@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from contextlib import closing
 
 import pytest
 import ray
@@ -47,12 +48,16 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         "data.filter_prompt_by_length=false",
         "data.rollout_batch_size=6",
         "rollout.weight_sync=object_store",
-        "runner.trajectories.interval=0",
+        "runner.trajectories.interval=-1",
         f"runner.output_dir={tmp_path}",
     ]
     config = load_config("toy-grpo-cpu", overrides)
     path = str(toy_checkpoint_path())
-    with ray_cluster(config), reserve(config) as placement, RunLog(config, tmp_path, path, RunProgress()) as log:
+    with (
+        ray_cluster(config),
+        reserve(config) as placement,
+        closing(RunLog(config, tmp_path, path, RunProgress())) as log,
+    ):
         pool = RolloutPool(config, path, placement.device, placement.rollout)
         learner = ActorGroup(config, path, placement.device, placement.actor)
         pool.start()

@@ -258,7 +258,7 @@ def _parsed(overrides: tuple[str, ...]) -> Config:
             "runner.val_check_interval=2",
             "runner.save_interval=3",
             "runner.mismatch_check_interval=4",
-            "runner.trajectories.interval=0",
+            "runner.trajectories.interval=-1",
             "runner.logger.logger_backends=[]",
             "data.rollout_batch_size=4",
             "algorithm.group_size=4",

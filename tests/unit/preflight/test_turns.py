@@ -2,6 +2,7 @@
 sync, a rank's death, the way back. What is allocated is what the ledger says; what is ever alive at once is what is checked."""
 
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 from unit.controller.fakes import FakeLearner, FakePool, FakeRun
@@ -142,7 +143,7 @@ def walk(tmp_path):
             engines.load()
             ranks.run("sync")
 
-        with stand_in.log as log:
+        with closing(stand_in.log) as log:
             while updates:
                 ranks = ranks_of(devices[0], made, updates)
                 gpu.to_ranks()
@@ -171,7 +172,7 @@ def made(model: Model, *overrides: str, gpus: int = 1, nodes: int = 1) -> Ledger
         "runner.save_interval=2",
         "runner.val_check_interval=-1",
         "runner.mismatch_check_interval=-1",
-        "runner.trajectories.interval=0",
+        "runner.trajectories.interval=-1",
         "runner.logger.logger_backends=[]",
     ]
     return ledger(parse_config(FLAGSHIP, settings), Hardware.named(gpus, 80, nodes), model)
