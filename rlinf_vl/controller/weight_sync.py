@@ -1,4 +1,4 @@
-"""One weight sync: the actor ranks offer and deliver, every rollout worker takes (`rlinf_vl.transport.sender`)."""
+"""Weight syncs: the actor ranks offer and deliver, every rollout worker takes (`rlinf_vl.transport.sender`)."""
 
 import logging
 import time
@@ -22,12 +22,15 @@ JOIN_TIMEOUT_S = 180.0
 
 
 class WeightSync:
-    """Calls are syncs. The first carries fingerprints: it fails unless engines get, and where they can say so hold, what
-    the ranks sent."""
+    """Call it to send the actors' weights to every engine, as this version. The first call carries fingerprints: it fails unless
+    the engines receive, and where they can tell hold, what the ranks sent.
+
+    A call that fails leaves `busy` set: engines may be waiting for weights that will not come.
+    """
 
     def __init__(
         self,
-        way: str,
+        strategy: str,
         actors: ActorGroup,
         pool: RolloutPool,
         *,
@@ -36,55 +39,63 @@ class WeightSync:
         heartbeat_timeout: float = 120.0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`way`: as from `rlinf_vl.transport.resolve_weight_sync`; `engine_ranks`: processes of one engine that hold weights;
-        `heartbeat_timeout`: seconds after which a silent member is taken for hung. Actors and pool have started."""
-        self.way, self.actors, self.pool = way, actors, pool
-        self._backend, self._engine_ranks = "nccl" if device == "cuda" else "gloo", engine_ranks
+        """
+        Args:
+            strategy: as `resolve_weight_sync` returns it.
+            actors, pool: have started.
+            engine_ranks: processes of one engine that hold weights.
+            heartbeat_timeout: seconds of silence after which a member counts as hung.
+        """
+        self.busy = False
+        self._strategy = strategy
+        self._actors = actors
+        self._pool = pool
+        self._backend = "nccl" if device == "cuda" else "gloo"
+        self._engine_ranks = engine_ranks
         self._heartbeat_timeout = heartbeat_timeout
-        self._checked, self._joined, self.busy = False, -1, False
-        actors.set_weight_sync(way, bucket_bytes)
-        log.info("weights are synced by %s", way)
+        self._checked = False
+        self._joined = -1  # replaced workers when the process group was made
+        actors.set_weight_sync(strategy, bucket_bytes)
+        log.info("weights are synced by %s", strategy)
 
     def __call__(self, version: int) -> None:
-        """Have every engine take the actors' weights, as `version`. `busy` afterwards: it failed, and engines may wait for
-        weights that will not come."""
         self.busy = True
-        if self.way == "broadcast":
-            self.pool.replace_dead()
-            if self._joined != self.pool.restarts:
+        if self._strategy == "broadcast":
+            self._pool.replace_dead()
+            if self._joined != self._pool.restarts:
                 self._join()
-        labels = self.actors.offer_weights(check=not self._checked)
-        taken = self.pool.take_weights(self.way, labels, version, spare=self.actors.spare_weights)
-        delivered = self.actors.deliver_weights()
-        if self.way == "broadcast":
+        labels = self._actors.offer_weights(check=not self._checked)
+        taken = self._pool.take_weights(self._strategy, labels, version, spare=self._actors.spare_weights)
+        delivered = self._actors.deliver_weights()
+        if self._strategy == "broadcast":
             self._wait("a weight broadcast", taken + delivered, TIMEOUT.total_seconds())
         else:
-            self.actors.wait(delivered)
-            self.pool.settle(taken)
-        self.actors.release_weights()
-        self._checked, self.busy = True, False
+            self._actors.wait(delivered)
+            self._pool.settle(taken)
+        self._actors.release_weights()
+        self._checked = True
+        self.busy = False
 
     def _join(self) -> None:
-        """A new group of rank 0 and every engine: at first, and when a worker was replaced since."""
-        sender, workers = self.actors.ranks[0], self.pool.workers
-        ((host, port),) = self.actors.wait([sender.address.remote()])
+        """Make a new process group of rank 0 and every engine: at first, and after a worker was replaced."""
+        sender, workers = self._actors.ranks[0], self._pool.workers
+        ((host, port),) = self._actors.wait([sender.address.remote()])
         size = 1 + len(workers) * self._engine_ranks
-        group = WeightGroup(host, port, f"weights-{self.pool.restarts}", self._backend, size, rank=0)
-        joined = [
-            worker.join_weight_group.remote(replace(group, rank=1 + i * self._engine_ranks))
-            for i, worker in enumerate(workers)
-        ]
-        self._wait("joining the weight group", [sender.call.remote("sender.join", group), *joined], JOIN_TIMEOUT_S)
-        self._joined = self.pool.restarts
+        group = WeightGroup(host, port, f"weights-{self._pool.restarts}", self._backend, size, rank=0)
+        joined = [sender.call.remote("sender.join", group)]
+        for i, worker in enumerate(workers):
+            joined.append(worker.join_weight_group.remote(replace(group, rank=1 + i * self._engine_ranks)))
+        self._wait("joining the weight group", joined, JOIN_TIMEOUT_S)
+        self._joined = self._pool.restarts
 
     def _wait(self, what: str, pending: Sequence[ray.ObjectRef], seconds: float) -> None:
-        """Wait for calls of members that wait for each other, in any order: one that dies or hangs ends it for everybody.
+        """Wait for calls of members that wait for each other, in any order: if one dies or hangs, none will end.
 
         Raises:
-            ActorsLost: a member died or hangs, or it takes longer than `seconds`. Engines may be left waiting: see `busy`.
+            ActorsLost: a member died or hangs, or it takes longer than `seconds`.
             Exception: what a call raised, if all members live.
         """
-        members = [*self.actors.ranks, *self.pool.workers]
+        members = [*self._actors.ranks, *self._pool.workers]
         hearts = [Heartbeat(member.process.remote, self._heartbeat_timeout) for member in members]
         pending, deadline = list(pending), time.monotonic() + seconds
         while pending:
