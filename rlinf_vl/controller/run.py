@@ -49,14 +49,30 @@ def run(
         RunError: it can't go on; see `train`.
     """
     began = time.monotonic()
+    device = placement.device
+    strategy = resolve_weight_sync(config.rollout.weight_sync, device, placement.collocated, placement.beside_actors)
     with closing(RunLog(config, run_dir, model_path, progress)) as log:
+
+        def load_model(learner: ActorGroup) -> WeightSync:
+            progress.phase("sharding the policy")
+            gpu.to_ranks()
+            learner.start(data.total_steps)
+            return WeightSync(
+                strategy,
+                learner,
+                pool,
+                device=device,
+                engine_ranks=config.rollout.tensor_parallel_size,
+                heartbeat_timeout=config.runner.heartbeat_timeout,
+            )
+
         progress.phase("starting rollout workers and actor ranks")
         replaced = partial(log.event, "worker_replaced")
-        pool = RolloutPool(config, model_path, placement.device, placement.rollout, report=replaced, check=stop.check)
-        learner = ActorGroup(config, model_path, placement.device, placement.actor)
+        pool = RolloutPool(config, model_path, device, placement.rollout, report=replaced, check=stop.check)
+        learner = ActorGroup(config, model_path, device, placement.actor)
         data = usable_rows(config, run_dir, pool, progress)
         gpu = SharedGpu(pool, shared=placement.collocated, offload=config.actor.enable_offload)
-        sync = start_learner(learner, config, placement, pool, gpu, data.total_steps, log)
+        sync = load_model(learner)
         logger.info("started in %.0f s; training to step %d", time.monotonic() - began, data.total_steps)
         stop.graceful = True
         lost: ActorsLost | None = None
@@ -70,8 +86,8 @@ def run(
                     if sync.busy:
                         pool.replace_all("they may wait for weights that will not come")
                     pool.release()
-                    learner = ActorGroup(config, model_path, placement.device, placement.actor)
-                    sync = start_learner(learner, config, placement, pool, gpu, data.total_steps, log)
+                    learner = ActorGroup(config, model_path, device, placement.actor)
+                    sync = load_model(learner)
                 outcome = train(config, pool, learner, data, run_dir, stop, gpu=gpu, sync=sync, log=log, start=start)
             except ActorsLost as error:
                 lost = error
@@ -104,30 +120,6 @@ def usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress: RunP
     )
     write_baselines(run_dir, found.answers)
     return found
-
-
-def start_learner(
-    learner: ActorGroup,
-    config: Config,
-    placement: Reservation,
-    pool: RolloutPool,
-    gpu: SharedGpu,
-    total_steps: int,
-    log: RunLog,
-) -> WeightSync:
-    """Load the model into the ranks while the engines sleep, and agree on how its weights travel."""
-    log.progress.phase("sharding the policy")
-    gpu.to_ranks()
-    learner.start(total_steps)
-    device, collocated, beside = placement.device, placement.collocated, placement.beside_actors
-    return WeightSync(
-        resolve_weight_sync(config.rollout.weight_sync, device, collocated, beside),
-        learner,
-        pool,
-        device=device,
-        engine_ranks=config.rollout.tensor_parallel_size,
-        heartbeat_timeout=config.runner.heartbeat_timeout,
-    )
 
 
 def count_restart(lost: ActorsLost, limit: int, checkpoint: Path | None, log: RunLog) -> None:

@@ -28,13 +28,9 @@ class RunState:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, state: dict[str, Any]) -> Self:
-        return cls(**state)
-
-    @classmethod
     def read(cls, checkpoint: Path | None) -> Self:
         """The state in a checkpoint; None: that of a run that has not begun."""
-        return cls() if checkpoint is None else cls.from_json(load_state(checkpoint))
+        return cls() if checkpoint is None else cls(**load_state(checkpoint))
 
 
 def newest_checkpoint(run_dir: Path, start: Path | None) -> Path | None:

@@ -76,7 +76,7 @@ def test_what_a_checkpoint_holds_is_the_run_after_its_step(folder):
     assert state.best["val/accuracy"] == max(row["val/accuracy"] for row in run.rows()[:4] if "val/accuracy" in row)
     logged = run.rows()[3]
     assert {name: logged[name] for name in state.metrics} == state.metrics
-    assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
+    assert RunState(**json.loads(json.dumps(state.to_json()))) == state
 
 
 def test_a_checkpoint_of_the_first_release_loads(folder):
