@@ -70,7 +70,7 @@ def train(
         if state.step == 0:
             state.metrics = validate(state, config, pool, data, log)
             if state.metrics:
-                log.end_step(0, state.metrics)
+                pool.release(log.end_step(0, state.metrics))
         if state.step >= total:
             key = "max_steps" if total == runner.max_steps else "max_epochs"
             logger.info("nothing left: step %d of %d; raise runner.%s", state.step, total, key)
@@ -96,12 +96,12 @@ def train(
                     metrics |= validate(state, config, pool, data, log)
                 if due(runner.save_interval, step, total):
                     save(state, learner, run_dir, runner.keep_last, log, last=step == total)
-            log.end_step(step, metrics | log.timings)
+            pool.release(log.end_step(step, metrics | log.timings))
             log.show_workers(learner, pool)
     except Interrupted as request:
         log.step = state.step
         if state.step and log.last_step != state.step:
-            log.end_step(state.step, state.metrics | log.timings)
+            pool.release(log.end_step(state.step, state.metrics | log.timings))
         if state.step != RunState.read(newest_checkpoint(run_dir, start)).step:
             save(state, learner, run_dir, runner.keep_last, log, last=state.step == total)
         log.event("interrupted", f"{request}; {how_to_resume(run_dir, start)}")
@@ -219,14 +219,14 @@ def count_bad_rows(split: str, summaries: Sequence[GroupSummary], data: RunData,
 
 
 def update(step: int, batch: Rollout, pool: Pool, learner: Learner, log: RunLog) -> dict[str, float]:
-    """Train on the batch, record some of its groups, and release them all."""
+    """Train on the batch, record some of its groups, and release the others."""
     advantages = batch.plan.advantages
     chosen = log.recorder.choose("train", step, len(batch.groups))
     with log.timed("train"):
         metrics = learner.update(step, batch.plan.minibatches, advantages, chosen)
     metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
-    log.recorder.record("train", batch.groups, chosen, advantages, learner.recorded_logprobs() if chosen else [])
-    pool.release(batch.summaries)
+    logprobs = learner.recorded_logprobs() if chosen else []
+    pool.release(log.recorder.record("train", batch.summaries, batch.groups, chosen, advantages, logprobs))
     return metrics
 
 
@@ -251,8 +251,8 @@ def validate(state: RunState, config: Config, pool: Pool, data: RunData, log: Ru
     with log.timed("validate"):
         results = pool.submit(make_tasks("val", data.val_rows, 1, config.runner.seed, state.step)).results()
     summaries, groups = map(list, zip(*results, strict=True))
-    log.recorder.record("val", groups, log.recorder.choose("val", state.step, len(groups)))
-    pool.release(summaries)
+    chosen = log.recorder.choose("val", state.step, len(groups))
+    pool.release(log.recorder.record("val", summaries, groups, chosen))
     check_errors(summaries, log)
     count_bad_rows("val", summaries, data, state.step)
     correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]

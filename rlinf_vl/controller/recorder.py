@@ -14,6 +14,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.observe.tracker import make_sample_trackers
 from rlinf_vl.observe.trajectories import TrajectoryStore
 from rlinf_vl.transport.groups import fetch_surviving
+from rlinf_vl.types import GroupSummary
 
 #: Split; references to groups by number; the groups' advantages (None: validation); references to the ranks' logprobs of the
 #: sampled tokens, each by group and trajectory.
@@ -59,12 +60,14 @@ class TrajectoryWriter:
 
 
 class Recorder:
-    """The loop's handle of the writer: `choose` groups, train, `record` them, `end_step`. It keeps recorded groups in the object
-    store until they are written. A failure ends the recording, never the run."""
+    """The loop's handle of the writer: `choose` groups, train, `record` them, `end_step`. It says when recorded groups may be
+    released: until then they must stay in the object store. A failure ends the recording, never the run."""
 
     _writer: Any  #: handle of the Ray actor; None where nothing is recorded, or no longer
     _batches: list[Batch]  #: of the current step
+    _groups: list[GroupSummary]  #: in them
     _call: ray.ObjectRef | None  #: the writer's last one, if nobody has waited for it
+    _read: list[GroupSummary]  #: groups that this call reads
 
     def __init__(self, config: Config, run_dir: Path, model_path: str, report: Callable[[str], None]) -> None:
         """`report` is called once if recording ends before the run does."""
@@ -74,7 +77,9 @@ class Recorder:
         self._report = report
         self._writer = None
         self._batches = []
+        self._groups = []
         self._call = None
+        self._read = []
         if self._settings.interval > 0:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             actor = ray.remote(num_cpus=0)(TrajectoryWriter).options(scheduling_strategy=here)
@@ -92,36 +97,43 @@ class Recorder:
     def record(
         self,
         split: str,
+        summaries: Sequence[GroupSummary],
         groups: Sequence[ray.ObjectRef],
         chosen: Sequence[int],
         advantages: Sequence[Sequence[float]] | None = None,
         logprobs: Sequence[ray.ObjectRef] = (),
-    ) -> None:
-        """Record the chosen groups with this step's file; everybody else may release them."""
+    ) -> list[GroupSummary]:
+        """Record the chosen groups with this step's file; returns the others: release them."""
         if chosen:
             self._batches.append((split, {g: groups[g] for g in chosen}, advantages, logprobs))
+            self._groups += [summaries[g] for g in chosen]
+        return [summary for g, summary in enumerate(summaries) if g not in chosen]
 
-    def end_step(self, step: int) -> None:
-        """Start writing the step's file, after that of the step before."""
-        batches, self._batches = self._batches, []
-        self._start("write", step, batches)
+    def end_step(self, step: int) -> list[GroupSummary]:
+        """Start writing the step's file, after that of the step before; returns the groups of that one: release them."""
+        return self._start("write", step, self._batches)
 
     def drop_after(self, step: int) -> None:
         """Drop what was recorded after this step; -1: everything."""
-        self._batches = []
         self._start("drop_after", step)
 
-    def close(self) -> None:
-        """Wait until everything is written, and end."""
-        self._start("close")
+    def close(self) -> list[GroupSummary]:
+        """Wait until everything is written, and end; returns the last groups."""
+        read = self._start("close")
         self._wait()
         self._writer = None
+        return read
 
-    def _start(self, method: str, *arguments: Any) -> None:
-        """Call the writer once it has answered the call before."""
+    def _start(self, method: str, *arguments: Any) -> list[GroupSummary]:
+        """Call the writer once it has answered the call before; returns the groups that it has read in that one."""
         self._wait()
+        read = self._read
+        self._read = self._groups
+        self._groups = []
+        self._batches = []
         if self._writer is not None:
             self._call = getattr(self._writer, method).remote(*arguments)
+        return read
 
     def _wait(self) -> None:
         call, self._call = self._call, None

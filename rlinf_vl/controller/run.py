@@ -93,7 +93,7 @@ def run(
                 lost = error
             except Interrupted as request:
                 outcome = request
-        log.recorder.close()
+        pool.release(log.recorder.close())
         pool.stop()
         learner.stop()
     if isinstance(outcome, Interrupted):

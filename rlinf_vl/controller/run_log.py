@@ -15,6 +15,7 @@ from rlinf_vl.observe.lines import EventLog, StepLines
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.spans import flush_spans, span
 from rlinf_vl.observe.tracker import Trackers, make_trackers
+from rlinf_vl.types import GroupSummary
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +90,12 @@ class RunLog:
         """Events of this kind since this process began."""
         return self._events.count(kind)
 
-    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.recorder.end_step(step)
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> list[GroupSummary]:
+        """Log the step's metrics, and start writing its trajectories; returns groups that are written: release them."""
         self._trackers.log(step, metrics)
         if step:
             self.progress.update(step, metrics)
+        return self.recorder.end_step(step)
 
     def show_workers(self, learner: Any, pool: Any) -> None:
         """Write every process of the run to the status file, if any was replaced since the last time."""

@@ -44,7 +44,7 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
     from rlinf_vl.toy.model import toy_checkpoint_path
 
     overrides = [
-        "cluster.component_placement={actor: 0-1, rollout: 0}",
+        "cluster.component_placement={actor: 0, rollout: 0}",
         "data.filter_prompt_by_length=false",
         "data.rollout_batch_size=6",
         "rollout.weight_sync=object_store",
@@ -73,8 +73,6 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         infinite = [(math.inf,) * 8] * 6
         assert learner.update(1, batch.plan.minibatches, infinite)["actor/skipped_steps"] == 1
         assert weights_of(learner) == before
-        assert learner.update(1, batch.plan.minibatches, batch.plan.advantages)["actor/grad_norm"] > 0
-        assert weights_of(learner) != before
 
         submit, asked = pool.submit, []
 
@@ -92,5 +90,6 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         assert asked == [[task.group_id for task in tasks]] * 2, "all were lost, and sampled again"
         assert log.count("groups_lost") == 1
         assert learner.update(2, batch.plan.minibatches, batch.plan.advantages)["actor/grad_norm"] > 0
+        assert weights_of(learner) != before
         pool.stop()
         learner.stop()
