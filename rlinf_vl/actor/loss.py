@@ -50,6 +50,8 @@ def micro_batch_loss(
         clip_high=algorithm.clip_ratio_high,
         clip_c=algorithm.clip_ratio_c,
         weights=weights,
+        level="geometric" if algorithm.loss_type == "gspo" else "token",
+        **segments,
     )
     sums = MetricSums()
     if algorithm.kl_beta > 0:

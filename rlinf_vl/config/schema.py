@@ -153,8 +153,9 @@ class AlgorithmConfig:
     adv_type: str = key("grpo", ("grpo", "rloo"))
     """grpo: reward minus the group's mean. rloo: reward minus the mean of the group's others. Either is divided by the group's
     standard deviation if normalize_advantages; RLOO as published is not."""
-    loss_type: str = key("actor", ("actor",))
-    """actor: the clipped policy-gradient loss of PPO, dual-clipped when clip_ratio_c is set."""
+    loss_type: str = key("actor", ("actor", "gspo"))
+    """actor: the clipped policy-gradient loss of PPO, dual-clipped when clip_ratio_c is set. gspo: the same with one ratio for a
+    whole sequence, the geometric mean of its tokens', which stays close to 1: clip_ratio_low and _high are then about 3e-4."""
     loss_agg_func: str = key("token-mean", ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"))
     """token-mean, seq-mean-token-mean or seq-mean-token-sum, over the whole mini-batch."""
     group_size: int = key(8, AT_LEAST_1)

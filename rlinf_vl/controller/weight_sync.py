@@ -47,7 +47,7 @@ class WeightSync:
             heartbeat_timeout: seconds of silence after which a member counts as hung.
         """
         self.busy = False
-        self._strategy = strategy
+        self.strategy = strategy
         self._actors = actors
         self._pool = pool
         self._backend = "nccl" if device == "cuda" else "gloo"
@@ -60,14 +60,14 @@ class WeightSync:
 
     def __call__(self, version: int) -> None:
         self.busy = True
-        if self._strategy == "broadcast":
+        if self.strategy == "broadcast":
             self._pool.replace_dead()
             if self._joined != self._pool.restarts:
                 self._join()
         labels = self._actors.offer_weights(check=not self._checked)
-        taken = self._pool.take_weights(self._strategy, labels, version, spare=self._actors.spare_weights)
+        taken = self._pool.take_weights(self.strategy, labels, version, spare=self._actors.spare_weights)
         delivered = self._actors.deliver_weights()
-        if self._strategy == "broadcast":
+        if self.strategy == "broadcast":
             self._wait("a weight broadcast", taken + delivered, TIMEOUT.total_seconds())
         else:
             self._actors.wait(delivered)

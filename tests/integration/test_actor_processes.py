@@ -75,7 +75,7 @@ def waiting():
     members = [Member.remote(), Member.remote()]
     ray.get([member.process.remote() for member in members])
     sync = object.__new__(WeightSync)
-    sync.actors, sync.pool = SimpleNamespace(ranks=members[:1]), SimpleNamespace(workers=members[1:])
+    sync._actors, sync._pool = SimpleNamespace(ranks=members[:1]), SimpleNamespace(workers=members[1:])
     sync._heartbeat_timeout = 2.0
     yield sync._wait, members
     for member in members:

@@ -144,7 +144,7 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
 
     def wrong(check):
         labels = offer(check)
-        if sync.way == "object_store":
+        if sync.strategy == "object_store":
             buckets = ray.get(labels)
             return [ray.put(replace(b, fingerprint=b.fingerprint ^ 1)) for b in buckets]
         return [replace(label, fingerprint=label.fingerprint ^ 1) for label in labels]

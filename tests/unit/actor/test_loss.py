@@ -1,0 +1,40 @@
+"""What `algorithm.*` chooses arrives in the loss of a micro-batch."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf_vl.actor.loss import micro_batch_loss
+from rlinf_vl.config.schema import AlgorithmConfig
+from rlinf_vl.types import MicroBatch
+
+
+def batch_of(trajectories: list[int], advantages: list[float]) -> MicroBatch:
+    n, none = len(trajectories), np.zeros(0, np.int64)
+    return MicroBatch(
+        ids=np.zeros(n, np.int64), positions=np.zeros((4, n), np.int64), cu_seqlens=np.array([0, n]), prefix=np.array([-1]),
+        predict=np.arange(n), targets=np.zeros(n, np.int64), trajectories=np.array(trajectories),
+        advantages=np.array(advantages, np.float32), rollout_logprobs=None, columns={}, images=(), pixel_values=None,
+        grids=np.zeros((0, 3), np.int64), image_positions=none, image_features=none,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"),
+    [
+        # ratios of tokens: e^0.2, e^0.4, e^-0.3; of sequences: e^0.3 twice, e^-0.3
+        ("actor", -math.exp(0.2) - 1.4 + 2 * math.exp(-0.3)),
+        ("gspo", -2 * math.exp(0.3) + 2 * math.exp(-0.3)),
+    ],
+)
+def test_the_loss_type_says_whose_ratio_counts(loss_type, expected):
+    algorithm = AlgorithmConfig(
+        loss_type=loss_type, clip_ratio_low=0.3, clip_ratio_high=0.4, importance_sampling_fix=False
+    )
+    batch = batch_of([0, 0, 1], [1.0, 1.0, -2.0])
+    old = torch.tensor([-1.0, -2.0, -0.5])
+    logprobs = (old + torch.tensor([0.2, 0.4, -0.3])).requires_grad_()
+    loss, _ = micro_batch_loss(logprobs, torch.zeros(3), batch, algorithm, 3, old_logprobs=old)
+    assert loss.item() == pytest.approx(expected / 3)
