@@ -112,23 +112,24 @@ def judge(scores: Sequence[Score], precision: str) -> dict[str, float]:
         tokens = sum(score.tokens for score in chosen)
         seen = metrics[f"mismatch/{kind}"] = sum(score.difference for score in chosen) / tokens
         blank = sum(score.blank_difference for score in chosen) / tokens
-        prompts = f"on prompts with {kind.replace('_', ' ')}"
+        label = kind.replace("_", " ")
         if not math.isfinite(seen):
             raise EngineMismatch(
-                f"the logprobs of the engine or of the trainer are not finite {prompts}: the mean difference is {seen}. Weights "
-                "or activations have overflowed: see actor/grad_norm, go back to a checkpoint with a lower actor.optim.lr, and "
-                "prefer bf16 to fp16"
+                f"the logprobs of the engine or of the trainer are not finite on prompts with {label}: the mean difference is "
+                f"{seen}. Weights or activations have overflowed: see actor/grad_norm, go back to a checkpoint with a lower "
+                "actor.optim.lr, and prefer bf16 to fp16"
             )
         if kind != "no_image" and seen > noise and blank < seen / 2:
             raise EngineMismatch(
-                f"the engine is blind: {prompts} its logprobs are {blank:.3g} nats from the trainer's with blank images, but "
-                f"{seen:.3g} from the trainer's with the images. Are pixels handed to the engine, and is its vision tower loaded?"
+                f"the engine is blind: on prompts with {label} its logprobs are {blank:.3g} nats from the trainer's with blank "
+                f"images, but {seen:.3g} from the trainer's with the images. Are pixels handed to the engine, and is its vision "
+                "tower loaded?"
             )
         if seen > 4 * noise:
             raise EngineMismatch(
-                f"the engine's weights are stale or not the trainer's: {prompts} its logprobs are {seen:.3g} nats from the "
-                f"trainer's on average, where {precision} explains {noise:.3g} (with blank images {blank:.3g}). Did the last "
-                "weight sync reach it, vision cache included?"
+                f"the engine's weights are stale or not the trainer's: on prompts with {label} its logprobs are {seen:.3g} nats "
+                f"from the trainer's on average, where {precision} explains {noise:.3g} (with blank images {blank:.3g}). Did the "
+                "last weight sync reach it, vision cache included?"
             )
     if with_images := [score for score in scores if score.images]:
         tokens = sum(score.tokens for score in with_images)
