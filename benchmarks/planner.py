@@ -1,10 +1,13 @@
 """Planning micro-batches: seconds, fill, waiting and repeated prompts, from 10³ to 10⁶ trajectories.
 
-    python benchmarks/planner.py [--ranks 8] [--budget 16384] [--largest 1000000] [--repeats 3] [--json FILE]
+    python benchmarks/planner.py [--ranks 8] [--budget 16384] [--largest 1000000] [--repeats 3] [--json FILE] [--against FILE]
 
 Lengths are those of geometry problems: prompts of 150–500 tokens, groups of 8 responses with a long tail, 20–300 tokens. The
 baseline is in the same run: the longest trajectory first, to the emptiest micro-batch (a heap), each with its own prompt,
 whose copies its fill and its time count. `time` is Σ over steps of the dearest rank's cost, of the micro-batches as planned.
+
+Steps of 16 to 300 groups on 2 to 8 ranks are planned as well (`case_*`: their time); `--against` names the `--json` of
+another version, to whose times these are compared.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +41,19 @@ def make_items(n: int, seed: int = 0) -> list[Item]:
         Item(k // SAMPLES, k % SAMPLES, prompts[k // SAMPLES], tokens, tokens, 2 * prompts[k // SAMPLES])
         for k, tokens in enumerate(lengths)
     ]
+
+
+def cases() -> dict[str, float]:
+    """Time of 18 plans of a step, each the mean over three draws."""
+    figures = {}
+    for groups, budget, ranks in product((16, 64, 300), (4096, 16384), (2, 4, 8)):
+        times = []
+        for seed in range(3):
+            plan = plan_micro_batches(make_items(groups * SAMPLES, seed), ranks=ranks, budget=budget)
+            steps = [list(step) for step in zip(*plan.micro_batches, strict=True)]
+            times.append(measure(steps, budget, share=True)["time"])
+        figures[f"case_{groups}_groups_{budget}_tokens_{ranks}_ranks"] = statistics.mean(times)
+    return figures
 
 
 def greedy(items: list[Item], ranks: int, budget: int) -> list[list[list[Item]]]:
@@ -107,6 +124,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=10**6, help="trajectories; from 1,000, by factors of ten")
     parser.add_argument("--repeats", type=int, default=3, help="of which the median is taken; once above 100,000")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--against", type=Path, help="figures of another version, written with --json")
     args = parser.parse_args()
     table = Table(
         title=f"{args.ranks} ranks, {args.budget} tokens a row, groups of {SAMPLES}; time is over the greedy one's"
@@ -129,6 +147,13 @@ def main() -> None:
         figures |= {f"greedy_seconds_{n}": base_seconds} | {f"greedy_{key}_{n}": value for key, value in base.items()}
         figures |= {f"seconds_ratio_{n}": seconds / base_seconds, f"time_ratio_{n}": ours["time"] / base["time"]}
         n *= 10
+    steps_of_few_groups = cases()
+    figures |= steps_of_few_groups
+    ratios = []
+    if args.against:
+        theirs = json.loads(args.against.read_text())
+        ratios = [value / theirs[name] for name, value in steps_of_few_groups.items()]
+        figures |= {"cases_time_ratio_mean": statistics.mean(ratios), "cases_time_ratio_worst": max(ratios)}
     figures |= {
         "ranks": args.ranks,
         "budget": args.budget,
@@ -139,6 +164,10 @@ def main() -> None:
         "python": platform.python_version(),
     }
     Console().print(table)
+    if ratios:
+        print(
+            f"{len(ratios)} steps take {statistics.mean(ratios):.3f} of {args.against}'s time, {max(ratios):.3f} at worst"
+        )
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -98,10 +98,13 @@ def request(
     rng: np.random.Generator, shapes: list[tuple[int, int]], sampling: SamplingParams | None = None, seeds=()
 ) -> Request:
     """A random prompt with images of the given shapes (merged tokens)."""
-    made = [image(rng, *shape) for shape in shapes]
-    grids = np.array([grid for _, grid in made], np.int32).reshape(len(made), 3)
-    ids = prompt(rng, list(grids), int(rng.integers(3, 7)))
-    return Request(ids, tuple(i for i, _ in made), grids, sampling or SamplingParams(), tuple(seeds))
+    return request_about(rng, [image(rng, *shape) for shape in shapes], sampling, seeds)
+
+
+def request_about(rng: np.random.Generator, images, sampling: SamplingParams | None = None, seeds=()) -> Request:
+    """A random prompt with these images and their grids."""
+    ids = prompt(rng, [grid for _, grid in images], int(rng.integers(3, 7)))
+    return Request(ids, tuple(i for i, _ in images), grids(images), sampling or SamplingParams(), tuple(seeds))
 
 
 def answered(request: Request, samples: Iterable[Sample], name: str = "g", rewards: Iterable[float] = ()) -> Group:
@@ -116,17 +119,13 @@ def answered(request: Request, samples: Iterable[Sample], name: str = "g", rewar
 
 def group(rng: np.random.Generator, shapes: list[tuple[int, int]], responses: list[int], name: str = "g") -> Group:
     """One problem with images of the given shapes (merged tokens), and random responses of the given lengths."""
-    asked = request(rng, shapes)
-    samples = [
-        Sample(
-            rng.integers(2, 60, n).astype(np.int32),
-            (-3 + rng.normal(size=n)).astype(np.float32),
-            np.zeros(n, np.int32),
-            "stop",
-        )
-        for n in responses
-    ]
-    return answered(asked, samples, name, [float(rng.integers(0, 2)) for _ in responses])
+    images = [image(rng, *shape) for shape in shapes]
+    samples, rewards = [], []
+    for n in responses:
+        ids, logprobs = rng.integers(2, 60, n).astype(np.int32), (-3 + rng.normal(size=n)).astype(np.float32)
+        samples.append(Sample(ids, logprobs, np.zeros(n, np.int32), "stop"))
+        rewards.append(float(rng.integers(0, 2)))
+    return answered(request_about(rng, images), samples, name, rewards)
 
 
 def grids(images) -> np.ndarray:

@@ -1,28 +1,26 @@
 """Who trains what, in which micro-batch: a pure function of lengths and prices, the same on every machine.
 
 Invariants: every trajectory is in exactly one micro-batch; no micro-batch exceeds the token budget (it is hard); all ranks
-have the same number of micro-batches, so their collectives match. A group's prompt is in a micro-batch once, however many
-of its trajectories are there, so groups stay whole where they can; one that is split brings its prompt again.
+have the same number of micro-batches, so their collectives match. A micro-batch has a group's prompt once, however many of its
+trajectories it has, so groups stay whole where they can; one that is split brings its prompt again.
 
-Ranks wait for each other in every micro-batch. So what counts is that those of one step cost the same, not all of them.
+Whole groups go, the dearest first, to the cheapest micro-batch that has room; a group that fits nowhere is halved. Ranks wait
+for each other in every step, so micro-batches of like cost share a step.
 """
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from heapq import heapify, heappop, heappush
+from itertools import islice
 from operator import attrgetter
 
 import numpy as np
 
-from rlinf_vl.packing.filling import Bin, Filling, Sizes, Way
 from rlinf_vl.types import Prices
 
-#: Share of a step's time that may be lost by waiting without groups being split against it.
-TOLERANCE = 0.02
-#: How much longer all may take, repeated prompts included, for ranks to be even; beyond that it is not worth it.
-EVENNESS = 0.1
-#: With more groups than these, one way of filling bins is tried and not all: in so many steps, what it leaves evens out.
+#: Up to this many groups, several plans are compared, some of groups that are cut: whole ones may leave ranks uneven.
 FEW_GROUPS = 100
 
 
@@ -89,114 +87,134 @@ def plan_micro_batches(
         raise ValueError(f"runner.max_tokens_per_mbs: a trajectory of {longest} tokens exceeds the budget of {budget}")
     if not items:
         return Plan((((),),) * ranks, (False,), 0.0, 0.0, 0.0)
-    ordered, sizes = _sizes_of(items, share_prompts, prices)
-    bins = _least_bins(sizes, ranks, budget, size or len(items))
-    per_rank, costs = _deal(ordered, sizes, bins, ranks)
-    vision = tuple(any(item.patches for micro in step for item in micro) for step in zip(*per_rank, strict=True))
-    repeated = sum(item.prompt for item in items) - sum({item.group: item.prompt for item in items}.values())
-    tokens = sum(item.prompt + item.tokens for item in items)
-    if share_prompts:
-        copies = sum(int(sizes.once_tokens[group]) for bin_ in bins for group, _ in bin_) - int(sizes.once_tokens.sum())
-        repeated, tokens = copies, tokens - repeated + copies
+    sizes = _Sizes(items, share_prompts, prices)
+    bins, count = _best_bins(sizes, ranks, budget, size or len(items))
+    per_rank, costs = _deal(sizes, bins, count, ranks)
+    tokens = sizes.tokens_with(bins)
+    prompts = sum({item.group: item.prompt for item in items}.values())
+    distinct = prompts + sum(item.tokens for item in items)
     return Plan(
         micro_batches=per_rank,
-        run_vision=vision,
-        fill=tokens / (len(bins) * budget),
+        run_vision=tuple(any(i.patches for micro in step for i in micro) for step in zip(*per_rank, strict=True)),
+        fill=tokens / (costs.size * budget),
         imbalance=float(costs.max(axis=1).sum() / costs.mean(axis=1).sum() - 1) if costs.any() else 0.0,
-        repeated=repeated / tokens,
+        repeated=(tokens - distinct) / tokens,
     )
 
 
-def _sizes_of(items: Sequence[Item], share_prompts: bool, prices: Prices) -> tuple[list[Item], Sizes]:
-    """The items by group and index, and what they take."""
+class _Sizes:
+    """What trajectories and groups take. Group g's trajectories are `start[g]` … `start[g + 1]` of `items`, `tokens` and `cost`;
+    `once_tokens[g]` and `once_cost[g]` are taken in every micro-batch that has one of them. `bins` assign each trajectory to a
+    micro-batch: int [trajectories]."""
 
-    def column(name: str) -> np.ndarray:
-        return np.fromiter(map(attrgetter(name), items), np.int64, len(items))
+    def __init__(self, items: Sequence[Item], share_prompts: bool, prices: Prices) -> None:
+        group, index, prompt, tokens, loss, patches = (
+            np.fromiter(map(attrgetter(name), items), np.int64, len(items))
+            for name in ("group", "index", "prompt", "tokens", "loss_tokens", "patches")
+        )
+        order = np.lexsort((index, group))
+        self.items = [items[i] for i in order.tolist()]
+        group, prompt, tokens, loss, patches = (column[order] for column in (group, prompt, tokens, loss, patches))
+        first = np.flatnonzero(np.diff(group, prepend=group[0] - 1))
+        self.start = np.append(first, len(items))
+        self.group = np.repeat(np.arange(len(first)), np.diff(self.start))
+        self.once_tokens = prompt[first]
+        if not np.array_equal(self.once_tokens[self.group], prompt):
+            raise ValueError("the trajectories of a group have prompts of different lengths")
+        self.once_cost = self.once_tokens + prices.attention * self.once_tokens**2 / 2
+        self.tokens = tokens
+        self.cost = tokens + prices.attention * tokens * (prompt + tokens / 2) + prices.head * loss
+        if not share_prompts:
+            self.tokens, self.cost = self.tokens + prompt, self.cost + self.once_cost[self.group]
+            self.once_tokens, self.once_cost = 0 * self.once_tokens, 0 * self.once_cost
+        self.once_cost = self.once_cost + prices.patch * patches[first]  # an image is in a micro-batch once, either way
 
-    group, index = column("group"), column("index")
-    order = np.lexsort((index, group))
-    group = group[order]
-    prompt, tokens, loss, patches = (column(name)[order] for name in ("prompt", "tokens", "loss_tokens", "patches"))
-    start = np.flatnonzero(np.diff(group, prepend=group[0] - 1))
-    which = np.repeat(np.arange(len(start)), np.diff(start, append=len(items)))
-    once_tokens = prompt[start]
-    if not np.array_equal(once_tokens[which], prompt):
-        raise ValueError("the trajectories of a group have prompts of different lengths")
-    once_cost = once_tokens + prices.attention * once_tokens**2 / 2
-    cost = tokens + prices.attention * tokens * (prompt + tokens / 2) + prices.head * loss
-    if not share_prompts:
-        tokens, cost = tokens + prompt, cost + once_cost[which]
-        once_tokens, once_cost = 0 * once_tokens, 0 * once_cost
-    once_cost = once_cost + prices.patch * patches[start]  # an image is in a micro-batch once, either way
-    sizes = Sizes(np.append(start, len(items)), once_tokens, once_cost, tokens, cost)
-    return [items[i] for i in order.tolist()], sizes
+    def costs(self, bins: np.ndarray, count: int) -> np.ndarray:
+        """float64 [count], of each micro-batch."""
+        which, group = np.divmod(np.unique(bins * len(self.once_cost) + self.group), len(self.once_cost))
+        return np.bincount(bins, self.cost, count) + np.bincount(which, self.once_cost[group], count)
+
+    def tokens_with(self, bins: np.ndarray) -> int:
+        """Tokens of all micro-batches."""
+        group = np.unique(bins * len(self.once_tokens) + self.group) % len(self.once_tokens)
+        return int(self.tokens.sum() + self.once_tokens[group].sum())
 
 
-def _least_bins(sizes: Sizes, ranks: int, budget: int, size: int) -> list[Bin]:
-    """The least multiple of `ranks` bins that a way of filling achieves, by the best of the ways that do."""
-    n, groups = len(sizes.tokens), len(sizes.once_tokens)
+def _best_bins(sizes: _Sizes, ranks: int, budget: int, size: int) -> tuple[np.ndarray, int]:
+    """The fastest of several ways to fill the least multiple of `ranks` micro-batches that one of them achieves: (bins, how many
+    micro-batches).
 
-    def filled(count: int, way: Way, reserve: float = 0.0) -> Filling:
-        filling = Filling(sizes, budget, size, way)
-        filling.run(count, reserve)
-        return filling
-
-    hard = ("tokens", "places") if size < n else ("tokens",)
-    full = min((filled(0, Way(measure, 0.0, True, 0)) for measure in hard), key=lambda filling: len(filling.bins))
-    most = _round_up(len(full.bins), ranks)
-    least = max(math.ceil((sizes.once_tokens.sum() + sizes.tokens.sum()) / budget), math.ceil(n / size))
-    few = groups <= FEW_GROUPS
-    for count in range(_round_up(least, ranks) if few else most, most + 1, ranks):
-        ways = [Way(measure, TOLERANCE, True, 2 * ranks) for measure in hard]
-        if few:
-            tails = (ranks, 3 * ranks)
-            ways += [Way(*way) for way in product(hard, (0.0, TOLERANCE), (False, True), tails)]
-            ways += [Way(*way, count) for way in product(("cost", *hard), (0.0, TOLERANCE, 1.0), (False, True))]
-        found = [full.bins] if count == most else []
-        for way in ways:
-            reserve = full.repeated
-            for _ in range(3 if few else 1):  # what the splits of one pass repeat, the next one sees coming
-                filling = filled(count, way, reserve)
-                if len(filling.bins) <= count:
-                    found.append(filling.bins)
-                if filling.repeated == reserve:
-                    break
-                reserve = filling.repeated
+    With many groups, the first way that succeeds will do, and there are 2 % more micro-batches so that one soon does.
+    """
+    n, groups = len(sizes.items), len(sizes.once_tokens)
+    count = max(math.ceil(sizes.tokens_with(np.zeros(n, int)) / budget), math.ceil(n / size))
+    if groups > FEW_GROUPS:
+        ways = [("roomiest", 1, 0), ("tightest", 1, 0)]
+        count += count // 50
+    else:
+        cuts = [("cheapest", pieces, cut) for pieces in (2, 4, 8) for cut in (ranks, groups)]
+        ways = [("cheapest", 1, 0), ("tightest", 1, 0), *cuts]
+    while True:
+        count = math.ceil(count / ranks) * ranks
+        filled = (_fill(sizes, count, budget, size, *way) for way in ways)
+        found = list(islice((bins for bins in filled if bins is not None), 1 if groups > FEW_GROUPS else None))
         if found:
-            return _best([bins + [[]] * (count - len(bins)) for bins in found], sizes, ranks)
-    raise AssertionError("a filling without a limit to its bins holds everything")
+            return min(found, key=lambda bins: np.sort(sizes.costs(bins, count)).reshape(-1, ranks)[:, -1].sum()), count
+        count += 1 + count // 50
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return max(1, math.ceil(n / multiple)) * multiple
+def _fill(sizes: _Sizes, count: int, budget: int, size: int, choice: str, pieces: int, n_cut: int) -> np.ndarray | None:
+    """Whole groups, the dearest first, each into one of `count` micro-batches that have room; one that fits nowhere is halved.
+    None if a single trajectory fits nowhere.
 
+    `choice` says which: the "cheapest" so far, the "roomiest" or the "tightest". The `n_cut` cheapest groups go in `pieces`.
+    """
+    cost, tokens = (np.append(0, np.cumsum(x)).tolist() for x in (sizes.cost, sizes.tokens))
+    once_cost, once_tokens, group = (x.tolist() for x in (sizes.once_cost, sizes.once_tokens, sizes.group))
 
-def _best(found: list[list[Bin]], sizes: Sizes, ranks: int) -> list[Bin]:
-    """Of those that take about the least time, the one that waits no more than the tolerance, or least; then the fastest."""
-    steps = [np.sort(_costs(sizes, bins)).reshape(-1, ranks) for bins in found]
-    times = [float(costs[:, -1].sum()) for costs in steps]
-    waits = [time * ranks - float(costs.sum()) for time, costs in zip(times, steps, strict=True)]
-    waits = [max(TOLERANCE, wait / float(costs.sum() or 1)) for wait, costs in zip(waits, steps, strict=True)]
-    limit = (1 + EVENNESS) * min(times)
-    return found[min((waits[i], times[i], i) for i in range(len(found)) if times[i] <= limit)[-1]]
+    def part(first: int, end: int) -> tuple[float, int, int]:
+        return cost[first] - cost[end] - once_cost[group[first]], first, end  # a heap gives the least first
 
-
-def _costs(sizes: Sizes, bins: Sequence[Bin]) -> np.ndarray:
-    """float64 [bins]."""
-    which, groups, lengths = np.array([(b, g, len(places)) for b, bin_ in enumerate(bins) for g, places in bin_]).T
-    places = np.fromiter(chain.from_iterable(p for bin_ in bins for _, p in bin_), np.int64, len(sizes.tokens))
-    costs = np.bincount(which, sizes.once_cost[groups], len(bins))
-    return costs + np.bincount(np.repeat(which, lengths), sizes.cost[places], len(bins))
+    parts = sorted(map(part, sizes.start[:-1].tolist(), sizes.start[1:].tolist()))
+    for _, start, end in [parts.pop() for _ in range(min(n_cut, len(parts)))]:
+        cuts = sorted({start + (end - start) * k // pieces for k in range(pieces + 1)})
+        parts += map(part, cuts[:-1], cuts[1:])
+    heapify(parts)
+    bins = np.zeros(len(sizes.items), np.int64)
+    load, room, places = [0.0] * count, [budget] * count, [size] * count
+    by_room = [(budget, b) for b in range(count)]
+    while parts:
+        negative_cost, first, end = heappop(parts)
+        needed = once_tokens[group[first]] + tokens[end] - tokens[first]
+        fitting = range(bisect_left(by_room, (needed, -1)), count)[:: 1 if choice == "tightest" else -1]
+        free = (b for i in fitting if places[b := by_room[i][1]] >= end - first)
+        best = min(free, key=load.__getitem__, default=None) if choice == "cheapest" else next(free, None)
+        if best is not None:
+            del by_room[bisect_left(by_room, (room[best], best))]
+            room[best] -= needed
+            insort(by_room, (room[best], best))
+            load[best] -= negative_cost
+            places[best] -= end - first
+            bins[first:end] = best
+        elif end - first == 1:
+            return None
+        else:
+            heappush(parts, part(first, (first + end) // 2))
+            heappush(parts, part((first + end) // 2, end))
+    return bins
 
 
 def _deal(
-    items: Sequence[Item], sizes: Sizes, bins: Sequence[Bin], ranks: int
+    sizes: _Sizes, bins: np.ndarray, count: int, ranks: int
 ) -> tuple[tuple[tuple[tuple[Item, ...], ...], ...], np.ndarray]:
     """Micro-batches of each rank, and their costs [steps, ranks] in no order of ranks.
 
-    Bins of like cost share a step, dearest first; in each, the rank with the least so far gets the dearest.
+    Micro-batches of like cost share a step, the dearest first; in each, the rank with the least so far gets the dearest.
     """
-    costs = _costs(sizes, bins)
+    costs = sizes.costs(bins, count)
+    members: list[list[Item]] = [[] for _ in range(count)]
+    for item, b in zip(sizes.items, bins.tolist(), strict=True):
+        members[b].append(item)
     order = np.argsort(-costs, kind="stable").reshape(-1, ranks)
     per_rank: list[list[tuple[Item, ...]]] = [[] for _ in range(ranks)]
     load = np.zeros(ranks)
@@ -204,6 +222,5 @@ def _deal(
         behind = np.argsort(load, kind="stable")
         load[behind] += costs[step]
         for rank, b in zip(behind.tolist(), step.tolist(), strict=True):
-            places = chain.from_iterable(p for _, p in sorted(bins[b], key=lambda part: part[0]))
-            per_rank[rank].append(tuple([items[k] for k in places]))
+            per_rank[rank].append(tuple(members[b]))
     return tuple(map(tuple, per_rank)), costs[order]
