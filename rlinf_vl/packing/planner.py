@@ -160,7 +160,7 @@ def _best_bins(sizes: _Sizes, ranks: int, budget: int, size: int) -> tuple[np.nd
         found = list(islice((bins for bins in filled if bins is not None), 1 if groups > FEW_GROUPS else None))
         if found:
             return min(found, key=lambda bins: np.sort(sizes.costs(bins, count)).reshape(-1, ranks)[:, -1].sum()), count
-        count += 1 + count // 50
+        count += 1 + count // 100
 
 
 def _fill(sizes: _Sizes, count: int, budget: int, size: int, choice: str, pieces: int, n_cut: int) -> np.ndarray | None:
