@@ -4,6 +4,7 @@
 `datasets` (which takes a second to import) as memory-mapped rows in Arrow's own form, so that images are never decoded.
 """
 
+import importlib
 import itertools
 import json
 import logging
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HUB_PREFIX = "hf://"
+#: Embedded tasks → "module:function" that returns the file of a split, made on first use.
+EMBEDDED = {"toy": "rlinf_vl.toy.drawings:toy_dataset_path"}
 FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 #: Bytes of a JSON file that `peek` reads before a run; a damaged line beyond them is found when the file is loaded.
 SCANNED = 2**25
@@ -96,16 +99,15 @@ def open_source(name: str, split: str) -> Source:
         except Exception as e:  # the hub's client raises its own, the network's and the builders' errors
             raise ValueError(f"{name}: can't be loaded from the hub: {type(e).__name__}: {e}") from e
         return Source(name, repository, rows, None)
-    if name == "toy":
-        from rlinf_vl.toy.drawings import toy_dataset_path
-
-        path = toy_dataset_path("train" if split == "train" else "val")
+    if name in EMBEDDED:
+        module, _, function = EMBEDDED[name].partition(":")
+        path = getattr(importlib.import_module(module), function)(split)
     else:
         path = Path(name).expanduser()
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder (hub datasets are named {HUB_PREFIX}owner/name[:split])")
     rows = _load(name, path, split)
-    return Source(name, "toy" if name == "toy" else path.stem, rows, path if path.is_dir() else path.parent)
+    return Source(name, name if name in EMBEDDED else path.stem, rows, path if path.is_dir() else path.parent)
 
 
 def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
