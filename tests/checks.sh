@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What is checked apart from the tests, each a file of tests/checks/: types, the wheel, the documentation's site and links.
-# Needs the environment that tests/run.sh makes. Arguments name some of them: bash tests/checks.sh types
+# What is checked apart from the tests, each a file of tests/checks/: type hints, the distribution, the documentation's site.
+# Needs the environment that tests/run.sh makes. Arguments name some of them: bash tests/checks.sh type_hints
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"

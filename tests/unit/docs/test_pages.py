@@ -33,7 +33,8 @@ RUN_BY = {
     r"\S*python benchmarks/\w+\.py": "tests/integration/test_benchmarks.py",
     r"\S*python -m pip install": "none: it fetches a peer to compare with",
     r"\S*ruff (check|format)": "none: it is a check itself",
-    r"\S*basedpyright": "tests/unit/package/test_types.py",
+    r"\S*basedpyright": "tests/checks/type_hints.py",
+    r"bash tests/checks\.sh": "none: it is a check itself",
 }
 
 
