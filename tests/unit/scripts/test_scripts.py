@@ -224,12 +224,15 @@ def test_a_config_is_not_checked_twice_where_sglang_is_installed(nothing_install
 
 @pytest.fixture
 def tree(fake_python: Path, tmp_path: Path) -> Path:
-    """The two scripts in a tree of their own, where nothing is installed and Python is a stand-in."""
+    """The scripts in a tree of their own, where nothing is installed and Python is a stand-in."""
     root = tmp_path / "root"
-    for script in (ROOT / "tests/run.sh", ROOT / ".ci/run"):
+    for script in (ROOT / "tests/run.sh", ROOT / "tests/checks.sh", ROOT / ".ci/run"):
         copy = root / script.relative_to(ROOT)
-        copy.parent.mkdir(parents=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(script.read_text())
+    (root / "tests/checks").mkdir()
+    for check in ("one", "two"):
+        (root / f"tests/checks/{check}.py").touch()
     (root / "requirements").mkdir()
     (root / "requirements/install.sh").write_text('echo "{\\"install\\": \\"$*\\"}"\n')
     for venv in (".venv", ".venv-sglang"):
@@ -239,6 +242,14 @@ def tree(fake_python: Path, tmp_path: Path) -> Path:
         )
         (root / venv / "bin/python").chmod(0o755)
     return root
+
+
+def ci(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """.ci/run where a Chromium is there: it would install one."""
+    (tree / "chromium").write_text("#!/bin/sh\n")
+    (tree / "chromium").chmod(0o755)
+    path = f"{tree}:{os.environ['PATH']}"
+    return bash(tree / ".ci/run", *arguments, PATH=path, OMP_NUM_THREADS="1", **environment)
 
 
 LIGHT = ({"install": "--dev"}, {"venv": ".venv"}, ["-m", "pytest"])
@@ -255,7 +266,6 @@ WITH_SGLANG = (
     [
         ("tests/run.sh", ["-k", "a b"], [LIGHT]),
         ("tests/run.sh", ["--sglang", "-k", "a b"], [WITH_SGLANG]),
-        (".ci/run", ["-k", "a b"], [LIGHT, WITH_SGLANG]),
     ],
 )
 def test_the_tests_run_in_their_environments(tree: Path, script: str, arguments: list[str], runs: list):
@@ -267,12 +277,31 @@ def test_the_tests_run_in_their_environments(tree: Path, script: str, arguments:
         assert lines[2]["argv"] == [*argv, "-k", "a b"] and lines[2]["cwd"] == str(tree)
 
 
+def test_checks_run_all_or_those_named(tree: Path):
+    done = bash(tree / "tests/checks.sh", OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and "tests/checks/one.py" in done.stdout and "tests/checks/two.py" in done.stdout
+    done = bash(tree / "tests/checks.sh", "two", OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and "one" not in done.stdout and "tests/checks/two.py" in done.stdout
+    assert bash(tree / "tests/checks.sh", FAKE_EXIT="1", OMP_NUM_THREADS="1").returncode == 1
+
+
+def test_continuous_integration_runs_every_part(tree: Path):
+    done = ci(tree, "-k", "a b")
+    assert (done.returncode, done.stderr) == (0, "")
+    parts = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("=== ")]
+    assert parts == [
+        f"bash {tree}/tests/run.sh -k a b",
+        f"bash {tree}/tests/checks.sh",
+        f"bash {tree}/tests/run.sh --sglang -k a b",
+    ]
+
+
 @pytest.mark.parametrize("failing", [".venv", ".venv-sglang"])
 def test_continuous_integration_fails_if_either_part_does(tree: Path, failing: str):
     python = tree / failing / "bin/python"
     python.write_text(python.read_text().replace("exec", "FAKE_EXIT=3 exec"))
-    done = bash(tree / ".ci/run")
-    assert done.returncode == 3
+    done = ci(tree)
+    assert done.returncode == (1 if failing == ".venv" else 3), "the last failure's"
     assert [venv in done.stdout for venv in ('".venv"', '".venv-sglang"')] == [True, True]
 
 
