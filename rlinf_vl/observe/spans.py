@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +20,7 @@ FLUSH_S = 1.0
 """Spans that have ended are on disk after this time."""
 
 _file: TextIO | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()
 _last: dict[int, dict[str, Any]] = {}
 _flushed = 0.0
 
@@ -60,29 +60,23 @@ def _add(name: str, start: float, end: float, about: dict[str, Any]) -> None:
             _last[thread] = {"name": name, "start": start, "end": end, "thread": thread, "count": 1, "about": about}
         if end - _flushed > FLUSH_S:
             _flushed = end
-            _flush()
+            flush_spans()
 
 
 def flush_spans() -> None:
     """Write the spans that have ended."""
-    with _lock:
-        _flush()
-
-
-def _flush() -> None:
-    if _file is not None:
+    with _lock, suppress(OSError):
         for row in _last.values():
             _write(row)
         _last.clear()
-        _file.flush()
+        if _file is not None:
+            _file.flush()
 
 
 def _write(row: dict[str, Any]) -> None:
-    assert _file is not None
-    try:
-        _file.write(json.dumps(row | {"start": round(row["start"], 6), "end": round(row["end"], 6)}) + "\n")
-    except OSError:  # a full disk; a timeline is not worth a run
-        pass
+    if _file is not None:
+        with suppress(OSError):  # a full disk; a timeline is not worth a run
+            _file.write(json.dumps(row | {"start": round(row["start"], 6), "end": round(row["end"], 6)}) + "\n")
 
 
 def read_spans(run_dir: Path) -> list[dict[str, Any]]:

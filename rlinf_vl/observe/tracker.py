@@ -117,12 +117,9 @@ class TrackedRun:
 
 
 def open_tensorboard(run: TrackedRun) -> Tracker:
-    folder = run.folder / "tensorboard"
-    return (
-        TensorBoardTracker(folder / "samples")
-        if run.config is None
-        else TensorBoardTracker(folder, run.resume_step + 1)
-    )
+    if run.config is None:
+        return TensorBoardTracker(run.folder / "tensorboard" / "samples")
+    return TensorBoardTracker(run.folder / "tensorboard", run.resume_step + 1)
 
 
 def open_wandb(run: TrackedRun) -> Tracker:
