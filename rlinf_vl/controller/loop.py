@@ -62,7 +62,8 @@ def train(
         ActorsLost: the learner is of no use any more; call again with a new one.
         RunError: the run can't go on: `TooManyBadSteps`, `EngineMismatch`, `TooManyBadRows`, …
     """
-    runner, total = config.runner, data.total_steps
+    runner = config.runner
+    total = data.total_steps
     sync = log.timed("sync")(sync)
     state = resume(newest_checkpoint(run_dir, start), pool, learner, data, gpu, sync, log)
     guard = MismatchGuard(config, learner, log)
@@ -87,7 +88,9 @@ def train(
                 gpu.to_ranks(learner)
                 metrics |= guard.check(step, batch.summaries, batch.to_score)
                 metrics |= update(step, batch, pool, learner, log)
-                state.step, state.sampler, state.metrics = step, data.sampler.state_dict(), metrics
+                state.step = step
+                state.sampler = data.sampler.state_dict()
+                state.metrics = metrics
                 log.ledger.append(step, {"groups": [task.group_id for task in tasks], "rows": rows})
                 count_bad_steps(state, runner.max_bad_steps, newest_checkpoint(run_dir, start), log)
                 synced = due(runner.weight_sync_interval, step, total)
@@ -110,7 +113,7 @@ def train(
 
 
 def due(interval: int, step: int, total: int) -> bool:
-    """Whether that which happens every `interval` steps (0 or less: never), and after the last one, happens after `step`."""
+    """True after every `interval` steps and after the last one; never if `interval` is not positive."""
     return interval > 0 and (step % interval == 0 or step == total)
 
 
@@ -123,7 +126,7 @@ def resume(
     sync: Callable[[int], None],
     log: RunLog,
 ) -> RunState:
-    """Go back to a checkpoint, or to the start (None): learner, sampler, log and engines."""
+    """Put learner, sampler, log and engines where the checkpoint was written; None: at the start."""
     state = RunState.read(checkpoint)
     data.sampler.load_state_dict(state.sampler)
     log.open(state.step, data.total_steps, state.metrics)
@@ -156,7 +159,7 @@ def make_tasks(split: str, rows: Sequence[int], samples: int, seed: int, step: i
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Finished groups, in the order of their tasks, and who trains and scores what of them."""
+    """Finished groups in the order of their tasks, and the plan of which rank trains and scores what."""
 
     summaries: list[GroupSummary]
     groups: list[ray.ObjectRef]
@@ -168,8 +171,8 @@ class Rollout:
 def rollout(
     tasks: list[Task], config: Config, pool: Pool, learner: Learner, guard: MismatchGuard, log: RunLog
 ) -> Rollout:
-    """Generate, plan, and let the ranks fetch their groups. Groups that died with a worker before that are sampled again;
-    once fetched, a group is safe."""
+    """Generate, plan, and let the ranks fetch their groups. A fetched group outlives its worker; one that is lost before that is
+    sampled again."""
     with log.timed("generate"):
         results = pool.submit(tasks).results()
         while True:

@@ -14,7 +14,7 @@ from rlinf_vl.types import GroupSummary, Prices
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`minibatches[m][rank]`; `advantages[g][i]` of every trajectory (0 where it is not trained on); and two figures."""
+    """`minibatches[m][data_rank]`, and `advantages[g][i]` of trajectory i of group g (0 where it is not trained on)."""
 
     minibatches: tuple[tuple[RankMiniBatch, ...], ...]
     advantages: tuple[tuple[float, ...], ...]
@@ -40,7 +40,7 @@ def advantages_of(
 
 
 def item_of(group: int, index: int, summary: GroupSummary) -> Item:
-    """What the planner has to know of a group's trajectory."""
+    """A trajectory as the planner sees it."""
     prompt = summary.prompt_tokens
     return Item(group, index, prompt, summary.tokens[index] - prompt, summary.response_tokens[index], summary.patches)
 

@@ -10,10 +10,11 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from types import SimpleNamespace
 
+import yaml
 from rich.console import Console
 
 from rlinf_vl.config.load import parse_config
@@ -244,24 +245,27 @@ class FakeRun:
 
 
 def fake_config(run_dir: Path, *overrides: str) -> Config:
-    config = copy.deepcopy(_parsed(overrides))
-    config.runner.output_dir = str(run_dir)
+    config = copy.deepcopy(_base_config())
+    for override in (f"runner.output_dir={run_dir}", *overrides):
+        key, _, value = override.partition("=")
+        *sections, name = key.split(".")
+        section = reduce(getattr, sections, config)
+        assert hasattr(section, name), key
+        setattr(section, name, yaml.safe_load(value))
     return config
 
 
 @cache
-def _parsed(overrides: tuple[str, ...]) -> Config:
-    return parse_config(
-        "toy-grpo-cpu",
-        [
-            "runner.max_steps=6",
-            "runner.val_check_interval=2",
-            "runner.save_interval=3",
-            "runner.mismatch_check_interval=4",
-            "runner.trajectories.interval=-1",
-            "runner.logger.logger_backends=[]",
-            "data.rollout_batch_size=4",
-            "algorithm.group_size=4",
-            *overrides,
-        ],
-    )
+def _base_config() -> Config:
+    """Read once: Hydra takes longer than a run."""
+    overrides = [
+        "runner.max_steps=6",
+        "runner.val_check_interval=2",
+        "runner.save_interval=3",
+        "runner.mismatch_check_interval=4",
+        "runner.trajectories.interval=-1",
+        "runner.logger.logger_backends=[]",
+        "data.rollout_batch_size=4",
+        "algorithm.group_size=4",
+    ]
+    return parse_config("toy-grpo-cpu", overrides)
