@@ -59,17 +59,13 @@ def _check_host(url: str, hosts: Sequence[str]) -> None:
         raise FetchError(f"{_shown(url)}: a URL with a user in it is not fetched")
 
 
-class _RedirectToListed(urllib.request.HTTPRedirectHandler):
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = hosts
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        _check_host(newurl, self._hosts)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 def _read(url: str, hosts: Sequence[str], max_bytes: int) -> bytes:
-    opener = urllib.request.build_opener(_RedirectToListed(hosts))
+    class RedirectToListed(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, req, fp, code, msg, headers, newurl):
+            _check_host(newurl, hosts)
+            return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+    opener = urllib.request.build_opener(RedirectToListed)
     deadline = time.monotonic() + TIMEOUT_S
     data = bytearray()
     try:

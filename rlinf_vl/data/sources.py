@@ -168,8 +168,9 @@ def peek(path: Path, scanned: int = SCANNED) -> Peek:
     try:
         if path.is_dir():
             return _peek_folder(path)
-        look = _peek_parquet if path.suffix == ".parquet" else _peek_json
-        found = look(path, scanned) if path.stat().st_size else Peek([], 0)
+        found = Peek([], 0)
+        if path.stat().st_size:
+            found = _peek_parquet(path) if path.suffix == ".parquet" else _peek_json(path, scanned)
     except OSError as error:
         raise ValueError(f"can't be read: {error.strerror or error}") from error
     if found.rows == 0:
@@ -177,7 +178,7 @@ def peek(path: Path, scanned: int = SCANNED) -> Peek:
     return found
 
 
-def _peek_parquet(path: Path, _scanned: int) -> Peek:
+def _peek_parquet(path: Path) -> Peek:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
