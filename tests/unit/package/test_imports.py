@@ -1,0 +1,88 @@
+"""Arrows between rooms go one way: who may import whom is `ROOMS`, and docs/architecture.md shows the same table."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import rlinf_vl
+
+PACKAGE = Path(rlinf_vl.__file__).parent
+#: Room → the rooms that it may import; `errors` and `types` are known everywhere but in `algorithms`.
+ROOMS = {
+    "algorithms": set(),
+    "errors": set(),
+    "types": set(),
+    "config": set(),
+    "runtime": {"config"},
+    "data": {"runtime"},
+    "rewards": set(),
+    "envs": {"rewards"},
+    "models": {"data"},
+    "packing": {"models"},
+    "transport": set(),
+    "observe": {"config", "runtime"},
+    "engines": {"config", "models", "observe", "runtime", "transport"},
+    "rollout": {"config", "data", "engines", "envs", "models", "observe", "rewards", "runtime", "transport"},
+    "actor": {"algorithms", "config", "models", "observe", "packing", "runtime", "transport"},
+    "toy": {"data", "envs", "models", "runtime"},
+    "report": {"config", "observe", "runtime"},
+    "preflight": {
+        "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "transport",
+    },
+    "controller": {
+        "actor", "algorithms", "config", "data", "engines", "models", "observe", "packing", "rollout", "runtime", "toy", "transport",
+    },
+}  # fmt: skip
+ANYONE = {"errors", "types"}
+#: Makes the command line: imports whatever a verb needs.
+TOP = {"__main__", "__init__"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules of this package that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("rlinf_vl."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlinf_vl":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                base = PACKAGE / Path(*inner.split(".")[1:])
+                yield inner if base.with_suffix(".py").exists() or (base / "__init__.py").exists() else node.module
+
+
+def name_of(path: Path) -> str:
+    parts = ("rlinf_vl", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_arrow_goes_up(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if room in TOP:
+        return
+    allowed = ROOMS[room] | {room} | (set() if room == "algorithms" else ANYONE)
+    found = {module.split(".")[1] for module in imported(path) if "." in module}
+    assert found <= allowed, f"{room} may not import {sorted(found - allowed)}"
+
+
+def test_no_circle():
+    known = {name_of(path) for path in FILES}
+    graph = {name_of(path): {m for m in imported(path) if m in known and m != name_of(path)} for path in FILES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import circle: {' → '.join(error.args[1])}")
+
+
+def test_the_page_shows_these_rooms():
+    page = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `rlinf_vl/(\w+)(?:/|\.py)` \|[^|]*\| ([^|]*) \|$", page, re.MULTILINE))
+    shown = {room: set(re.findall(r"\w+", cell)) for room, cell in rows.items()}
+    assert shown == {room: allowed for room, allowed in ROOMS.items()}
