@@ -98,12 +98,8 @@ def _same_equation(response: str, answer: str, algebra: bool) -> bool:
     is_equation = len(wanted) > 1 and not wanted_names
     if is_equation or (wanted_names and len(given) > 1 and not given_names):
         return len(given) + len(given_names) > 1 and _same_formula(response, answer, algebra)
-    # a segment's name may be read from either end
-    if (
-        given_names
-        and wanted_names
-        and not {*given_names, *(n[::-1] for n in given_names if n.isupper())} & {*wanted_names}
-    ):
+    readings = {*given_names, *(name[::-1] for name in given_names if name.isupper())}  # a segment from either end
+    if given_names and wanted_names and readings.isdisjoint(wanted_names):
         return False
     return all(_same_value(value, wanted[-1], algebra) for value in given)
 
@@ -139,8 +135,8 @@ def _same_formula(response: str, answer: str, algebra: bool) -> bool:
     constants = [isinstance(formula, Expr) and not formula.free_symbols for formula in (given, wanted)]
     if not any(constants):
         return bool(verify(wanted, given, timeout_seconds=None))
-    a, b = _evaluate(response, given), _evaluate(answer, wanted)
-    if not all(constants) or a is None or b is None:
+    a, b = (_evaluate(response, given), _evaluate(answer, wanted)) if all(constants) else (None, None)
+    if a is None or b is None:
         return False
     return abs(a.value - b.value) <= _EQUAL * max(abs(a.value), abs(b.value)) or same_number(a, b)
 
