@@ -1,16 +1,14 @@
 """What flows between the rooms: frozen dataclasses over bytes and numpy arrays; no torch, no Ray, nothing of ours.
 
-Invariants kept here (`__post_init__` asserts them at every hand-over):
-- A sequence's per-token arrays are aligned: ids, loss mask, logprobs, weight versions and columns have one length.
-- What was sampled is what is trained on: ids are never decoded and encoded again.
-- An image exists once per group, named by the hash of its encoded bytes.
+Invariants: a sequence's per-token arrays have one length (asserted at every hand-over); sampled ids are trained on as they
+are, never decoded and encoded again; an image travels once per group, named by the hash of its encoded bytes.
 """
 
 import hashlib
 import math
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,31 +16,27 @@ import numpy as np
 #: A chat message in the OpenAI content-part form: {"role": str, "content": str | list of parts}; a part is
 #: {"type": "text", "text": str} or {"type": "image_url", "image_url": {"url": "image://<hash>"}}.
 Message = dict[str, Any]
-
 #: Kinds of `Trajectory.error` that are no fault of the row.
 ENGINE_FAULT, ENVIRONMENT_FAULT = "engine", "environment"
-
 #: In `Trajectory.reward_parts` of a response that could not be graded within the grader's limits and is paid as a wrong one.
 UNGRADABLE = "ungradable"
-
 #: URL scheme under which a message names an `ImageRef` of its problem.
 IMAGE_URL_PREFIX = "image://"
-
 #: (t, h, w) of an image in patches.
 Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """One image: the SHA-256 of its encoded bytes, and those bytes (PNG/JPEG/… exactly as they came), which a memoryview
-    gives where they lie in the object store."""
+    """One image, by content."""
 
-    hash: str
-    data: bytes | memoryview = field(repr=False)
+    hash: str  # SHA-256 of its encoded bytes
+    data: bytes | memoryview = field(
+        repr=False
+    )  # PNG, JPEG, … exactly as it came; a view where it is in the object store
 
     @classmethod
     def of(cls, data: bytes) -> "ImageRef":
-        """The image with these encoded bytes."""
         return cls(hashlib.sha256(data).hexdigest(), data)
 
     @property
@@ -52,38 +46,28 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One dataset row, ready for an environment.
+    """One dataset row, ready for an environment."""
 
-    `id` is unique in its dataset; `messages` name images by `ImageRef.url`; `images` lists them in order of appearance
-    (an image that appears twice is listed twice, with one hash).
-    """
-
-    id: str
-    messages: tuple[Message, ...]
+    id: str  # unique in its dataset
+    messages: tuple[Message, ...]  # which name images by `ImageRef.url`
     answer: str
-    images: tuple[ImageRef, ...] = ()
+    images: tuple[ImageRef, ...] = ()  # in order of appearance; one that appears twice is listed twice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TokenSequence:
-    """One row that a trainer could train on alone, from the first prompt token on. All arrays have shape [T].
+    """One row that a trainer could train on alone, from the first prompt token on. Arrays have one value per token, [T]."""
 
-    Attributes:
-        ids: int32, image placeholders expanded.
-        loss_mask: bool, True where the policy sampled the token (False: prompt, or an environment's observation).
-        logprobs: float32, log-probability at the sampling temperature with banned ids left out, 0 where not sampled (top-k and
-            top-p restrict the draw and don't change it); None if `rollout.return_logprobs` is off.
-        versions: int32, version of the weights that sampled the token, -1 where not sampled.
-        images: (image, its grid (t, h, w) in patches) in order of their placeholders; one shown twice is listed twice.
-        columns: further arrays by name, one value per token.
-    """
-
-    ids: np.ndarray = field(repr=False)
-    loss_mask: np.ndarray = field(repr=False)
-    logprobs: np.ndarray | None = field(repr=False)
-    versions: np.ndarray = field(repr=False)
-    images: tuple[tuple[ImageRef, Grid], ...] = field(default=(), repr=False)
-    columns: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    ids: np.ndarray  # int32, image placeholders expanded
+    loss_mask: (
+        np.ndarray
+    )  # bool, True where the policy sampled the token; False: prompt, or an environment's observation
+    #: float32, log-probability at the sampling temperature with banned ids left out (top-k and top-p restrict the draw and
+    #: don't change it), 0 where not sampled; None if `rollout.return_logprobs` is off.
+    logprobs: np.ndarray | None
+    versions: np.ndarray  # int32, version of the weights that sampled the token, -1 where not sampled
+    images: tuple[tuple[ImageRef, Grid], ...] = ()  # in order of their placeholders; one shown twice is listed twice
+    columns: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays by name
 
     def __post_init__(self) -> None:
         for name, array in self.arrays().items():
@@ -142,24 +126,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One episode: a sequence, or several where the context was rewritten on the way.
+    """One episode: a sequence, or several where the context was rewritten on the way."""
 
-    Attributes:
-        sequences: none where the trajectory failed before a token was sampled.
-        reward: what the environment paid, already scaled to reward_min_val…reward_max_val.
-        reward_parts: what the environment says the reward is made of, by name.
-        status: "stop" (an end token), "length" (cut by max_new_tokens) or "error".
-        correct: whether the answer was graded right, before scaling; validation accuracy is its mean.
-        error: "kind: reason" where the row, the engine or the environment failed (`ENGINE_FAULT`, `ENVIRONMENT_FAULT`; any
-            other kind is the row's); such a trajectory is masked and counted, never trained on.
-    """
-
-    sequences: tuple[TokenSequence, ...] = field(repr=False)
-    turns: tuple[Turn, ...] = field(repr=False)
-    reward: float
-    reward_parts: dict[str, float]
-    status: str
-    correct: bool = False
+    sequences: tuple[TokenSequence, ...] = field(repr=False)  # none if it failed before a token was sampled
+    turns: tuple[Turn, ...]
+    reward: float  # what the environment paid, scaled to reward_min_val … reward_max_val
+    reward_parts: dict[str, float]  # what the environment says the reward is made of, by name
+    status: str  # "stop" (an end token), "length" (cut by max_new_tokens) or "error"
+    correct: bool = False  # whether the answer was graded right, before scaling; validation accuracy is its mean
+    #: "kind: reason" if the row, the engine or the environment failed (`ENGINE_FAULT`, `ENVIRONMENT_FAULT`; any other kind is
+    #: the row's); such a trajectory is masked and counted, never trained on.
     error: str | None = None
 
     def __post_init__(self) -> None:
@@ -174,7 +150,6 @@ class Trajectory:
 
 #: Per-token arrays that are constant where nothing was sampled, and so aren't sent for a group's prefix.
 _NOT_SAMPLED = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
-_DTYPES = {"ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +167,12 @@ class Group:
     answer: str = ""
 
     def __post_init__(self) -> None:
-        names = [*self._fields()]
+        fields, prefix = self._fields(), self.prefix
         for sequence in self.sequences:
-            assert np.array_equal(sequence.ids[: self.prefix_length], self.prefix), "sequences have different prefixes"
+            assert np.array_equal(sequence.ids[: self.prefix_length], prefix), "sequences have different prefixes"
             assert not sequence.loss_mask[: self.prefix_length].any(), "a token of the prefix was sampled"
-            assert [*sequence.arrays()] == names, f"one sequence has {names}, another {[*sequence.arrays()]}"
+            own = {name: array.dtype.str for name, array in sequence.arrays().items()}
+            assert own == fields, f"one sequence has {fields}, another {own}"
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -205,8 +181,7 @@ class Group:
     @property
     def prefix(self) -> np.ndarray:
         """Token ids that all sequences begin with, int32 [prefix_length]."""
-        first = next(iter(self.sequences), None)
-        return np.zeros(0, np.int32) if first is None else first.ids[: self.prefix_length]
+        return self.sequences[0].ids[: self.prefix_length] if self.sequences else np.zeros(0, np.int32)
 
     @property
     def images(self) -> tuple[tuple[ImageRef, Grid], ...]:
@@ -215,7 +190,6 @@ class Group:
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of the arrays, the prefix counted once."""
         return sum(array.nbytes for array in self._arrays())
 
     def with_images(self, images: Mapping[str, Any]) -> "Group":
@@ -228,16 +202,14 @@ class Group:
         return replace(self, trajectories=tuple(trajectories))
 
     def _fields(self) -> dict[str, str]:
-        """Per-token arrays: name → dtype as it is sent."""
-        first = next(iter(self.sequences), None)
-        arrays = {} if first is None else first.arrays()
-        return {name: np.dtype(_DTYPES.get(name, array.dtype)).str for name, array in arrays.items()}
+        """Per-token arrays: name → dtype."""
+        return {name: array.dtype.str for s in self.sequences[:1] for name, array in s.arrays().items()}
 
     def _arrays(self) -> list[np.ndarray]:
         """Everything that is sent of the arrays: the prefix, then what follows it in each sequence."""
         sequences, fields, start = self.sequences, self._fields(), self.prefix_length
-        sent = [sequences[0].arrays()[name][:start].astype(d) for name, d in fields.items() if name not in _NOT_SAMPLED]
-        return sent + [s.arrays()[name][start:].astype(dtype) for s in sequences for name, dtype in fields.items()]
+        prefix = [sequences[0].arrays()[name][:start] for name in fields if name not in _NOT_SAMPLED]
+        return prefix + [s.arrays()[name][start:] for s in sequences for name in fields]
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         images = tuple(image for image, _ in self.images)
@@ -249,17 +221,16 @@ class Group:
             for sequence in t.sequences:
                 places = tuple((number[image.hash], grid) for image, grid in sequence.images)
                 sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
-            turns = tuple((turn.sequence, turn.start, turn.end, turn.finish_reason, turn.reward) for turn in t.turns)
-            rows.append((tuple(sequences), turns, t.reward, t.reward_parts, t.status, t.correct, t.error))
+            rows.append(
+                (tuple(sequences), tuple(map(astuple, t.turns)), t.reward, t.reward_parts, t.status, t.correct, t.error)
+            )
         buffer = np.concatenate([np.zeros(0, np.uint8), *(array.view(np.uint8) for array in self._arrays())])
         packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
         head = (self.id, self.problem_id, self.answer, self.prefix_length)
         return _load_group, (*head, self._fields(), images, tuple(rows), packed)
 
 
-def _load_group(
-    name: str, problem: str, answer: str, prefix_length: int, fields: dict[str, str], images: tuple, rows: tuple, packed
-) -> Group:
+def _load_group(group_id: str, problem_id: str, answer: str, prefix_length: int, fields, images, rows, packed) -> Group:
     """The inverse of `Group.__reduce_ex__`."""
     offset = 0
 
@@ -269,56 +240,44 @@ def _load_group(
         offset += array.nbytes
         return array
 
-    prefix = {
-        field: np.full(prefix_length, _NOT_SAMPLED[field], dtype)
-        if field in _NOT_SAMPLED
-        else read(dtype, prefix_length)
-        for field, dtype in fields.items()
-    }
+    prefix = {name: read(dtype, prefix_length) for name, dtype in fields.items() if name not in _NOT_SAMPLED}
+    prefix |= {name: np.full(prefix_length, _NOT_SAMPLED[name], fields[name]) for name in fields.keys() & _NOT_SAMPLED}
     trajectories = []
     for lengths, turns, *rest in rows:
         sequences = []
         for n, places in lengths:
-            arrays = {field: np.concatenate([prefix[field], read(dtype, n)]) for field, dtype in fields.items()}
-            ids, loss_mask, versions = arrays.pop("ids"), arrays.pop("loss_mask"), arrays.pop("versions")
-            shown = tuple((images[i], grid) for i, grid in places)
-            sequences.append(TokenSequence(ids, loss_mask, arrays.pop("logprobs", None), versions, shown, arrays))
+            columns = {name: np.concatenate([prefix[name], read(dtype, n)]) for name, dtype in fields.items()}
+            own: dict[str, Any] = {
+                name: columns.pop(name, None) for name in ("ids", "loss_mask", "logprobs", "versions")
+            }
+            sequences.append(
+                TokenSequence(**own, images=tuple((images[i], grid) for i, grid in places), columns=columns)
+            )
         trajectories.append(Trajectory(tuple(sequences), tuple(Turn(*turn) for turn in turns), *rest))
-    return Group(name, problem, prefix_length, tuple(trajectories), answer)
+    return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """All that the controller learns of a group: numbers, no tokens, no pixels. One tuple entry per trajectory.
-
-    Attributes:
-        prompt_tokens: length of the prefix that all trajectories share.
-        tokens: length with the prefix; what several sequences of a trajectory share counts once.
-        response_tokens: how many of them carry loss; one in several sequences counts for each.
-        images, patches: distinct images of all trajectories, and their patches.
-        image_bytes: encoded bytes of each distinct image, by hash.
-        array_bytes: bytes of the group's arrays.
-        object_bytes: what the group, and each image that no group before it had stored, take in the object store.
-        ungradable: responses that could not be graded within the grader's limits.
-    """
+    """All that the controller learns of a group: numbers, no tokens, no pixels. Tuples have one entry per trajectory."""
 
     id: str
     problem_id: str
-    prompt_tokens: int
-    tokens: tuple[int, ...]
-    response_tokens: tuple[int, ...]
+    prompt_tokens: int  # length of the prefix that all trajectories share
+    tokens: tuple[int, ...]  # length with the prefix; what several sequences of a trajectory share counts once
+    response_tokens: tuple[int, ...]  # sampled ones; one in several sequences counts for each
     rewards: tuple[float, ...]
     correct: tuple[bool, ...]
     statuses: tuple[str, ...]
     errors: tuple[str | None, ...]
     min_version: int
     max_version: int
-    images: int
-    patches: int
-    image_bytes: dict[str, int]
+    images: int  # distinct ones of all trajectories
+    patches: int  # theirs
+    image_bytes: dict[str, int]  # encoded bytes of each, by hash
     array_bytes: int = 0
-    object_bytes: int = 0
-    ungradable: int = 0
+    object_bytes: int = 0  # in the object store: the group, and each image that no group before it had stored
+    ungradable: int = 0  # responses that could not be graded within the grader's limits
 
     @classmethod
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
@@ -367,15 +326,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt for an engine: `len(seeds)` samples are drawn, sample i from its own stream `seeds[i]`.
+    """One prompt for an engine: `len(seeds)` samples are drawn, sample i from its own stream `seeds[i]`."""
 
-    `ids` is int32 [P] with image placeholders already expanded; `images` follow their order, and `image_grids`
-    (int32 [n, 3]) is what the placeholder counts were made from.
-    """
-
-    ids: np.ndarray = field(repr=False)
-    images: tuple[ImageRef, ...] = field(repr=False)
-    image_grids: np.ndarray = field(repr=False)
+    ids: np.ndarray = field(repr=False)  # int32 [P], image placeholders expanded
+    images: tuple[ImageRef, ...] = field(repr=False)  # in order of their placeholders
+    image_grids: np.ndarray = field(
+        repr=False
+    )  # int32 [n, 3], (t, h, w) of each, from which the placeholders were counted
     sampling: SamplingParams
     seeds: tuple[int, ...]
 
@@ -398,48 +355,29 @@ class Completion:
     samples: tuple[Sample, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MicroBatch:
-    """One packed row for the trainer: S segments end to end, T tokens, R response tokens, N image tokens.
+    """One packed row for the trainer: S segments end to end, T tokens, R sampled tokens, N image tokens.
 
-    A segment is a whole trajectory, or a prompt that stands once and is followed by its responses, or such a response.
-
-    Attributes:
-        ids: int64 [T].
-        positions: int64 [4, T], rows (text, t, h, w); a response goes on where its prompt ends.
-        cu_seqlens: int64 [S + 1], segment boundaries 0 … T (padding, if any, is the last segment).
-        prefix: int64 [S], the segment that each continues (a response its prompt), -1 where it stands alone.
-        predict: int64 [R], row positions whose hidden state predicts a response token.
-        targets: int64 [R], those response tokens.
-        trajectories: int64 [R], which trajectory of the micro-batch each belongs to, 0, 1, …
-        advantages: float32 [R].
-        rollout_logprobs: float32 [R], or None when the engine returned none.
-        columns: [R] each, the predicted tokens' values of `TokenSequence.columns`; a row without trajectories has none.
-        images: hashes of the distinct images.
-        pixel_values: float32 [P, d], their patches; None without images, and where features take their place.
-        grids: int64 [n, 3], (t, h, w) of those images.
-        image_positions: int64 [N], row positions of image placeholders.
-        image_features: int64 [N], which row of the images' features stands at each.
-        run_vision: whether the vision tower must be called (on a blank patch if there is no image), because
-            another rank calls it in this micro-step.
+    Segments form trees, in depth-first order: a prompt that stands once is followed by the responses that continue it.
     """
 
-    ids: np.ndarray = field(repr=False)
-    positions: np.ndarray = field(repr=False)
-    cu_seqlens: np.ndarray = field(repr=False)
-    prefix: np.ndarray = field(repr=False)
-    predict: np.ndarray = field(repr=False)
-    targets: np.ndarray = field(repr=False)
-    trajectories: np.ndarray = field(repr=False)
-    advantages: np.ndarray = field(repr=False)
-    rollout_logprobs: np.ndarray | None = field(repr=False)
-    columns: dict[str, np.ndarray] = field(repr=False)
-    images: tuple[str, ...] = field(repr=False)
-    pixel_values: np.ndarray | None = field(repr=False)
-    grids: np.ndarray = field(repr=False)
-    image_positions: np.ndarray = field(repr=False)
-    image_features: np.ndarray = field(repr=False)
-    run_vision: bool = False
+    ids: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [4, T], rows (text, t, h, w); a segment goes on where the one it continues ends
+    cu_seqlens: np.ndarray  # int64 [S + 1], segment boundaries 0 … T; padding, if any, is the last segment
+    prefix: np.ndarray  # int64 [S], the segment that each continues, -1 for none
+    predict: np.ndarray  # int64 [R], row positions whose hidden state predicts a sampled token
+    targets: np.ndarray  # int64 [R], those tokens
+    trajectories: np.ndarray  # int64 [R], which trajectory of the micro-batch each belongs to, 0, 1, …
+    advantages: np.ndarray  # float32 [R]
+    rollout_logprobs: np.ndarray | None  # float32 [R], None if the engine returned none
+    columns: dict[str, np.ndarray]  # [R] each, of `TokenSequence.columns`; a row without trajectories has none
+    images: tuple[str, ...]  # hashes of the distinct images
+    pixel_values: np.ndarray | None  # float32 [P, d], their patches; None without images, or if features replace them
+    grids: np.ndarray  # int64 [n, 3], (t, h, w) of those images
+    image_positions: np.ndarray  # int64 [N], row positions of image placeholders
+    image_features: np.ndarray  # int64 [N], which row of the images' features stands at each
+    run_vision: bool = False  # run the tower, on a blank patch without images: another rank does in this micro-step
 
     def __post_init__(self) -> None:
         assert self.positions.shape == (4, len(self.ids))
