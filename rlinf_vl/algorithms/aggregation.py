@@ -49,7 +49,7 @@ def aggregate(
     check_shapes(mask, per_token=per_token)
     if not isinstance(denominator, torch.Tensor) and denominator is not None and not denominator >= 0:
         raise ValueError(f"denominator must be a count >= 0, got {denominator}")
-    values = keep(per_token, mask)
+    values = zero_outside(per_token, mask)
     if mode == "token-mean":
         total = values.double().sum()
         count = mask.sum()
@@ -97,7 +97,7 @@ def segment_sum(values: torch.Tensor, index: torch.Tensor, n_segments: int) -> t
     )
 
 
-def keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def zero_outside(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values` inside the mask and 0 outside, at least float32. Whatever stands outside also gets a gradient of 0."""
     return values.to(torch.promote_types(values.dtype, torch.float32)).where(mask, 0.0)
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, keep, segment_index, segment_sum
+from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, segment_index, segment_sum, zero_outside
 
 IMPORTANCE_LEVELS = ("token", "sequence", "geometric")
 
@@ -53,7 +53,7 @@ def importance_weights(
     check_shapes(mask, train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
     if clip is not None and not clip > 0:
         raise ValueError(f"clip must be > 0 or None, got {clip}")
-    delta = keep(train_logprobs, mask) - keep(rollout_logprobs, mask)
+    delta = zero_outside(train_logprobs, mask) - zero_outside(rollout_logprobs, mask)
     if level != "token":
         index, n_segments = segment_index(mask, segment_ids, n_segments)
         exponent = segment_sum(delta, index, n_segments)
@@ -64,4 +64,4 @@ def importance_weights(
     weights = delta.clamp(max=math.log(torch.finfo(delta.dtype).max) - 1).exp()
     if clip is not None:
         weights = weights.clamp(max=clip)
-    return keep(weights, mask)
+    return zero_outside(weights, mask)

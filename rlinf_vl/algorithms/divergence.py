@@ -2,7 +2,7 @@
 
 import torch
 
-from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, keep
+from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, zero_outside
 
 DIVERGENCE_ESTIMATORS = ("k1", "k2", "k3", "abs")
 
@@ -36,7 +36,7 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, est
         mask: bool, same shape.
 
     Returns:
-        Same shape, float32 or wider, 0 outside the mask. `k3` holds log(p/q) at 20 (see `MAX_LOG_RATIO`).
+        Same shape, float32 or wider, 0 outside the mask. `k3` caps log(p/q) at 20 (see `MAX_LOG_RATIO`).
 
     Raises:
         ValueError: unknown estimator, shapes that differ.
@@ -46,7 +46,7 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, est
     """
     check_allowed("estimator", estimator, DIVERGENCE_ESTIMATORS)
     check_shapes(mask, log_p=log_p, log_q=log_q)
-    log_ratio = keep(log_p, mask) - keep(log_q, mask)
+    log_ratio = zero_outside(log_p, mask) - zero_outside(log_q, mask)
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":

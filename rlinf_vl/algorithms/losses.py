@@ -2,7 +2,7 @@
 
 import torch
 
-from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, keep, segment_index, segment_sum
+from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, segment_index, segment_sum, zero_outside
 from rlinf_vl.algorithms.divergence import MAX_LOG_RATIO, divergence
 
 RATIO_LEVELS = ("token", "geometric")
@@ -46,8 +46,8 @@ def policy_loss(
     Returns:
         The loss per token (same shape, float32 or wider, 0 outside the mask), and detached scalar tensors over the
         masked tokens (all 0 if there are none): `clip_fraction`, the share whose clipped branch is the larger;
-        `dual_clip_fraction`, the share held by clip_c; `ratio_mean`; `ratio_max`; `approx_kl`, the mean k3 estimate of
-        KL(old‖new). The log of ρ is held at 20 (`MAX_LOG_RATIO`).
+        `dual_clip_fraction`, the share capped by clip_c; `ratio_mean`; `ratio_max`; `approx_kl`, the mean k3 estimate of
+        KL(old‖new). The log of ρ is capped at 20 (`MAX_LOG_RATIO`).
 
     Raises:
         ValueError: shapes that don't fit, a clip out of range, an unknown level.
@@ -62,9 +62,9 @@ def policy_loss(
         raise ValueError(f"clip_low and clip_high must be >= 0, got {clip_low} and {clip_high}")
     if clip_c is not None and not clip_c > 1:
         raise ValueError(f"clip_c must be > 1 or None, got {clip_c}")
-    new = keep(logprobs, mask)
-    old = keep(old_logprobs.detach(), mask)
-    advantage = keep(_broadcast("advantages", advantages, mask), mask)
+    new = zero_outside(logprobs, mask)
+    old = zero_outside(old_logprobs.detach(), mask)
+    advantage = zero_outside(_broadcast("advantages", advantages, mask), mask)
 
     log_ratio = new - old
     if level == "geometric":
@@ -82,12 +82,12 @@ def policy_loss(
         dual = (advantage < 0) & (loss > cap)
         loss = torch.where(dual, cap, loss)
     if weights is not None:
-        loss = loss * keep(_broadcast("weights", weights, mask), mask)
+        loss = loss * zero_outside(_broadcast("weights", weights, mask), mask)
     loss = loss.where(mask, 0.0)
 
     with torch.no_grad():
         count = mask.sum().clamp(min=1)
-        masked_ratio = keep(ratio, mask)
+        masked_ratio = zero_outside(ratio, mask)
         stats = {
             "clip_fraction": (binds & mask).sum() / count,
             "dual_clip_fraction": (dual & mask).sum() / count,

@@ -32,7 +32,7 @@ class TooManyRestarts(RunError):
 def run(
     config: Config,
     model_path: str,
-    placement: Reservation,
+    reservation: Reservation,
     run_dir: Path,
     progress: RunProgress,
     stop: StopRequest,
@@ -49,8 +49,10 @@ def run(
         RunError: it can't go on; see `train`.
     """
     began = time.monotonic()
-    device = placement.device
-    strategy = resolve_weight_sync(config.rollout.weight_sync, device, placement.collocated, placement.beside_actors)
+    device = reservation.device
+    strategy = resolve_weight_sync(
+        config.rollout.weight_sync, device, reservation.collocated, reservation.beside_actors
+    )
     with closing(RunLog(config, run_dir, model_path, progress)) as log:
 
         def load_model(learner: ActorGroup) -> WeightSync:
@@ -68,10 +70,10 @@ def run(
 
         progress.phase("starting rollout workers and actor ranks")
         replaced = partial(log.event, "worker_replaced")
-        pool = RolloutPool(config, model_path, device, placement.rollout, report=replaced, check=stop.check)
-        learner = ActorGroup(config, model_path, device, placement.actor)
+        pool = RolloutPool(config, model_path, device, reservation.rollout, report=replaced, check=stop.check)
+        learner = ActorGroup(config, model_path, device, reservation.actor)
         data = usable_rows(config, run_dir, pool, progress)
-        gpu = SharedGpu(pool, shared=placement.collocated, offload=config.actor.enable_offload)
+        gpu = SharedGpu(pool, shared=reservation.collocated, offload=config.actor.enable_offload)
         sync = load_model(learner)
         logger.info("started in %.0f s; training to step %d", time.monotonic() - began, data.total_steps)
         stop.graceful = True
@@ -86,7 +88,7 @@ def run(
                     if sync.busy:
                         pool.replace_all("they may wait for weights that will not come")
                     pool.release()
-                    learner = ActorGroup(config, model_path, device, placement.actor)
+                    learner = ActorGroup(config, model_path, device, reservation.actor)
                     sync = load_model(learner)
                 outcome = train(config, pool, learner, data, run_dir, stop, gpu=gpu, sync=sync, log=log, start=start)
             except ActorsLost as error:
