@@ -25,7 +25,7 @@ from rlinf_vl.data.bad_rows import check_faults
 from rlinf_vl.data.usable import RunData
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import summarize_rollout
-from rlinf_vl.rollout.supervisor import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, CheckpointFailed, save_checkpoint
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.types import GroupSummary

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import ray
 
 from rlinf_vl.actor.batches import RankMiniBatch
-from rlinf_vl.rollout.supervisor import Submission, Task
+from rlinf_vl.rollout.submission import Submission, Task
 from rlinf_vl.types import GroupSummary, Prices
 
 

@@ -16,11 +16,12 @@ class StepResult:
     """What the environment says to one response.
 
     Attributes:
-        messages: what the policy sees next, in the OpenAI content-part form; empty when done.
-        reward: what this step pays, already scaled to reward_min_val…reward_max_val.
+        messages: what the policy sees next, in the OpenAI content-part form: `image_url` with a data URI or the address of an image
+            of the problem, or `image` with a PIL image, an array or encoded bytes. Empty when done.
+        reward: of this step, already scaled to reward_min_val…reward_max_val; the trajectory's reward is the sum.
         done: whether the episode is over.
-        info: facts to record; `correct` (bool) counts towards validation accuracy, `reward_parts` (numbers by name) is
-            shown beside the reward.
+        info: facts to record: the last step's `correct` (bool) counts towards validation accuracy; `reward_parts` (numbers by
+            name) are summed over the steps and shown beside the reward.
     """
 
     messages: tuple[Message, ...]
@@ -44,7 +45,7 @@ class Env(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what the episode holds; called once, also where it was not finished or not even started."""
+        """Free what the episode uses. Called once, also if it was not finished or not even started."""
         ...
 
 

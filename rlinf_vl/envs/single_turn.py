@@ -14,7 +14,6 @@ class SingleTurn:
         self._answer: str | None = None
 
     def start(self, problem: Problem) -> list[Message]:
-        """The problem's messages."""
         self._answer = problem.answer
         return list(problem.messages)
 
@@ -32,5 +31,4 @@ class SingleTurn:
         return StepResult(messages=(), reward=reward, done=True, info={"correct": correct})
 
     def close(self) -> None:
-        """Nothing is held."""
         self._answer = None

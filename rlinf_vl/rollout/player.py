@@ -48,14 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutFault(RuntimeError):
-    """What failed is not the row: `kind` is `ENGINE_FAULT` or `ENVIRONMENT_FAULT`."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(kind, reason)
-        self.kind, self.reason = kind, reason
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.reason}"
+    """What failed is not the row: "kind: reason", with `ENGINE_FAULT` or `ENVIRONMENT_FAULT` for the kind."""
 
 
 @dataclass(eq=False)
@@ -191,7 +184,7 @@ class Player:
                 sequence.assert_images_placed(self.processor.image_token_id, self.processor.merge_size)
                 turns.append(Turn(0, len(request.ids), len(sequence.ids), sample.finish_reason, 0.0))
                 if sample.finish_reason == "error":
-                    raise RolloutFault(ENGINE_FAULT, "it gave up on this sample")
+                    raise RolloutFault(f"{ENGINE_FAULT}: it gave up on this sample")
                 result = await in_thread(self._step, episode, sample.ids, opening.problem)
                 turns[-1] = replace(turns[-1], reward=result.reward)
                 for name, part in result.info["reward_parts"].items():
@@ -230,7 +223,7 @@ class Player:
             if not await asyncio.to_thread(self.engine.alive, self.alive_timeout_s):
                 raise EngineDied(f"the engine died: {error}") from error
             if not isinstance(error, (RowError, ImageError)):
-                raise RolloutFault(ENGINE_FAULT, f"{type(error).__name__}: {error}") from error
+                raise RolloutFault(f"{ENGINE_FAULT}: {type(error).__name__}: {error}") from error
             if not {image.hash for image in request.images} <= {image.hash for image in problem.images}:
                 raise self._env_fault(f"shows an image that can't be used: {error}") from error
             raise
@@ -274,7 +267,7 @@ class Player:
         return Request(ids, before.images + images, np.concatenate([before.image_grids, grids]), sampling, (seed,))
 
     def _env_fault(self, what: str) -> RolloutFault:
-        return RolloutFault(ENVIRONMENT_FAULT, f"{self.env_name!r} {what}")
+        return RolloutFault(f"{ENVIRONMENT_FAULT}: {self.env_name!r} {what}")
 
 
 def _images(messages: Iterable[Message], problem: Problem) -> tuple[ImageRef, ...]:

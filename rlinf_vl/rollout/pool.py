@@ -1,10 +1,9 @@
-"""All rollout workers as one: rows checked, tasks answered, weights taken, memory released; failed workers are replaced
-(`rlinf_vl.rollout.supervisor`)."""
+"""All rollout workers as one. Those that fail are replaced (`rlinf_vl.rollout.supervisor`)."""
 
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +13,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
-from rlinf_vl.rollout.supervisor import Submission, Supervisor, Task, WorkerDied
+from rlinf_vl.rollout.submission import Submission, Task
+from rlinf_vl.rollout.supervisor import Supervisor, WorkerDied
 from rlinf_vl.rollout.worker import RolloutWorker
 from rlinf_vl.runtime.ray_process import Heartbeat, cause_of, entry, kill
 from rlinf_vl.types import GroupSummary
@@ -33,27 +33,27 @@ class _RayWorker:
         self.process: ray.ObjectRef = actor.process.remote()
         self._heart = Heartbeat(actor.heartbeat.remote, heartbeat_timeout)
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.actor, method).remote(*args)
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await answer(getattr(self.actor, method).remote(*arguments))
+
+    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
+        async for reference in self.actor.generate.remote(tasks):
+            yield await answer(reference)
 
     def watch(self) -> None:
         self._heart.restart()
 
     def failure(self) -> str | None:
-        return self._heart.failure()
+        return self._heart.failure() if ray.is_initialized() else None
 
     def kill(self) -> None:
         kill(self.actor, self.process)
 
 
-def _wait(handles: list[Any], seconds: float) -> list[Any]:
-    return ray.wait(handles, num_returns=1, timeout=seconds)[0]
-
-
-def _outcome(handle: Any) -> Any:
-    """What a call returned, or the next (summary, reference) of a stream."""
+async def answer(reference: ray.ObjectRef) -> Any:
+    """What a call returned. Raises WorkerDied if its worker, or the engine, is dead."""
     try:
-        return ray.get(handle if isinstance(handle, ray.ObjectRef) else next(handle))
+        return await reference
     except RayActorError as error:
         raise WorkerDied(cause_of(error), in_constructor=error.actor_init_failed) from error
     except RayTaskError as error:
@@ -77,8 +77,8 @@ class RolloutPool:
     ) -> None:
         """
         Args:
-            report: told, in words and in another thread, of every worker that is replaced.
-            check: called at least once a second while groups are waited for; what it raises ends the rollout.
+            report: called with a sentence, in another thread, for every worker that is replaced.
+            check: called at least once a second by whoever waits for groups; what it raises ends the rollout.
         """
         self._report = report
         self._check = check
@@ -87,15 +87,9 @@ class RolloutPool:
             actor = RolloutWorker.options(**options[number]).remote(config, model_path, device, number)
             return _RayWorker(actor, config.runner.heartbeat_timeout)
 
-        self._supervisor = Supervisor[_RayWorker](
-            make,
-            len(options),
-            wait=_wait,
-            outcome=_outcome,
-            max_running=None if config.rollout.rollout_backend == "torch" else config.rollout.max_running_requests,
-            report=report,
-        )
-        #: (split, row) → what stands for an image that other rows have too; None where no other has
+        max_running = None if config.rollout.rollout_backend == "torch" else config.rollout.max_running_requests
+        self._supervisor = Supervisor[_RayWorker](make, len(options), max_running=max_running, report=report)
+        #: (split, row) → number of an image that other rows have too; None where no other has
         self._shared: dict[tuple[str, int], int | None] = {}
 
     @property
@@ -113,11 +107,8 @@ class RolloutPool:
         return [entry(f"rollout {slot.number}", slot.worker.process, slot.restarts) for slot in slots]
 
     def start(self) -> dict[str, int]:
-        """Wait until every worker has its model and data; the rows of each split.
-
-        Raises:
-            RayActorError: what a worker's constructor raised: the config's fault, and not chance as is a process that dies.
-        """
+        """Wait until every worker has its model and data; the number of rows of each split. RayActorError is what a worker's
+        constructor raised: the config's fault, and not chance as is a process that dies."""
         self._supervisor.start()
         return self._call_all("while it starts", "ready")[0]
 
@@ -159,37 +150,36 @@ class RolloutPool:
         """Replace every worker: what the old ones are in the middle of can't be ended otherwise."""
         self._report(f"all rollout workers are replaced: {reason}")
         self._supervisor.replace_all()
-        self.replace_dead()
 
     def release(self, summaries: Sequence[GroupSummary] | None = None) -> None:
-        """Let the groups of these summaries (None: all) go from the object store, once nobody reads them any more."""
+        """Free the groups of these summaries (None: all) in the object store once nobody reads them any more."""
         ids = None if summaries is None else [summary.id for summary in summaries]
         for worker in self.workers:
             worker.release.remote(ids)
 
     def forget_weights(self) -> None:
-        """Those who have the spare weights are gone: until the next sync, a worker that is replaced has those of the start."""
+        """The spare weights are gone: until the next sync, replacements have the weights of the start."""
         self._supervisor.weights = None
 
     def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
-        """Have every worker take weights from the object store; workers that replace one take them, too."""
+        """Have every worker take weights from the object store, and every replacement."""
         self.settle(self.take_weights("object_store", list(buckets), version, lambda: buckets))
 
     def take_weights(
         self, way: str, labels: Sequence[Any], version: int, spare: Callable[[], Sequence[ray.ObjectRef]]
     ) -> list[ray.ObjectRef]:
-        """Have every worker take the weights that were offered; references to wait for.
-
-        Args:
-            spare: the same weights as buckets in the object store, asked for when a worker is replaced.
-        """
+        """Have every worker take the weights that were offered; returns references to wait for. When a worker is replaced, `spare`
+        gives the same weights as buckets in the object store."""
         self._supervisor.weights = (spare, version)
         return [worker.take_weights.remote(way, labels, version) for worker in self.workers]
 
     def settle(self, taken: Sequence[ray.ObjectRef]) -> None:
-        """Wait for what `take_weights` began. A worker that dies or hangs meanwhile is replaced, and given the spare weights."""
-        what = "during a weight sync"
-        self._supervisor.results([self._supervisor.watch(i, what, reference) for i, reference in enumerate(taken)])
+        """Wait for what `take_weights` began. A worker that dies or hangs meanwhile is replaced by one with the spare weights."""
+        slots = zip(self._supervisor.slots, taken, strict=True)
+        for settled in [
+            self._supervisor.settle(slot.number, slot.worker, answer(reference)) for slot, reference in slots
+        ]:
+            settled.result()
 
     def release_tags(self) -> tuple[str, ...]:
         """What engines give back while a trainer needs their GPUs (`rlinf_vl.engines.base.release_tags`)."""
@@ -197,21 +187,22 @@ class RolloutPool:
         return tuple(tag for tag in MEMORY_TAGS if tag in wanted)
 
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Have every engine give its device memory back, as in `Engine`. A worker that fails is replaced."""
-        self._call_all("while giving memory back", "release_memory", lambda i: (tags,))
+        """Have every engine release its device memory, as in `Engine`. A worker that fails is replaced."""
+        self._call_all("while it releases memory", "release_memory", lambda i: (tags,))
 
     def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Have every engine take it again, as in `Engine`. A worker that fails is replaced."""
-        self._call_all("while taking memory back", "restore_memory", lambda i: (tags,))
+        """Have every engine restore it, as in `Engine`. A worker that fails is replaced."""
+        self._call_all("while it restores memory", "restore_memory", lambda i: (tags,))
 
     def stop(self) -> None:
-        """End every engine and its processes. A worker that has died since needs no end: what it was for is done."""
+        """End every engine and its processes."""
         self._supervisor.stop()
         for ended in [worker.stop.remote() for worker in self.workers]:
-            with suppress(RayActorError):
+            with suppress(RayActorError):  # it has died since
                 ray.get(ended)
 
     def _call_all(self, what: str, method: str, arguments: Callable[[int], tuple] = lambda i: ()) -> list[Any]:
         """What the method returns for each worker; one that fails is replaced, and its replacement called."""
         numbers = range(len(self.workers))
-        return self._supervisor.results([self._supervisor.call(i, what, method, *arguments(i)) for i in numbers])
+        futures = [self._supervisor.call(i, what, method, *arguments(i)) for i in numbers]
+        return [future.result() for future in futures]

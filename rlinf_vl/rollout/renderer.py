@@ -8,8 +8,9 @@ Invariants:
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,6 @@ import numpy as np
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.types import ImageRef, Message
 
-#: Keys of a message's parts that hold no text for the model.
-_NO_TEXT = ("type", "image", "image_url")
-#: Characters that stand for nothing: marks in a text, until it is encoded.
-_MARKS = [chr(code) for code in range(0xE000, 0xF900)]
 #: Answers that a template must show as they were sampled, with {} for a mark.
 _ANSWERS = ("{}", "<think>\nso\n</think>\n\n{}")
 #: What an answer may stand behind.
@@ -54,7 +51,7 @@ class Renderer:
         Raises:
             ValueError: the rendered prompt does not hold one placeholder per image.
         """
-        marked, mark = self._mark(messages)
+        marked, mark, _ = self._mark(messages)
         return self._expand(self._encode(self._render(marked), mark), images)
 
     def extend(
@@ -70,8 +67,7 @@ class Renderer:
             ValueError: as `prompt`. TemplateError: what follows depends on what was said before, or the template shows
                 answers other than they were sampled.
         """
-        marked, mark = self._mark(messages)
-        answer = next(c for c in _MARKS if c != mark and not any(c in text for m in messages for text in _texts(m)))
+        marked, mark, answer = self._mark(messages)
         following = {self._after(answer, history, shown, marked) for history in _HISTORIES for shown in _ANSWERS}
         if len(following) > 1:
             raise TemplateError(
@@ -119,15 +115,12 @@ class Renderer:
         return np.repeat(rendered, repeats), grids
 
     def _encode(self, rendered: str, mark: str) -> list[int]:
-        """Ids of what the template wrote, the special tokens in messages' own texts as text.
-
-        Where a text has one, a mark behind its first character keeps it apart from those of the template, whatever the
-        template does with the text; what stands between the template's tokens is encoded by itself, as it always is.
-        """
+        """Ids of what the template wrote. With a mark, what stands between special tokens is encoded by itself, as it always is,
+        and as text without any."""
         if not mark:
             return self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
         ids: list[int] = []
-        for i, piece in enumerate(re.split(f"({self._special})", rendered)):
+        for i, piece in enumerate(re.split(f"({'|'.join(map(re.escape, self._special))})", rendered)):
             if i % 2:
                 ids.append(self._tokenizer.convert_tokens_to_ids(piece))
             elif piece:
@@ -135,29 +128,30 @@ class Renderer:
                 ids += self._text_only(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return ids
 
-    def _mark(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
-        """The messages with a mark in each special token of a text, and the mark: empty if there is no such token."""
-        texts = [text for message in messages for text in _texts(message)]
-        joined = "".join(texts)  # a template may put two parts side by side
-        places = [match.start() for match in re.finditer(f"(?={self._special})", joined)]
-        if not places:
-            return list(messages), ""
-        mark = next(c for c in _MARKS if c not in joined)
-        bounds = np.cumsum([0, *map(len, texts)])
-        marked = []
-        for text, start, end in zip(texts, bounds, bounds[1:], strict=False):
-            for place in reversed([p - start for p in places if start <= p < end]):
-                text = text[: place + 1] + mark + text[place + 1 :]
-            marked.append(text)
-        rest = iter(marked)
-        return [_with_texts(message, rest) for message in messages], mark
+    def _mark(self, messages: Sequence[Message]) -> tuple[list[Message], str, str]:
+        """If texts of the messages spell a special token, perhaps only when a template joins them: the messages with a mark that
+        keeps it apart from the template's own, behind the first character of anything that begins like one.
+
+        Returns:
+            (messages, mark or "", another mark that no text has).
+        """
+        texts: list[str] = []
+        _map_texts(list(messages), texts.append)
+        joined = "".join(texts)
+        mark, spare = islice(
+            (c for c in map(chr, range(0xE000, 0xF900)) if c not in joined), 2
+        )  # they stand for nothing
+        if not any(token in joined for token in self._special):
+            return list(messages), "", spare
+        begins = {f"{re.escape(token[:1])}(?={re.escape(token[1:2])}|$)" for token in self._special}
+        return _map_texts(list(messages), lambda text: re.sub("|".join(begins), rf"\g<0>{mark}", text)), mark, spare
 
     @cached_property
-    def _special(self) -> str:
-        """A regular expression for any special token."""
+    def _special(self) -> list[str]:
+        """All special tokens, longer ones first."""
         known = self._tokenizer.added_tokens_decoder.values()
         tokens = {token.content for token in known if token.special} | set(self._tokenizer.all_special_tokens)
-        return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+        return sorted(tokens, key=len, reverse=True)
 
     @cached_property
     def _text_only(self) -> Any:
@@ -165,25 +159,15 @@ class Renderer:
         return copy.deepcopy(self._tokenizer)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text of a message, its images' addresses aside, in order."""
+def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """The same with every text changed, addresses of images aside."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key not in _NO_TEXT:
-                yield from _texts(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item)
-
-
-def _with_texts(value: Any, texts: Iterator[str]) -> Any:
-    """The message with other texts in the order of `_texts`."""
-    if isinstance(value, str):
-        return next(texts)
+        return change(value)
     if isinstance(value, dict):
-        return {key: item if key in _NO_TEXT else _with_texts(item, texts) for key, item in value.items()}
+        return {
+            key: item if key in ("type", "image", "image_url") else _map_texts(item, change)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_with_texts(item, texts) for item in value]
+        return [_map_texts(item, change) for item in value]
     return value

@@ -1,39 +1,29 @@
-"""One thread that sends rollout workers their work, notices which of them die or hang, replaces those and sends lost work again.
+"""Sends rollout workers their work, notices which of them die or hang, replaces those, and sends lost work again. No Ray.
 
-No Ray here: a worker is made by a callable, and `wait` and `outcome` tell what its handles came to.
-
-Invariants:
-- Only the supervisor's thread changes slots and submissions. Other threads post commands, and wait for futures and events.
+One thread with an event loop does all of it: nothing else changes slots and submissions. Invariants:
 - Each task of a submission ends with exactly one group, whatever dies. A worker's groups live in its memory, so when it dies
   all of its tasks are sent again, also those whose groups had arrived.
-- A worker is watched while it owes an answer. One that dies idle is replaced when it is next asked for something, and not
-  before: until then its GPU may be the trainer's.
+- A worker is watched while it owes an answer or has groups of an open submission. One that dies idle is replaced when it is next
+  asked for something, and not before: until then its GPU may be the trainer's.
 """
 
-import logging
+import asyncio
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum
-from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from rlinf_vl.errors import RunError
-
-log = logging.getLogger(__name__)
+from rlinf_vl.rollout.submission import Submission, Task
 
 #: Seconds that a replacement has to load its model and start its engine.
 START_TIMEOUT_S = 1800.0
 #: Workers replaced since a submission ended well before the supervisor gives up: chance does not kill so many.
 MAX_REPLACEMENTS = 8
-#: Most seconds between two looks at commands and heartbeats while workers are at work.
-TICK_S = 0.1
-#: Most seconds between two calls of `check` by a thread that waits for groups.
-CHECK_S = 0.5
+#: Seconds between two looks at whether busy workers are well.
+WATCH_S = 1.0
 
 
 class WorkersLost(RunError):
@@ -48,32 +38,20 @@ class WorkerDied(Exception):
         self.in_constructor = in_constructor
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Answer row `row` of `split` ("train" or "val") with one sample per seed; `group_id` names the result.
-
-    `own_images`: no other row is known to show the images of this one.
-    """
-
-    group_id: str
-    split: str
-    row: int
-    seeds: tuple[int, ...]
-    own_images: bool = False
-
-
 class Worker(Protocol):
-    """A rollout worker's process. No method waits for it."""
+    """A rollout worker's process. Whoever waits for it gets WorkerDied once it is dead."""
 
-    def call(self, method: str, *args: Any) -> Hashable:
-        """A handle of the answer; `generate` answers with a stream of (summary, reference) pairs."""
+    async def call(self, method: str, *arguments: Any) -> Any: ...
+
+    def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[Any, Any]]:
+        """(summary, reference) of each task's group."""
         ...
 
     def watch(self) -> None:
         """Expect heartbeats from now on."""
 
     def failure(self) -> str | None:
-        """Why it must be replaced (no heartbeat in time, a dead engine), or None."""
+        """Why it must be replaced (no heartbeat in time, a dead engine), or None. Never waits."""
         ...
 
     def kill(self) -> None:
@@ -83,402 +61,286 @@ class Worker(Protocol):
 W = TypeVar("W", bound=Worker)
 
 
-class Submission:
-    """The groups of some tasks, as (summary, reference) pairs in the order in which they finish.
-
-    A group comes a second time if its worker dies before the submission is done; the second one replaces the first.
-    """
-
-    def __init__(self, tasks: Sequence[Task], close: Callable[["Submission"], None], check: Callable[[], None]) -> None:
-        self.tasks = list(tasks)
-        self.queue: deque[Task] = deque()  # what any worker may be given next
-        self.arrived: set[str] = set()
-        self.events: SimpleQueue[tuple[Any, Any] | BaseException | None] = SimpleQueue()
-        self._close = close
-        self._check = check
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Raises WorkersLost, and what a task or `check` raised. Leaving the loop early abandons the remaining tasks."""
-        try:
-            while True:
-                self._check()
-                with suppress(Empty):
-                    event = self.events.get(timeout=CHECK_S)
-                    if event is None:
-                        return
-                    if isinstance(event, BaseException):
-                        raise event
-                    yield event
-        finally:
-            self._close(self)
-
-    def results(self) -> list[tuple[Any, Any]]:
-        """Wait for all groups; the order is that of the tasks."""
-        found = {summary.id: (summary, group) for summary, group in self}
-        return [found[task.group_id] for task in self.tasks]
-
-
-@dataclass(eq=False)
-class _Batch:
-    """Tasks that a worker answers in one stream."""
-
-    submission: Submission
-    tasks: list[Task]
-
-
-@dataclass(eq=False)
-class _Call:
-    """A call that the slot's worker must answer, or else its replacement; with `method` None, any live replacement will do."""
-
-    what: str
-    method: str | None
-    arguments: tuple
-    future: Future = field(default_factory=Future)
-
-
-class _Stage(Enum):
-    DOWN = "to be replaced when something is asked of it"
-    STARTING = "loads model and data"
-    LOADING = "takes the current weights"
-    LIVE = "does what it is asked"
-
-
 @dataclass(eq=False)
 class _Slot(Generic[W]):
-    """A position for a worker, the worker in it, and what that one owes."""
+    """A position for a worker, the worker in it, and what that one has to do."""
 
     number: int
     worker: W
-    stage: _Stage = _Stage.LIVE
-    failure: str = ""  # why it is down
+    start: asyncio.Task[None] | None = (
+        None  # done when the worker has its model and the current weights, or can't be had
+    )
     restarts: int = 0
-    start: Hashable | None = None  # handle of the call that a worker which is STARTING or LOADING must answer
-    deadline: float = float("inf")  # of that call
-    streams: dict[Hashable, _Batch] = field(default_factory=dict)
-    calls: dict[Hashable, _Call] = field(default_factory=dict)
-    waiting: list[_Call] = field(default_factory=list)  # made when the slot is live
-    reserved: deque[_Batch] = field(default_factory=deque)  # without `max_running`: sent one after the other
+    calls: int = 0  # being answered
+    hang: str | None = None  # why a worker that was to take the current weights was killed
+    queue: deque[tuple[Submission, Task]] = field(default_factory=deque)  # its share of what is not sent yet
     given: dict[Submission, dict[str, Task]] = field(default_factory=dict)  # tasks of open submissions, by group
+    streams: dict[asyncio.Task[None], Submission] = field(default_factory=dict)
 
     @property
-    def handles(self) -> list[Hashable]:
-        return [*([] if self.start is None else [self.start]), *self.calls, *self.streams]
+    def live(self) -> bool:
+        return self.start is not None and self.start.done() and self.start.exception() is None
+
+    def watch(self) -> None:
+        """The worker is asked for something: if it was idle, its heartbeat counts from now on."""
+        if not self.calls and not self.given:
+            self.worker.watch()
 
 
 class Supervisor(Generic[W]):
     """
     Args:
         make: a new worker for slot 0 … n - 1.
-        wait: those handles of a list that are answered, or whose stream has something; one or more, or none after so many seconds.
-        outcome: what a handle came to. Raises StopIteration at the end of a stream, WorkerDied, or what the call raised.
-        max_running: most samples that a worker's engine runs at once. A worker is given twice that, and one more task for each
-            that it finishes. None: each worker answers its share of a submission as one batch, one submission after the
-            other. The embedded engine needs that: a logprob's last digits depend on who else is in the batch, which must
-            not depend on time if a resumed run is to equal one that was never stopped.
+        max_running: most samples that a worker's engine runs at once. A worker is sent twice that of its share of a submission,
+            and one more task for each that it finishes; when its share is used up, it gets what others have no room for.
+            None: each worker answers its share as one batch, one submission after the other. The embedded engine needs that:
+            a logprob's last digits depend on who else is in the batch, which must not depend on time if a resumed run is to
+            equal one that was never stopped.
         report: called, in the supervisor's thread, for every worker that is replaced.
     """
 
     def __init__(
-        self,
-        make: Callable[[int], W],
-        n: int,
-        *,
-        wait: Callable[[list[Any], float], list[Any]],
-        outcome: Callable[[Any], Any],
-        max_running: int | None,
-        report: Callable[[str], None],
+        self, make: Callable[[int], W], n: int, *, max_running: int | None, report: Callable[[str], None]
     ) -> None:
         self.slots = [_Slot(i, make(i)) for i in range(n)]
         #: (what gives the current weights as buckets, their version); None: those that workers start with.
         self.weights: tuple[Callable[[], Sequence[Any]], int] | None = None
         self._make = make
-        self._wait = wait
-        self._outcome = outcome
         self._max_running = max_running
         self._report = report
         self._deaths = 0  # since the last submission that ended well
-        self._first_start = True
         self._open: list[Submission] = []
-        self._commands: SimpleQueue[tuple[Callable[[], Any], Future] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="rollout-supervisor", daemon=True)
-        self._thread.start()
+        self._watcher: asyncio.Task[None] | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="rollout-supervisor", daemon=True).start()
 
     # --- for other threads ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Watch the first workers start. What a constructor raises is raised by `results`: it is no chance."""
-        self._post(lambda: [self._await_start(slot) for slot in self.slots])
+        """Wait until all workers have started. What a constructor raises is raised here: it is no chance."""
+
+        async def start() -> None:
+            for slot in self.slots:
+                slot.start = asyncio.create_task(self._start(slot, first=True))
+            self._watcher = asyncio.create_task(self._watch())
+            await asyncio.gather(*(slot.start for slot in self.slots if slot.start is not None))
+
+        self._run(start()).result()
 
     def submit(self, tasks: Sequence[Task], order: Sequence[Task], check: Callable[[], None]) -> Submission:
-        """Have the tasks answered, sent in `order`. Whoever waits for the groups calls `check` at least once a second."""
-        submission = Submission(tasks, lambda it: self._post(lambda: self._close(it), wait=True), check)
-        submission.queue.extend(order)
-        self._post(lambda: self._begin(submission))
+        """Have the tasks answered, shared out in `order`. Whoever waits for groups calls `check` at least once a second."""
+        submission = Submission(tasks, check, lambda it: self._loop.call_soon_threadsafe(self._close, it))
+        self._loop.call_soon_threadsafe(self._begin, submission, order)
         return submission
 
     def call(self, number: int, what: str, method: str, *arguments: Any) -> Future:
         """Call the worker in a slot, or its replacement. `what` ends the sentence "a rollout worker is replaced …"."""
-        call = _Call(what, method, arguments)
-        self._post(lambda: self._ask(self.slots[number], call))
-        return call.future
 
-    def watch(self, number: int, what: str, handle: Hashable) -> Future:
-        """Done when a call that the slot's worker was asked for is answered, or when a replacement has the current weights."""
-        call = _Call(what, None, ())
+        async def call(slot: _Slot[W]) -> Any:
+            while True:
+                await asyncio.shield(self._revive(slot))
+                worker = slot.worker
+                try:
+                    return await self._owed(slot, worker.call(method, *arguments))
+                except WorkerDied as death:
+                    self._replace(slot, worker, what, str(death))
 
-        def begin() -> None:
-            slot = self.slots[number]
-            if slot.stage is _Stage.LIVE:
-                slot.calls[handle] = call
-            else:
-                self._ask(slot, call)
+        return self._run(call(self.slots[number]))
 
-        self._post(begin)
-        return call.future
+    def settle(self, number: int, worker: W, answer: Awaitable[Any]) -> Future:
+        """Wait until a worker has taken weights that it was offered, or until its replacement has the current ones."""
 
-    def results(self, futures: Sequence[Future]) -> list[Any]:
-        try:
-            return [future.result() for future in futures]
-        except KeyboardInterrupt as error:  # Ray is shut down next, and must not be waited for meanwhile
-            self._post(lambda error=error: self._drop_all(error), wait=True)
-            raise
+        async def settle(slot: _Slot[W]) -> None:
+            try:
+                await self._owed(slot, answer)
+            except WorkerDied as death:
+                self._replace(slot, worker, "during a weight sync", str(death))
+                await asyncio.shield(self._revive(slot))
+
+        return self._run(settle(self.slots[number]))
 
     def replace_all(self) -> None:
-        """Replace every worker, whatever it is doing."""
-        self._post(lambda: [self._start(slot) for slot in self.slots])
+        """Replace every worker, whatever it is doing, and wait until the new ones are live."""
+
+        async def replace(slot: _Slot[W]) -> None:
+            if slot.start is not None:
+                slot.start.cancel()
+            self._requeue(slot)
+            self._renew(slot)
+            slot.start = asyncio.create_task(self._start(slot))
+            await slot.start
+
+        for future in [self._run(replace(slot)) for slot in self.slots]:
+            future.result()
 
     def stop(self) -> None:
         """End the thread; the workers live on."""
-        self._commands.put(None)
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _post(self, command: Callable[[], Any], wait: bool = False) -> None:
-        done = Future()
-        self._commands.put((command, done))
-        if wait and self._thread.is_alive() and threading.current_thread() is not self._thread:
-            done.result()
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    # --- the thread -----------------------------------------------------------------------------------------------------
+    # --- workers --------------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    async def _watch(self) -> None:
+        """Replace workers that hang while they have something to do."""
         while True:
-            idle = not any(slot.handles for slot in self.slots)
-            try:
-                posted = self._commands.get(block=idle)
-            except Empty:
-                self._guarded(self._look)
-                continue
-            if posted is None:
-                return
-            self._guarded(posted[0])
-            posted[1].set_result(None)
+            await asyncio.sleep(WATCH_S)
+            for slot in self.slots:
+                if (slot.calls or slot.given) and (reason := slot.worker.failure()):
+                    if slot.live:
+                        self._replace(slot, slot.worker, "while idle", reason)
+                    else:
+                        slot.hang = reason
+                        slot.worker.kill()
 
-    def _guarded(self, step: Callable[[], Any]) -> None:
-        """An error that belongs to no single call or submission ends them all. The next command begins anew."""
+    async def _owed(self, slot: _Slot[W], answer: Awaitable[Any]) -> Any:
+        """Wait for an answer that the slot's worker owes."""
+        slot.watch()
+        slot.calls += 1
         try:
-            step()
-        except BaseException as error:
-            self._drop_all(error)
+            return await answer
+        finally:
+            slot.calls -= 1
 
-    def _drop_all(self, error: BaseException) -> None:
-        for submission in list(self._open):
-            self._close(submission, error)
-        for slot in self.slots:
-            if slot.start is not None:
-                self._take_down(slot, str(error))
-            for call in [*slot.calls.values(), *slot.waiting]:
-                call.future.set_exception(error)
-            slot.calls.clear()
-            slot.waiting.clear()
+    def _revive(self, slot: _Slot[W]) -> asyncio.Task[None]:
+        """The start of the slot's worker, which may be done; if it failed, the start of another one."""
+        assert slot.start is not None, "start() comes first"
+        if slot.start.done() and (error := slot.start.exception()):
+            self._replace(slot, slot.worker, "while idle", str(error))
+        return slot.start
 
-    def _look(self) -> None:
-        """Wait a moment for an answer. Replace workers that fail."""
-        owners = {handle: slot for slot in self.slots for handle in slot.handles}
-        for handle in self._wait(list(owners), TICK_S):
-            if handle in owners[handle].handles:  # else its worker was replaced just now
-                self._answered(owners[handle], handle)
-        for slot in self.slots:
-            if time.monotonic() > slot.deadline:
-                self._replace(slot, f"it did not start within {START_TIMEOUT_S:.0f} s")
-            elif slot.handles and slot.stage in (_Stage.LOADING, _Stage.LIVE) and (reason := slot.worker.failure()):
-                self._replace(slot, reason)
+    def _replace(self, slot: _Slot[W], worker: W, what: str, reason: str) -> None:
+        """Start another worker in the slot of one that is dead or hangs, unless that was done already."""
+        if slot.worker is not worker or slot.start is None or not slot.start.done():
+            return
+        if groups := sum(map(len, slot.given.values())):
+            what = f"and its {groups} groups are sent again"
+        self._requeue(slot)
+        slot.start = asyncio.create_task(self._start(slot, failed=(what, reason)))
 
-    def _answered(self, slot: _Slot, handle: Hashable) -> None:
-        batch, call = slot.streams.get(handle), slot.calls.get(handle)
-        try:
-            value = self._outcome(handle)
-        except StopIteration:
-            submission = slot.streams.pop(handle).submission
-            self._fill()
-            self._close_if_done(submission)
-        except WorkerDied as death:
-            if death.in_constructor and self._first_start:
-                raise death.__cause__ or death from None
-            self._replace(slot, str(death))
-        except Exception as error:
-            if batch is not None:
-                self._close(batch.submission, error)
-            elif call is not None:
-                slot.calls.pop(handle).future.set_exception(error)
-            else:
-                raise
-        else:
-            if batch is not None:
-                self._arrived(batch.submission, *value)
-            elif call is not None:
-                slot.calls.pop(handle).future.set_result(value)
-            else:
-                self._started(slot)
+    async def _start(self, slot: _Slot[W], *, first: bool = False, failed: tuple[str, str] | None = None) -> None:
+        """Wait until the slot's worker has its model and the current weights; replace it as often as it fails.
 
-    # --- slots ----------------------------------------------------------------------------------------------------------
-
-    def _ask(self, slot: _Slot, call: _Call) -> None:
-        if slot.stage is not _Stage.LIVE:
-            slot.waiting.append(call)
-            self._revive(slot)
-        elif call.method is None:
-            call.future.set_result(None)
-        else:
-            self._watch(slot)
-            slot.calls[slot.worker.call(call.method, *call.arguments)] = call
-
-    def _watch(self, slot: _Slot) -> None:
-        if not slot.handles:
-            slot.worker.watch()
-
-    def _revive(self, slot: _Slot) -> None:
-        if slot.stage is _Stage.DOWN:
-            self._replace(slot, slot.failure)
-
-    def _take_down(self, slot: _Slot, reason: str) -> None:
-        slot.stage = _Stage.DOWN
-        slot.failure = reason
-        slot.start = None
-        slot.deadline = float("inf")
-
-    def _replace(self, slot: _Slot, reason: str) -> None:
-        """Start a new worker in the place of one that is dead or can't be trusted; it is asked again for what that one owed.
+        Args:
+            first: the run begins.
+            failed: the worker there must be replaced: end of the report, and reason.
 
         Raises:
             WorkersLost: more than `MAX_REPLACEMENTS` failed since the last submission that ended well.
         """
-        calls = [*slot.calls.values(), *slot.waiting]
-        if slot.start is not None:
-            what = "while it starts" if self._first_start else "before it has taken the place of another"
-        elif slot.given:
-            what = f"and its {sum(map(len, slot.given.values()))} groups are sent again"
-        else:
-            what = calls[0].what if calls else "while idle"
-        self._deaths += 1
-        if self._deaths > MAX_REPLACEMENTS:
-            self._take_down(slot, reason)
-            raise WorkersLost(
-                f"{self._deaths} rollout workers failed since the last rollout that ended well; the last one: {reason}"
-            )
-        self._report(f"a rollout worker is replaced {what}: {reason}")
-        self._start(slot)
+        try:
+            while True:
+                if failed is not None:
+                    self._deaths += 1
+                    if self._deaths > MAX_REPLACEMENTS:
+                        since = "rollout workers failed since the last rollout that ended well"
+                        raise WorkersLost(f"{self._deaths} {since}; the last one: {failed[1]}")
+                    self._report("a rollout worker is replaced {}: {}".format(*failed))
+                    self._renew(slot)
+                try:
+                    await asyncio.wait_for(slot.worker.call("ready"), None if first else START_TIMEOUT_S)
+                    slot.worker.watch()
+                    if self.weights is not None:
+                        buckets, version = self.weights
+                        await self._owed(slot, slot.worker.call("load_weights", buckets(), version))
+                    break
+                except WorkerDied as death:
+                    if first and death.in_constructor:
+                        raise death.__cause__ or death from None
+                    reason, slot.hang = slot.hang or str(death), None
+                except TimeoutError:
+                    reason = f"it did not start within {START_TIMEOUT_S:g} s"
+                failed = "while it starts" if first else "before it has taken the place of another", reason
+        except Exception as error:  # open submissions have tasks for this slot
+            for submission in list(self._open):
+                self._close(submission, error)
+            raise
+        self._loop.call_soon(self._fill)
 
-    def _start(self, slot: _Slot) -> None:
-        for submission, tasks in slot.given.items():
-            submission.arrived -= tasks.keys()
-            if self._max_running is None:
-                slot.reserved.appendleft(_Batch(submission, list(tasks.values())))
-            else:
-                submission.queue.extendleft(reversed(tasks.values()))
-        slot.given.clear()
-        slot.streams.clear()
-        slot.waiting = [*slot.calls.values(), *slot.waiting]
-        slot.calls.clear()
-        self._take_down(slot, "its replacement could not be made")
+    def _renew(self, slot: _Slot[W]) -> None:
         slot.worker.kill()
         slot.worker = self._make(slot.number)
         slot.restarts += 1
-        self._await_start(slot)
 
-    def _await_start(self, slot: _Slot) -> None:
-        slot.stage = _Stage.STARTING
-        slot.start = slot.worker.call("ready")
-        slot.deadline = float("inf") if self._first_start else time.monotonic() + START_TIMEOUT_S
-
-    def _started(self, slot: _Slot) -> None:
-        """The worker has its model: give it the current weights, and then what waits for it."""
-        stage = slot.stage
-        self._take_down(slot, "it did not get the current weights")
-        slot.worker.watch()
-        if stage is _Stage.STARTING and self.weights is not None:
-            buckets, version = self.weights
-            slot.start = slot.worker.call("load_weights", buckets(), version)
-            slot.stage = _Stage.LOADING
-            return
-        slot.stage = _Stage.LIVE
-        self._first_start = self._first_start and any(other.start is not None for other in self.slots)
-        waiting, slot.waiting = slot.waiting, []
-        for call in waiting:
-            self._ask(slot, call)
-        self._fill()
+    def _requeue(self, slot: _Slot[W]) -> None:
+        """The tasks of the slot's worker are to be sent again, also those whose groups have arrived."""
+        for submission, tasks in slot.given.items():
+            submission.arrived -= tasks.keys()
+            slot.queue.extendleft((submission, task) for task in reversed(tasks.values()))
+        slot.given = {}
+        for stream in slot.streams:
+            stream.cancel()
+        slot.streams = {}
 
     # --- submissions ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, submission: Submission) -> None:
+    def _begin(self, submission: Submission, order: Sequence[Task]) -> None:
         self._open.append(submission)
-        queue, share = submission.queue, -(-len(submission.tasks) // len(self.slots))
+        share = -(-len(order) // len(self.slots))
         for slot in self.slots:
-            if self._max_running is None and queue:
-                tasks = [queue.popleft() for _ in range(min(share, len(queue)))]
-                slot.reserved.append(_Batch(submission, tasks))
+            slot.queue += [(submission, task) for task in order[slot.number * share : (slot.number + 1) * share]]
             self._revive(slot)
         self._fill()
         self._close_if_done(submission)
 
     def _fill(self) -> None:
-        """Give live workers as much work as they may have."""
-        for slot in self.slots:
-            if slot.stage is not _Stage.LIVE:
-                continue
-            if slot.reserved and not slot.streams:
-                self._send(slot, slot.reserved.popleft())
-            for submission in self._open:
-                if submission.queue and (tasks := self._next_tasks(slot, submission)):
-                    self._send(slot, _Batch(submission, tasks))
+        """Send live workers as much as they may have: of their share, then of what others have no room for."""
+        live = [slot for slot in self.slots if slot.live]
+        for slot in live:
+            self._send(slot, slot.queue)
+        for slot in live if self._max_running is not None else ():
+            self._send(slot, max((other.queue for other in self.slots), key=len))
 
-    def _next_tasks(self, slot: _Slot, submission: Submission) -> list[Task]:
-        """Tasks of a submission that bring a slot to its share of it, or to twice `max_running` samples."""
-        assert self._max_running is not None
-        running = [t for s, tasks in slot.given.items() for t in tasks.values() if t.group_id not in s.arrived]
-        mine = sum(task.group_id in slot.given.get(submission, {}) for task in running)
-        samples = sum(len(task.seeds) for task in running)
-        tasks: list[Task] = []
-        while submission.queue and mine + len(tasks) < -(-len(submission.tasks) // len(self.slots)):
-            samples += len(submission.queue[0].seeds)
-            if (running or tasks) and samples > 2 * self._max_running:
-                break
-            tasks.append(submission.queue.popleft())
-        return tasks
+    def _send(self, slot: _Slot[W], queue: deque[tuple[Submission, Task]]) -> None:
+        """Send a worker the first tasks of a queue, those of each submission as one batch."""
+        open_tasks = ((s, task) for s, tasks in slot.given.items() for task in tasks.values())
+        running = sum(len(task.seeds) for submission, task in open_tasks if task.group_id not in submission.arrived)
+        while queue and (self._max_running is not None or not slot.streams):
+            submission, batch = queue[0][0], list[Task]()
+            while queue and queue[0][0] is submission:
+                samples = len(queue[0][1].seeds)
+                if self._max_running is not None and running and running + samples > 2 * self._max_running:
+                    break
+                running += samples
+                batch.append(queue.popleft()[1])
+            if not batch:
+                return
+            slot.watch()
+            slot.given.setdefault(submission, {}).update({task.group_id: task for task in batch})
+            slot.streams[asyncio.ensure_future(self._stream(slot, submission, batch))] = submission
 
-    def _send(self, slot: _Slot, batch: _Batch) -> None:
-        slot.given.setdefault(batch.submission, {}).update({task.group_id: task for task in batch.tasks})
-        self._watch(slot)
-        slot.streams[slot.worker.call("generate", batch.tasks)] = batch
-
-    def _arrived(self, submission: Submission, summary: Any, group: Any) -> None:
-        assert summary.id not in submission.arrived, f"group {summary.id} came twice"
-        submission.arrived.add(summary.id)
-        submission.events.put((summary, group))
+    async def _stream(self, slot: _Slot[W], submission: Submission, tasks: list[Task]) -> None:
+        worker = slot.worker
+        try:
+            async for summary, group in worker.generate(tasks):
+                assert summary.id not in submission.arrived, f"group {summary.id} came twice"
+                submission.arrived.add(summary.id)
+                submission.events.put((summary, group))
+                self._fill()
+        except WorkerDied as death:
+            self._replace(slot, worker, "", str(death))
+        except Exception as error:
+            self._close(submission, error)
+        slot.streams = {s: owner for s, owner in slot.streams.items() if s is not asyncio.current_task()}
         self._fill()
+        self._close_if_done(submission)
 
     def _close_if_done(self, submission: Submission) -> None:
-        streaming = any(batch.submission is submission for slot in self.slots for batch in slot.streams.values())
-        if submission in self._open and len(submission.arrived) == len(submission.tasks) and not streaming:
+        if submission in self._open and len(submission.arrived) == len(submission.tasks):
             self._deaths = 0
             self._close(submission)
 
     def _close(self, submission: Submission, error: BaseException | None = None) -> None:
-        """No more groups of this submission come; streams that it still has are dropped."""
+        """No more groups of this submission come."""
         if submission not in self._open:
             return
         self._open.remove(submission)
         submission.events.put(error)
         for slot in self.slots:
             slot.given.pop(submission, None)
-            slot.reserved = deque(batch for batch in slot.reserved if batch.submission is not submission)
-            slot.streams = {h: batch for h, batch in slot.streams.items() if batch.submission is not submission}
+            slot.queue = deque(entry for entry in slot.queue if entry[0] is not submission)
+            for stream in [stream for stream, owner in slot.streams.items() if owner is submission]:
+                stream.cancel()
+                del slot.streams[stream]
         self._fill()

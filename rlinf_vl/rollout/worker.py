@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,9 @@ import ray
 import torch
 from transformers import AutoConfig
 
-from rlinf_vl.config.schema import Config, SamplingConfig
+from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
-from rlinf_vl.data.rows import (
-    ANSWER_UNUSABLE,
-    RowError,
-    RowFormat,
-)
+from rlinf_vl.data.rows import ANSWER_UNUSABLE, RowError, RowFormat
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.engines.make import make_engine, warm_up
 from rlinf_vl.envs import make_env
@@ -28,18 +25,13 @@ from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
 from rlinf_vl.rollout.player import Episode, Opening, Player, in_thread
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.supervisor import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.ray_process import own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import received, shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.groups import GroupStore
-from rlinf_vl.types import (
-    Group,
-    GroupSummary,
-    Problem,
-    SamplingParams,
-)
+from rlinf_vl.types import Group, GroupSummary, Problem, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -67,62 +59,44 @@ class RolloutRank:
         )
         self.renderer = Renderer(self.processor)
         self.engine = make_engine(config, model_path, self.processor, device)
-        form = RowFormat(
-            prompt_key=data.prompt_key,
-            answer_key=data.answer_key,
-            image_keys=data.image_keys,
-            system_prompt=data.system_prompt,
-            prompt_suffix=data.prompt_suffix,
-            blank_images=data.blank_images,
-            image_hosts=data.image_hosts,
-        )
+        form = RowFormat(**{field.name: getattr(data, field.name) for field in fields(RowFormat)})
         self.datasets = {
             split: ProblemDataset(paths, split, form)
             for split, paths in (("train", data.train_data_paths), ("val", data.val_data_paths))
             if paths
         }
+        sampling = {"train": config.algorithm.sampling_params, "val": config.algorithm.val_sampling_params}
         self.sampling = {
-            split: _sampling_params(s, self.processor.stop_ids)
-            for split, s in (
-                ("train", config.algorithm.sampling_params),
-                ("val", config.algorithm.val_sampling_params),
-            )
+            split: SamplingParams(**asdict(keys), stop_ids=self.processor.stop_ids) for split, keys in sampling.items()
         }
         if config.rollout.rollout_backend == "sglang":
             warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length)
-        reward = config.reward
+        rewards = {"reward_max": config.reward.reward_max_val, "reward_min": config.reward.reward_min_val}
         self.player = Player(
             self.engine,
             self.renderer,
             self.processor,
-            partial(
-                make_env,
-                config.rollout.env_class,
-                grade=GRADERS[reward.reward_type],
-                reward_max=reward.reward_max_val,
-                reward_min=reward.reward_min_val,
-            ),
+            partial(make_env, config.rollout.env_class, grade=GRADERS[config.reward.reward_type], **rewards),
             env_name=config.rollout.env_class,
             seq_length=config.runner.seq_length,
             max_prompt_length=data.max_prompt_length,
-            reward_min=reward.reward_min_val,
+            reward_min=config.reward.reward_min_val,
             return_logprobs=config.rollout.return_logprobs,
             alive_timeout_s=config.runner.heartbeat_timeout,
         )
         self.store = GroupStore()
 
     async def ready(self) -> dict[str, int]:
-        """Rows of each split; answering means that model and data are loaded, and that the engine lives."""
+        """Rows of each split, once model and data are loaded and if the engine lives."""
         if not await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout):
             raise EngineDied("its engine is dead")
         return {split: len(dataset) for split, dataset in self.datasets.items()}
 
     async def process(self) -> tuple[str, int]:
-        """(node id, process id) of this worker."""
         return where()
 
     async def heartbeat(self) -> bool:
-        """Whether the engine lives; that it answers at all says that the worker does."""
+        """Whether the engine lives."""
         return await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout)
 
     async def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[FilterResult, dict[int, set[int]]]:
@@ -148,11 +122,7 @@ class RolloutRank:
         return await asyncio.to_thread(filter_rows, rows, length, data.max_prompt_length), images
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
-        """Answer tasks; groups are yielded as they finish, as a summary and a reference to the `Group`.
-
-        Raises:
-            EngineDied: the engine answers no more.
-        """
+        """Answer tasks: summaries of groups, and references to them, as they finish. Raises EngineDied."""
         alone = {task.group_id for task in tasks if task.own_images}
         opened: list[tuple[Task, Opening]] = []
         running: list[asyncio.Future[Group]] = []
@@ -190,15 +160,13 @@ class RolloutRank:
                 opened.append((task, opening))
 
     async def release(self, group_ids: Sequence[str] | None) -> None:
-        """These groups (None: all) are no longer needed: their memory may go."""
+        """Free the memory of these groups (None: all)."""
         self.store.release(group_ids)
 
     async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
-        """Take published weights, bucket by bucket, as `version`."""
         await self.take_weights("object_store", buckets, version)
 
     async def join_weight_group(self, group: WeightGroup) -> None:
-        """As `Engine.join_weight_group`."""
         await asyncio.to_thread(self.engine.join_weight_group, group)
 
     async def take_weights(self, way: str, labels: Sequence[Any], version: int) -> None:
@@ -228,8 +196,8 @@ class RolloutRank:
             torch.cuda.empty_cache()
 
     async def release_tags(self) -> tuple[str, ...]:
-        """What this engine gives back while the trainer needs its GPU. On the CPU, where nothing is freed, everything: so
-        that a fault of order shows there."""
+        """What this engine releases while the trainer needs its GPU. On the CPU, where nothing is freed, everything: so that a
+        fault of order shows there."""
         if self.device != "cuda":
             return MEMORY_TAGS
         model = self.config.rollout.model
@@ -239,28 +207,21 @@ class RolloutRank:
         return release_tags(weight_bytes, torch.cuda.get_device_properties(0).total_memory)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """As `Engine.release_memory`; an engine that can't is taken for dead."""
-        try:
-            await asyncio.to_thread(self.engine.release_memory, tags)
-        except RuntimeError as e:
-            raise EngineDied(f"its memory was not released: {e}") from e
+        await self._memory(self.engine.release_memory, tags, "released")
 
     async def restore_memory(self, tags: Sequence[str]) -> None:
-        """As `Engine.restore_memory`; an engine that can't (no memory is free, say) is taken for dead."""
+        await self._memory(self.engine.restore_memory, tags, "restored")
+
+    async def _memory(self, change: Callable[[Sequence[str]], None], tags: Sequence[str], done: str) -> None:
+        """An engine that can't (no memory is free, say) counts as dead."""
         try:
-            await asyncio.to_thread(self.engine.restore_memory, tags)
+            await asyncio.to_thread(change, tags)
         except RuntimeError as e:
-            raise EngineDied(f"its memory was not restored: {e}") from e
+            raise EngineDied(f"its memory was not {done}: {e}") from e
 
     async def stop(self) -> None:
-        """End the engine; spans are written out."""
         self.engine.close()
         flush_spans()
-
-
-def _sampling_params(sampling: SamplingConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
-    assert sampling.max_new_tokens is not None, "load_config fills it in"
-    return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, stop_ids)
 
 
 RolloutWorker = ray.remote(RolloutRank)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from rlinf_vl.config import load_config
 from rlinf_vl.data.bad_rows import BadRows, TooManyBadRows
-from rlinf_vl.rollout.supervisor import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.worker import RolloutRank
 
 pytestmark = pytest.mark.integration

@@ -10,7 +10,7 @@ import ray
 import torch
 
 from rlinf_vl.config import load_config
-from rlinf_vl.rollout.worker import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.transport import pack
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from rlinf_vl.config import load_config
-from rlinf_vl.rollout.worker import Task
+from rlinf_vl.rollout.submission import Task
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # engines start, one after the other
 GROUPS, SAMPLES = 24, 8

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from rlinf_vl.config import load_config
-from rlinf_vl.rollout.worker import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.transport import pack
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # engines start, one after the other

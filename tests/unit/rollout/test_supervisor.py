@@ -1,113 +1,99 @@
 """The supervisor with workers that are objects in this process: what they answer, and when they die, is the test's to say."""
 
+import asyncio
 import itertools
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from rlinf_vl.rollout import submission
 from rlinf_vl.rollout import supervisor as module
-from rlinf_vl.rollout.supervisor import Supervisor, Task, WorkerDied, WorkersLost
+from rlinf_vl.rollout.submission import Task
+from rlinf_vl.rollout.supervisor import Supervisor, WorkerDied, WorkersLost
 
 
 class Fleet:
-    """Workers, and the `wait` and `outcome` that go with them. Handles are numbers."""
+    """A supervisor of workers that are objects. `script`: worker0, worker1, … as they are made → what goes wrong with each."""
 
-    def __init__(self, n=2, *, max_running=None, report=None, **script):
-        self.numbers = itertools.count()
-        self.answers = {}  # handle → list of values and exceptions that it comes to, in order
-        self.workers = []
-        self.reports = []
-        self.script = script  # n-th worker made → what goes wrong with it
-        self.changed = threading.Condition()
-        self.supervisor = Supervisor(
-            self.make, n, wait=self.wait, outcome=self.outcome, max_running=max_running, report=self.reports.append
-        )
-        self.supervisor.start()
+    def __init__(self, n=2, *, max_running=None, start=True, weights=None, **script):
+        self.workers, self.reports, self.script = [], [], script
+        self.supervisor = Supervisor(self.make, n, max_running=max_running, report=self.reports.append)
+        self.supervisor.weights = weights
+        if start:
+            self.supervisor.start()
 
     def make(self, number):
-        self.workers.append(FakeWorker(self, number, **self.script.get(f"worker{len(self.workers)}", {})))
+        self.workers.append(FakeWorker(len(self.workers), **self.script.get(f"worker{len(self.workers)}", {})))
         return self.workers[-1]
-
-    def put(self, handle, *answers):
-        with self.changed:
-            self.answers.setdefault(handle, []).extend(answers)
-            self.changed.notify_all()
-
-    def wait(self, handles, seconds):
-        with self.changed:
-            self.changed.wait_for(lambda: any(self.answers.get(h) for h in handles), seconds)
-            return [h for h in handles if self.answers.get(h)][:1]
-
-    def outcome(self, handle):
-        answer = self.answers[handle].pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
     def submit(self, tasks, check=lambda: None):
         return self.supervisor.submit(tasks, tasks, check)
 
+    def ping(self, number):
+        return self.supervisor.call(number, "in the test", "ping").result()
+
 
 class FakeWorker:
-    def __init__(self, fleet, slot, *, ready=True, load=None, dies_after=None, hangs_after=None, manual=False):
-        self.fleet, self.slot, self.ready, self.load = fleet, slot, ready, load
-        self.dies_after, self.hangs_after, self.manual = dies_after, hangs_after, manual
-        self.made, self.dead, self.hangs, self.weights = len(fleet.workers), False, False, None
-        self.batches, self.calls, self.open = [], [], []
+    """Answers at once, or (`manual`) when the test says so; dies, or hangs, after so many groups."""
 
-    def call(self, method, *args):
-        handle = next(self.fleet.numbers)
+    def __init__(self, made, *, ready=True, load=None, dies_after=None, hangs_after=None, manual=False):
+        self.made, self.ready, self.load = made, ready, load
+        self.dies_after, self.hangs_after = dies_after, hangs_after
+        self.allowed = 0 if manual else 10**9  # groups that it may still answer
+        self.dead, self.hangs, self.error, self.weights, self.batches = False, False, None, None, []
+
+    async def until(self, condition):
+        while not condition():
+            await asyncio.sleep(0.001)
+            if self.dead:
+                raise WorkerDied("killed")
+
+    async def call(self, method, *args):
+        await self.until(lambda: True)
         if self.dead:
-            self.fleet.put(handle, WorkerDied("killed"))
-        elif method == "ready":
-            self.fleet.put(handle, self.ready)
-        elif method == "load_weights":
+            raise WorkerDied("killed")
+        result = (
+            self.ready if method == "ready" else self.load if method == "load_weights" else (self.made, method, *args)
+        )
+        if method == "load_weights":
             self.weights = args
-            self.fleet.put(handle, self.load)
-        elif method == "generate":
-            self.batches.append([task.group_id for task in args[0]])
-            self.open.append((handle, list(args[0])))
-            if not self.manual:
-                self.answer()
-        else:
-            self.calls.append((method, *args))
-            self.fleet.put(handle, (self.made, method, *args))
-        return handle
+        if result == "never":
+            await self.until(lambda: False)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
-    def answer(self, n=10**6):
-        """Deliver the next n groups; die or hang where the script says so."""
-        for handle, tasks in list(self.open):
-            while tasks and n and not self.dead and not self.hangs:
-                if self.dies_after == 0:
-                    self.die()
-                    break
-                if self.hangs_after == 0:
-                    self.hangs = True
-                    break
-                task = tasks.pop(0)
-                n -= 1
-                self.fleet.put(handle, (SimpleNamespace(id=task.group_id), f"{task.group_id} of {self.made}"))
-                self.dies_after = None if self.dies_after is None else self.dies_after - 1
-                self.hangs_after = None if self.hangs_after is None else self.hangs_after - 1
-            if not tasks and not self.dead:
-                self.open.remove((handle, tasks))
-                self.fleet.put(handle, StopIteration())
+    async def generate(self, tasks):
+        self.batches.append([task.group_id for task in tasks])
+        for task in tasks:
+            self.dead |= self.dies_after == 0
+            self.hangs |= self.hangs_after == 0
+            await self.until(lambda: (self.allowed and not self.hangs and not self.dead) or self.error)
+            if self.error is not None:
+                raise self.error
+            self.allowed -= 1
+            self.dies_after = None if self.dies_after is None else self.dies_after - 1
+            self.hangs_after = None if self.hangs_after is None else self.hangs_after - 1
+            yield SimpleNamespace(id=task.group_id), f"{task.group_id} of {self.made}"
 
-    def die(self):
-        self.dead = True
-        for handle, _ in self.open:
-            self.fleet.put(handle, WorkerDied("killed"))
+    def answer(self, n=10**9):
+        self.allowed += n
 
     def watch(self):
-        self.watched = True
+        pass
 
     def failure(self):
         return "no heartbeat for 8 s" if self.hangs else None
 
     def kill(self):
         self.dead = True
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(module, "WATCH_S", 0.005)
+    monkeypatch.setattr(submission, "CHECK_S", 0.01)
 
 
 def tasks(n, prefix="g", samples=2):
@@ -137,9 +123,6 @@ def test_without_a_bound_each_worker_answers_its_share_as_one_batch_one_submissi
     until(lambda: len(two.batches) == 2)
     assert (len(one.batches), two.batches[1]) == (1, ["b2"]), "its next share does not wait for the other worker"
     one.answer()
-    until(lambda: len(one.batches) == 2)
-    one.answer()
-    two.answer()
     assert [name for name, _ in answered(second.results())] == ["b0", "b1", "b2"]
     assert [name for name, _ in answered(first.results())] == ["a0", "a1", "a2", "a3", "a4"]
 
@@ -149,15 +132,13 @@ def test_with_a_bound_a_worker_gets_one_more_for_each_that_it_finishes():
     submission = fleet.submit(tasks(8))
     one, two = fleet.workers
     until(lambda: one.batches and two.batches)
-    assert (one.batches, two.batches) == ([["g0", "g1"]], [["g2", "g3"]]), "four samples each, twice max_running"
+    assert (one.batches, two.batches) == ([["g0", "g1"]], [["g4", "g5"]]), "four samples each, twice max_running"
     one.answer(1)
     until(lambda: len(one.batches) == 2)
-    assert one.batches[1] == ["g4"] and len(two.batches) == 1
-    while not fleet.answers.get("done") and len(one.batches) + len(two.batches) < 6:
-        one.answer(1)
-        two.answer(1)
-        time.sleep(0.001)
-    threading.Thread(target=lambda: [(one.answer(), two.answer(), time.sleep(0.01)) for _ in range(20)]).start()
+    assert one.batches[1] == ["g2"] and len(two.batches) == 1
+    one.answer()
+    until(lambda: any("g7" in batch for batch in one.batches))  # it has done its share, and helps the other
+    two.answer()
     assert len(submission.results()) == 8
 
 
@@ -204,16 +185,15 @@ def test_two_submissions_in_flight_lose_nothing_when_a_worker_dies(max_running):
 
 
 def test_replacements_get_the_current_weights_before_any_work():
-    fleet = Fleet(worker0={"dies_after": 0})
-    fleet.supervisor.weights = (lambda: ["bucket"], 7)
+    fleet = Fleet(worker0={"dies_after": 0}, weights=(lambda: ["bucket"], 7))
     fleet.submit(tasks(4)).results()
     assert fleet.workers[2].weights == (["bucket"], 7)
 
 
 def test_replacements_that_fail_are_replaced_and_too_many_end_it_in_words(monkeypatch):
     dying = {"ready": WorkerDied("no start")}
-    fleet = Fleet(n=1, worker0={"dies_after": 0}, worker1=dying, worker2={"load": WorkerDied("no weights")})
-    fleet.supervisor.weights = (lambda: [], 1)
+    starts = {"worker1": dying, "worker2": {"load": WorkerDied("no weights")}}
+    fleet = Fleet(n=1, worker0={"dies_after": 0}, weights=(lambda: [], 1), **starts)
     assert len(fleet.submit(tasks(2)).results()) == 2
     assert [report.rsplit(": ")[1] for report in fleet.reports] == ["killed", "no start", "no weights"]
     monkeypatch.setattr(module, "MAX_REPLACEMENTS", 2)
@@ -224,52 +204,63 @@ def test_replacements_that_fail_are_replaced_and_too_many_end_it_in_words(monkey
     assert len(fleet.submit(tasks(2)).results()) == 2, "the next submission has another try"
 
 
-def test_a_replacement_that_never_starts_is_replaced(monkeypatch):
-    fleet = Fleet(n=1, worker0={"dies_after": 0})
-    fleet.submit([]).results()
+def test_a_replacement_that_does_not_start_or_hangs_with_the_weights_is_replaced(monkeypatch):
     monkeypatch.setattr(module, "START_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(fleet, "script", {"worker1": {}})
-    silent, fleet.workers[0].fleet = fleet.put, fleet
-    monkeypatch.setattr(fleet, "put", lambda handle, *answers: None if answers == (True,) else silent(handle, *answers))
+    fleet = Fleet(n=1, worker0={"dies_after": 0}, worker1={"ready": "never"}, worker2={"load": "never"})
+    fleet.supervisor.weights = (lambda: [], 1)
     submission = fleet.submit(tasks(2))
-    until(lambda: any("did not start within" in report for report in fleet.reports))
-    monkeypatch.undo()
+    until(lambda: len(fleet.workers) == 3)
+    fleet.workers[2].hangs = True
     assert len(submission.results()) == 2
+    assert [report.split(": ")[1] for report in fleet.reports] == [
+        "killed",
+        "it did not start within 0.05 s",
+        "no heartbeat for 8 s",
+    ]
 
 
 def test_calls_are_made_again_on_the_replacement():
     fleet = Fleet()
-    assert fleet.supervisor.results([fleet.supervisor.call(i, "at test", "ping", i) for i in (0, 1)]) == [
-        (0, "ping", 0),
-        (1, "ping", 1),
-    ]
+    assert [fleet.ping(0), fleet.ping(1)] == [(0, "ping"), (1, "ping")]
     fleet.workers[0].dead = True
-    futures = [fleet.supervisor.call(0, "in the test", name) for name in ("ping", "pong")]
-    assert [result[:2] for result in fleet.supervisor.results(futures)] == [(2, "ping"), (2, "pong")]
+    futures = [fleet.supervisor.call(0, "in the test", name, 5) for name in ("ping", "pong")]
+    assert [future.result() for future in futures] == [(2, "ping", 5), (2, "pong", 5)]
     assert fleet.reports == ["a rollout worker is replaced in the test: killed"]
 
 
-def test_what_was_asked_of_a_worker_outside_ends_with_its_answer_or_its_replacement():
+def test_weights_that_a_worker_was_offered_are_taken_by_it_or_by_its_replacement():
     fleet = Fleet()
-    fleet.supervisor.results([fleet.supervisor.call(i, "", "ping") for i in (0, 1)])
-    fleet.put("given", None)
-    fleet.put("lost", WorkerDied("killed"))
-    futures = [fleet.supervisor.watch(i, "during a sync", handle) for i, handle in enumerate(("given", "lost"))]
+    fleet.workers[1].dead = True
     fleet.supervisor.weights = (lambda: [], 3)
-    fleet.supervisor.results(futures)
+    for i, worker in enumerate(list(fleet.workers)):
+        fleet.supervisor.settle(i, worker, worker.call("take_weights")).result()
     assert len(fleet.workers) == 3 and fleet.workers[2].weights == ([], 3)
+    assert fleet.reports == ["a rollout worker is replaced during a weight sync: killed"]
 
 
-def test_the_error_of_a_task_ends_its_submission_alone():
+def test_a_worker_that_dies_after_its_part_of_an_open_submission_is_replaced_too():
+    fleet = Fleet(worker1={"manual": True})
+    submission = fleet.submit(tasks(4))
+    until(lambda: len(submission.arrived) == 2)
+    fleet.workers[0].hangs = True
+    until(lambda: fleet.reports)
+    fleet.workers[1].answer()
+    assert not any(group.endswith("of 0") for _, group in submission.results())
+
+
+def test_the_error_of_a_task_ends_its_submission():
     fleet = Fleet(worker0={"manual": True}, worker1={"manual": True}, max_running=8)
     bad, good = fleet.submit(tasks(2, "bad")), fleet.submit(tasks(2, "good"))
     until(lambda: all(len(worker.batches) == 2 for worker in fleet.workers))
-    fleet.put(fleet.workers[0].open[0][0], ValueError("odd row"))
+    fleet.workers[0].error = ValueError("odd row")
     with pytest.raises(ValueError, match="odd row"):
         bad.results()
+    with pytest.raises(ValueError, match="odd row"):
+        good.results()
+    fleet.workers[0].error = None
     for worker in fleet.workers:
         worker.answer()
-    assert len(good.results()) == 2
+    assert len(fleet.submit(tasks(3)).results()) == 3
     assert not fleet.reports
 
 
@@ -290,20 +281,19 @@ def test_a_constructors_own_error_is_raised_at_the_start_and_no_chance_later():
     config_error = ValueError("no such model")
     death = WorkerDied("it raised", in_constructor=True)
     death.__cause__ = config_error
-    fleet = Fleet(worker1={"ready": death})
+    fleet = Fleet(worker1={"ready": death}, start=False)
     with pytest.raises(ValueError, match="no such model"):
-        fleet.supervisor.results([fleet.supervisor.call(1, "while it starts", "ready")])
+        fleet.supervisor.start()
     assert len(fleet.workers) == 2
 
 
 def test_a_process_that_dies_while_the_run_starts_is_replaced():
     fleet = Fleet(worker1={"ready": WorkerDied("killed")})
-    assert fleet.supervisor.results([fleet.supervisor.call(1, "while it starts", "ready")]) == [True]
+    assert fleet.ping(1) == (2, "ping")
     assert fleet.reports == ["a rollout worker is replaced while it starts: killed"]
 
 
-def test_waiting_asks_whether_to_stop_and_what_is_left_is_abandoned(monkeypatch):
-    monkeypatch.setattr(module, "CHECK_S", 0.01)
+def test_waiting_asks_whether_to_stop_and_what_is_left_is_abandoned():
     fleet = Fleet(worker0={"manual": True}, worker1={"manual": True})
     asked = itertools.count()
 
@@ -313,9 +303,9 @@ def test_waiting_asks_whether_to_stop_and_what_is_left_is_abandoned(monkeypatch)
 
     with pytest.raises(InterruptedError):
         fleet.submit(tasks(4), check).results()
-    assert not any(slot.handles or slot.given for slot in fleet.supervisor.slots)
+    until(lambda: not any(slot.given or slot.streams for slot in fleet.supervisor.slots))
     for worker in fleet.workers:
-        worker.manual = False
+        worker.answer()
     assert len(fleet.submit(tasks(4)).results()) == 4
 
 

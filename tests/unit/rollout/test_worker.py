@@ -9,7 +9,7 @@ import ray
 from rlinf_vl.config import load_config
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rewards import stop_grading
-from rlinf_vl.rollout.supervisor import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.worker import RolloutRank
 
 TOWER = "9^{9^{9^{9}}}"

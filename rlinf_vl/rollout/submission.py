@@ -1,0 +1,58 @@
+"""What a pool is asked for, and how its groups come back."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+#: Most seconds between two calls of `check` by a thread that waits for groups.
+CHECK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Answer row `row` of `split` ("train" or "val") with one sample per seed; `group_id` names the result.
+
+    `own_images`: no other row is known to show the images of this one.
+    """
+
+    group_id: str
+    split: str
+    row: int
+    seeds: tuple[int, ...]
+    own_images: bool = False
+
+
+class Submission:
+    """The groups of some tasks, as (summary, reference) pairs in the order in which they finish.
+
+    A group comes a second time if its worker dies before the submission is done; the second one replaces the first.
+    """
+
+    def __init__(self, tasks: Sequence[Task], check: Callable[[], None], close: Callable[[Any], Any]) -> None:
+        self.tasks = list(tasks)
+        self.arrived: set[str] = set()
+        self.events: SimpleQueue[tuple[Any, Any] | BaseException | None] = SimpleQueue()
+        self._check = check
+        self._close = close
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Raises WorkersLost, and what a task or `check` raised. Leaving the loop early abandons the remaining tasks."""
+        try:
+            while True:
+                self._check()
+                with suppress(Empty):
+                    event = self.events.get(timeout=CHECK_S)
+                    if event is None:
+                        return
+                    if isinstance(event, BaseException):
+                        raise event
+                    yield event
+        finally:
+            self._close(self)
+
+    def results(self) -> list[tuple[Any, Any]]:
+        """Wait for all groups; the order is that of the tasks."""
+        found = {summary.id: (summary, group) for summary, group in self}
+        return [found[task.group_id] for task in self.tasks]
