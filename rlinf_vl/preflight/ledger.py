@@ -114,14 +114,9 @@ class Model:
         rollout, fsdp = config.rollout.model, config.actor.fsdp_config
         self.shape, self.said = model_config(path or rollout.model_path, trust_remote_code=rollout.trust_remote_code)
         self.family = family_of(rollout.model_type)
+        frozen, checkpointing = config.actor.model.freeze_vision_tower, fsdp.gradient_checkpointing
         dtype = DTYPES[fsdp.mixed_precision.param_dtype]
-        made = meta_model(
-            self.shape,
-            self.family,
-            dtype,
-            freeze_tower=config.actor.model.freeze_vision_tower,
-            checkpointing=fsdp.gradient_checkpointing,
-        )
+        made = meta_model(self.shape, self.family, dtype, freeze_tower=frozen, checkpointing=checkpointing)
         self.weights = Weights(made, self.family)
         longest, chunk = config.runner.seq_length, config.actor.logprob_chunk_tokens
 
@@ -157,11 +152,11 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     placed = placement_of(config.cluster.component_placement, hardware.gpus * hardware.nodes, tp)
     ranks, shared = len(placed.actor), placed.shared
     model = model or Model(config)
-    way = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, placed.beside_actors)
-    rank = _rank(config, model, ranks, way)
+    strategy = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, placed.beside_actors)
+    rank = _rank(config, model, ranks, strategy)
     fixed = _engine(config, model, hardware)
-    weights, per_token = fixed.pop("engine weights"), model.kv_bytes_per_token(config.rollout.model.precision)
-    per_token = math.ceil(per_token / tp)
+    weights = fixed.pop("engine weights")
+    per_token = math.ceil(model.kv_bytes_per_token(config.rollout.model.precision) / tp)
     base = hardware.gpu_bytes - fixed["engine contexts"]  # what SGLang measures its share of
     beside = sum(fixed.values())
     if shared:
@@ -170,6 +165,7 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     written = config.rollout.gpu_memory_utilization
     share = max(0.0, min(MOST_SHARE, fits)) if isinstance(written, str) else written
     kv = max(0, int(share * base) - weights)
+    least = (weights + config.algorithm.group_size * config.runner.seq_length * per_token) / base
     awake = {"engine weights": weights, "KV cache": kv} | fixed
     asleep = fixed if "weights" in release_tags(weights, hardware.gpu_bytes) else {"engine weights": weights} | fixed
     engines = dict.fromkeys(rank, asleep) | {"generate": awake, "sync": {"engine weights": weights} | fixed}
@@ -180,15 +176,12 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
         gpus.append(Gpu("actor", rank))
     if not placed.beside_actors:
         gpus.append(Gpu("rollout", {"generate": awake, "sync": awake | {"buckets in flight": 2 * BUCKET_BYTES}}))
-    made = Ledger(
-        config, hardware, tuple(gpus), share, kv // per_token, model.step(config.runner.max_tokens_per_mbs), model.said
-    )
-    return _judged(
-        made, model, fits, (weights + config.algorithm.group_size * config.runner.seq_length * per_token) / base
-    )
+    trace = model.step(config.runner.max_tokens_per_mbs)
+    made = Ledger(config, hardware, tuple(gpus), share, kv // per_token, trace, model.said)
+    return _judged(made, model, fits, least)
 
 
-def _rank(config: Config, model: Model, ranks: int, way: str) -> dict[str, Parts]:
+def _rank(config: Config, model: Model, ranks: int, strategy: str) -> dict[str, Parts]:
     """Of an actor rank, by phase."""
     fsdp, weights, actor = config.actor.fsdp_config, model.weights, config.actor
     compute, reduce = (_bytes(d) for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype))
@@ -222,16 +215,16 @@ def _rank(config: Config, model: Model, ranks: int, way: str) -> dict[str, Parts
         images = {"gathered weights": compute * (weights.root + tower)}
         images["activations"] = model.images(config.runner.max_tokens_per_mbs).peak
     sent = _bytes(config.rollout.model.precision)
-    # CUDA IPC: what was sent stays until engines have copied it. Otherwise a bucket that is sent, and one made meanwhile.
-    flight = sent * weights.trained if way == "shared_memory" else 2 * BUCKET_BYTES
+    # In shared memory, what was sent stays until engines have copied it. Otherwise: a bucket that is sent, and one made meanwhile.
+    flight = sent * weights.trained if strategy == "shared_memory" else 2 * BUCKET_BYTES
     sync = {"gathered weights": (4 + sent) * weights.largest, "buckets in flight": flight}
     rest = {"allocator": RESIDUE_BYTES}
-    held = {} if actor.enable_offload else shards | optimizer
+    resident = {} if actor.enable_offload else shards | optimizer
     state = {"gradients": sharded_gradients}  # to make an optimizer's state, which is then overwritten, a step is taken
     return {
         "load": process | {"parameters": max(shards["parameters"], 4 * weights.total * on_device)} | rest,
         "resume": process | shards | optimizer | state | rest,
-        "generate": process | held | cache | rest,
+        "generate": process | resident | cache | rest,
         "images": _with_slack(process | shards | optimizer | cache, images),
         "train": _with_slack(process | shards | optimizer | cache, train),
         "sync": _with_slack(process | shards | ({} if actor.enable_offload else optimizer) | cache, sync),
@@ -253,8 +246,8 @@ def _engine(config: Config, model: Model, hardware: Hardware) -> Parts:
     sampler = 4 * running * text.vocab_size * 4  # logits, probabilities and two copies, float32
     sglang = rollout.rollout_backend == "sglang"
     return {
-        "engine contexts": (2 if sglang else 1) * CONTEXT_BYTES
-        + NCCL_BYTES * (tp > 1),  # the worker and SGLang's scheduler
+        # The worker, and SGLang's scheduler.
+        "engine contexts": (2 if sglang else 1) * CONTEXT_BYTES + NCCL_BYTES * (tp > 1),
         "engine weights": math.ceil(size * model.weights.total / tp),
         # SGLang reserves 2 MiB for each batch size up to the largest, and 8 MiB for each of about 32 prefill graphs.
         "CUDA graphs": (2 * running + 8 * 32) * MIB if sglang else 0,
@@ -267,31 +260,30 @@ def _bytes(dtype: str) -> int:
 
 
 def _judged(made: Ledger, model: Model, fits: float, least: float) -> Ledger:
-    """With what is wrong in it. `fits`: the largest share that there is room for; `least`: the smallest of use."""
-    usable, problems = made.hardware.usable, []
+    """Add what is wrong, each with the way out. `fits`: the largest share that there is room for; `least`: the smallest of use."""
+    usable, problems, fsdp = made.hardware.usable, [], made.config.actor.fsdp_config
+    larger_share = f"set rollout.gpu_memory_utilization to {fits:.2f} or auto"
     more_room = "set actor.enable_offload=true, lower actor.vision_cache_gb, or take more GPUs"
-    share = f"set rollout.gpu_memory_utilization to {fits:.2f} or auto" if fits >= least else more_room
-    fsdp = made.config.actor.fsdp_config
-    left = [f"{key}=true" for key in ("gradient_checkpointing", "cpu_offload") if not getattr(fsdp, key)]
-    less_of_it = (
-        f"set actor.fsdp_config.{' and '.join(left)}, or take more GPUs" if left else "take more or larger GPUs"
-    )
+    share = larger_share if fits >= least else more_room
+    unset = [f"{key}=true" for key in ("gradient_checkpointing", "cpu_offload") if not getattr(fsdp, key)]
     for gpu in made.gpus:
         totals = {phase: sum(parts.values()) for phase, parts in gpu.phases.items()}
-        for phases, way_out in (
-            (("generate",), share),
-            (("images", "train"), ""),
-            (("load", "resume", "sync"), "lower actor.vision_cache_gb, or take more GPUs"),
-        ):
+        for phases in (("generate",), ("images", "train"), ("load", "resume", "sync")):
             phase = max(phases, key=lambda name: totals.get(name, 0))
             if totals.get(phase, 0) <= usable:
                 continue
-            if not way_out:
-                budget = largest_budget(made, model)
-                way_out = f"set runner.max_tokens_per_mbs to {budget}" if budget else less_of_it
-            problems.append(
-                f"{phase} needs {totals[phase] / GIB:.1f} of {usable / GIB:.1f} GiB on a GPU ({gpu.role}); {way_out}"
-            )
+            if "generate" in phases:
+                way_out = share
+            elif "load" in phases:
+                way_out = "lower actor.vision_cache_gb, or take more GPUs"
+            elif budget := largest_budget(made, model):
+                way_out = f"set runner.max_tokens_per_mbs to {budget}"
+            elif unset:
+                way_out = f"set actor.fsdp_config.{' and '.join(unset)}, or take more GPUs"
+            else:
+                way_out = "take more or larger GPUs"
+            needs = f"{totals[phase] / GIB:.1f} of {usable / GIB:.1f} GiB on a GPU ({gpu.role})"
+            problems.append(f"{phase} needs {needs}; {way_out}")
     if made.share < least and not problems:
         problems.append(
             f"rollout.gpu_memory_utilization: {made.share:.2f} holds the engine's weights and less than one group of "
