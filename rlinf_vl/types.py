@@ -31,9 +31,7 @@ class ImageRef:
     """One image, by content."""
 
     hash: str  # SHA-256 of its encoded bytes
-    data: bytes | memoryview = field(
-        repr=False
-    )  # PNG, JPEG, … exactly as it came; a view where it is in the object store
+    data: bytes | memoryview = field(repr=False)  # PNG, JPEG, … exactly as it came; a view of the object store
 
     @classmethod
     def of(cls, data: bytes) -> "ImageRef":
@@ -59,9 +57,7 @@ class TokenSequence:
     """One row that a trainer could train on alone, from the first prompt token on. Arrays have one value per token, [T]."""
 
     ids: np.ndarray  # int32, image placeholders expanded
-    loss_mask: (
-        np.ndarray
-    )  # bool, True where the policy sampled the token; False: prompt, or an environment's observation
+    loss_mask: np.ndarray  # bool, True where the policy sampled the token (False: prompt or observation)
     #: float32, log-probability at the sampling temperature with banned ids left out (top-k and top-p restrict the draw and
     #: don't change it), 0 where not sampled; None if `rollout.return_logprobs` is off.
     logprobs: np.ndarray | None
@@ -221,9 +217,8 @@ class Group:
             for sequence in t.sequences:
                 places = tuple((number[image.hash], grid) for image, grid in sequence.images)
                 sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
-            rows.append(
-                (tuple(sequences), tuple(map(astuple, t.turns)), t.reward, t.reward_parts, t.status, t.correct, t.error)
-            )
+            turns = tuple(map(astuple, t.turns))
+            rows.append((sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error))
         buffer = np.concatenate([np.zeros(0, np.uint8), *(array.view(np.uint8) for array in self._arrays())])
         packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
         head = (self.id, self.problem_id, self.answer, self.prefix_length)
@@ -247,12 +242,9 @@ def _load_group(group_id: str, problem_id: str, answer: str, prefix_length: int,
         sequences = []
         for n, places in lengths:
             columns = {name: np.concatenate([prefix[name], read(dtype, n)]) for name, dtype in fields.items()}
-            own: dict[str, Any] = {
-                name: columns.pop(name, None) for name in ("ids", "loss_mask", "logprobs", "versions")
-            }
-            sequences.append(
-                TokenSequence(**own, images=tuple((images[i], grid) for i, grid in places), columns=columns)
-            )
+            own: dict[str, Any] = {name: columns.pop(name, None) for name in ("ids", *_NOT_SAMPLED)}
+            shown = tuple((images[i], grid) for i, grid in places)
+            sequences.append(TokenSequence(**own, images=shown, columns=columns))
         trajectories.append(Trajectory(tuple(sequences), tuple(Turn(*turn) for turn in turns), *rest))
     return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer)
 
@@ -330,9 +322,7 @@ class Request:
 
     ids: np.ndarray = field(repr=False)  # int32 [P], image placeholders expanded
     images: tuple[ImageRef, ...] = field(repr=False)  # in order of their placeholders
-    image_grids: np.ndarray = field(
-        repr=False
-    )  # int32 [n, 3], (t, h, w) of each, from which the placeholders were counted
+    image_grids: np.ndarray = field(repr=False)  # int32 [n, 3], (t, h, w) of each image in patches
     sampling: SamplingParams
     seeds: tuple[int, ...]
 
