@@ -61,15 +61,11 @@ class _Head(torch.autograd.Function):
             hidden, weight = _operands(saved, saved_weight)
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                grad = _grad_logits(
-                    _logits(hidden[part], weight, ctx.temperature, banned),
-                    targets[part],
-                    lse[part, None],
-                    None if entropy is None else entropy[part, None],
-                    None if grad_logprobs is None else grad_logprobs[part, None],
-                    None if grad_entropy is None else grad_entropy[part, None],
-                    banned,
+                logits = _logits(hidden[part], weight, ctx.temperature, banned)
+                columns = (
+                    x if x is None else x[part, None] for x in (targets, lse, entropy, grad_logprobs, grad_entropy)
                 )
+                grad = _grad_logits(logits, banned, *columns)
                 if ctx.temperature != 1.0:
                     grad.div_(ctx.temperature)
                 grad_hidden[part] = matmul(grad.to(saved.dtype), saved_weight)
@@ -87,8 +83,8 @@ def _operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor,
     return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
 
 
-def _grad_logits(logits, targets, lse, entropy, grad_logprobs, grad_entropy, banned) -> torch.Tensor:
-    """Gradient [C, V] of Σ logprob · grad_logprobs + entropy · grad_entropy; either gradient [C, 1] may be None.
+def _grad_logits(logits, banned, targets, lse, entropy, grad_logprobs, grad_entropy) -> torch.Tensor:
+    """Gradient [C, V] of Σ logprob · grad_logprobs + entropy · grad_entropy; either gradient may be None, all are [C, 1].
 
     d logprob_t / d logit_v = [v = t] - p_v ;  d H / d logit_v = -p_v (log p_v + H)
     """
@@ -102,7 +98,7 @@ def _grad_logits(logits, targets, lse, entropy, grad_logprobs, grad_entropy, ban
         factor = logp.add_(entropy).mul_(-grad_entropy)
         grad.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs))
     if grad_logprobs is not None:
-        grad.scatter_add_(1, targets[:, None], grad_logprobs)
+        grad.scatter_add_(1, targets, grad_logprobs)
     return grad
 
 

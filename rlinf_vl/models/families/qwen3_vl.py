@@ -1,4 +1,4 @@
-"""Qwen3-VL."""
+"""Qwen3-VL: what only this family has, gathered in `FAMILY` at the end."""
 
 from collections.abc import Sequence
 from pathlib import Path
