@@ -54,11 +54,7 @@ ENVIRONMENTS: dict[str, Callable[..., Env]] = {}
 
 
 def register_env(name: str) -> Callable[[type], type]:
-    """Class decorator: the class becomes the environment `name`.
-
-    Raises:
-        ValueError: another class has that name.
-    """
+    """Class decorator: the class becomes the environment `name`. Raises ValueError if another class has that name."""
 
     def register(cls: type) -> type:
         if name in ENVIRONMENTS:

@@ -39,13 +39,12 @@ class WorkerDied(Exception):
 
 
 class Worker(Protocol):
-    """A rollout worker's process. Whoever waits for it gets WorkerDied once it is dead."""
+    """A rollout worker's process. Whoever waits for it gets WorkerDied once it is dead. `generate` gives (summary, reference) of
+    each task's group."""
 
     async def call(self, method: str, *arguments: Any) -> Any: ...
 
-    def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[Any, Any]]:
-        """(summary, reference) of each task's group."""
-        ...
+    def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[Any, Any]]: ...
 
     def watch(self) -> None:
         """Expect heartbeats from now on."""
@@ -175,7 +174,15 @@ class Supervisor(Generic[W]):
 
     def stop(self) -> None:
         """End the thread; the workers live on."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+
+        async def stop() -> None:
+            unfinished = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
+            self._loop.call_soon(self._loop.stop)
+
+        self._run(stop())
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -225,17 +232,14 @@ class Supervisor(Generic[W]):
         Args:
             first: the run begins.
             failed: the worker there must be replaced: end of the report, and reason.
-
-        Raises:
-            WorkersLost: more than `MAX_REPLACEMENTS` failed since the last submission that ended well.
         """
         try:
             while True:
                 if failed is not None:
                     self._deaths += 1
                     if self._deaths > MAX_REPLACEMENTS:
-                        since = "rollout workers failed since the last rollout that ended well"
-                        raise WorkersLost(f"{self._deaths} {since}; the last one: {failed[1]}")
+                        failures = f"{self._deaths} rollout workers failed since the last rollout that ended well"
+                        raise WorkersLost(f"{failures}; the last one: {failed[1]}")
                     self._report("a rollout worker is replaced {}: {}".format(*failed))
                     self._renew(slot)
                 try:
