@@ -15,7 +15,7 @@ from ray.experimental import get_local_object_locations
 
 from rlinf_vl.types import Group, ImageRef
 
-#: About what an object of its own and a reference to it take: a smaller image travels inside its group.
+#: Bytes that an object of its own and a reference to it take, about: a smaller image travels inside its group.
 REFERENCE_BYTES = 512
 
 
@@ -28,22 +28,22 @@ class StoredImage:
 
     @property
     def data(self) -> memoryview:
-        """The bytes where they lie. Waits for one object; `fetch` gets those of many groups together."""
+        """The bytes, read in place. Waits for one object; `fetch` gets those of many groups together."""
         return memoryview(ray.get(self.reference))
 
 
 class GroupStore:
-    """The worker's side: what it has put and nobody has released."""
+    """The worker's side: groups and images that it has stored and that nobody has released."""
 
     def __init__(self) -> None:
         self._groups: dict[str, tuple[ray.ObjectRef, set[str]]] = {}
         self._images: dict[str, ray.ObjectRef] = {}
 
     def put(self, group: Group, *, own_images: bool = False) -> tuple[ray.ObjectRef, int]:
-        """Store a group, and those of its images that no group before it had stored; with `own_images` they travel inside.
+        """Store a group, and those of its images that aren't stored yet; with `own_images` they travel inside.
 
-        Returns a reference to it and the bytes that this has taken. It is held until `release`: a reference that only
-        travels inside a streamed result can be counted out of existence before its receiver has registered it.
+        Returns a reference to it and the bytes that this took. The store pins it until `release`: Ray may free an object
+        whose only reference travels inside a streamed result before the receiver has registered it.
         """
         new = []
         for image, _ in group.images:
@@ -58,7 +58,7 @@ class GroupStore:
         return reference, sum(size["object_size"] for size in sizes.values())
 
     def release(self, group_ids: Sequence[str] | None) -> None:
-        """These groups (None: all) may go, and images that no other group shows."""
+        """Drop these groups (None: all), and the images that no other group shows."""
         for group_id in list(self._groups) if group_ids is None else group_ids:
             self._groups.pop(group_id, None)
         shown = set().union(*(hashes for _, hashes in self._groups.values()))
@@ -66,7 +66,7 @@ class GroupStore:
 
 
 def fetch_surviving(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]:
-    """As `fetch`, without the groups that died with the worker which made them."""
+    """As `fetch`, without groups that were lost with the worker that made them."""
     try:
         return fetch(references)
     except ObjectLostError:

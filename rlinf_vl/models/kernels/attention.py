@@ -1,9 +1,9 @@
 """How one part of attention is computed: sequences of queries against their keys, with the log-sum-exp that merging needs.
 
-A kernel is made for one layout (boundaries of queries and keys, causal or not) and used by every layer:
+A kernel is made for one layout (boundaries of queries and keys, causal or not), and every layer uses it:
 `forward(q [T, H, D], k and v [U, H_kv, D], scale)` → (out [T, H, D], lse float32 [T, H]), and
-`backward(grad, q, k, v, out, lse, scale)` → (dq, dk, dv), where `out` and `lse` may be those of a softmax over more keys
-than this part's. The order of `KERNELS` is the order of preference.
+`backward(grad, q, k, v, out, lse, scale)` → (dq, dk, dv), where `out` and `lse` may belong to a softmax over further keys.
+`KERNELS` lists them in order of preference.
 """
 
 from collections.abc import Callable
@@ -45,12 +45,12 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one call attends: a sequence, where `rows` and `keys` are slices, or a right-padded batch [n, L] of them."""
+    """What one call attends: one sequence (`rows` and `keys` are slices), or a right-padded batch of n sequences."""
 
-    rows: torch.Tensor | slice  # of the queries; int64 [n, L] of a batch, where padding names any row
+    rows: torch.Tensor | slice  # of the queries; int64 [n, L] for a batch, any row for padding
     keys: torch.Tensor | slice
-    padding: torch.Tensor | None = None  # of a batch, bool [n, 1, L, 1]
-    real: torch.Tensor | None = None  # of a batch, int64: which of its n · L rows are no padding
+    padding: torch.Tensor | None = None  # for a batch, bool [n, 1, L, 1]
+    real: torch.Tensor | None = None  # for a batch, int64: which of its n · L rows aren't padding
 
 
 class FlashCpu:
@@ -203,7 +203,7 @@ class Varlen:
 
 
 class Matmul:
-    """Plain matrix products, sequence by sequence, in float32: every device and dtype. What the others are tested against."""
+    """Plain matrix products, sequence by sequence, in float32, for every device and dtype. Tests compare the others with it."""
 
     many = True
 
