@@ -111,18 +111,17 @@ def main() -> None:
     engines = {"torch engine": engine}
     if args.sglang:
         from rlinf_vl.engines.sglang.engine import SglangEngine
+        from rlinf_vl.engines.sglang.settings import Settings
 
-        engines["SGLang"] = SglangEngine(
-            path,
-            family,
-            banned=banned,
-            pixels=pixels,
+        settings = Settings(
+            model_path=path,
             context_length=max(len(r.ids) for r in requests) + args.new_tokens,
             max_running=args.groups * args.samples,
             dtype=dtype,
             device=args.device,
             cpu_threads=args.threads,
         )
+        engines["SGLang"] = SglangEngine(settings, family, banned=banned, pixels=pixels)
     baseline = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     baseline = baseline.to(args.device).eval()
     options = {

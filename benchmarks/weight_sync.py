@@ -53,10 +53,10 @@ class Trainer:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def use(self, strategy: str) -> None:
-        def shapes():
-            return ((name, value.to("meta")) for name, value in self.weights)
+        def gather(device: str):
+            return ((name, value.to(device)) for name, value in self.weights)
 
-        self.sender = SENDERS[strategy](lambda _: iter(self.weights), shapes, 0, 1, "cpu", self.bucket_bytes)
+        self.sender = SENDERS[strategy](gather, 0, 1, "cpu", self.bucket_bytes)
 
     def join(self, group: WeightGroup) -> None:
         self.sender.join(group)

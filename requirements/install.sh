@@ -3,7 +3,7 @@
 set -euo pipefail
 
 TORCH_DEFAULT=2.13.0
-SGLANG_DEFAULT=0.5.23 # and none before it: rlinf_vl/engines/sglang/version.py says why
+SGLANG_DEFAULT=0.5.23 # and none before it: rlinf_vl/engines/sglang/machine.py says why
 CUDA_DRIVER=580 # the oldest NVIDIA driver for CUDA 13, which SGLang's wheels are built with
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 root="$(dirname -- "$here")"

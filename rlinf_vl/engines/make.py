@@ -23,45 +23,45 @@ log = logging.getLogger(__name__)
 def make_engine(config: Config, model_path: str, processor: Processor, device: str) -> Engine:
     """Start the engine that the config asks for, on the checkpoint at `model_path`. Both kinds see the same pixels."""
     rollout = config.rollout
-    family, dtype = family_of(rollout.model.model_type), DTYPES[rollout.model.precision]
     trust = rollout.model.trust_remote_code
+    family, dtype = family_of(rollout.model.model_type), DTYPES[rollout.model.precision]
     vocab = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
-    common = {
-        "banned": processor.banned_ids(vocab),
-        "pixels": PixelCache(processor.pixels),
-        "max_running": rollout.max_running_requests,
-        "memory_share": rollout.gpu_memory_utilization,
-        "device": device,
-    }
+    banned, pixels = processor.banned_ids(vocab), PixelCache(processor.pixels)
     if rollout.rollout_backend == "torch":
         from rlinf_vl.engines.torch.engine import TorchEngine
 
         return TorchEngine(
             load_model(model_path, family, dtype, trust_remote_code=trust),
             family,
+            banned=banned,
+            pixels=pixels,
             image_token_id=processor.image_token_id,
             merge_size=processor.merge_size,
-            **common,
+            max_running=rollout.max_running_requests,
+            memory_share=rollout.gpu_memory_utilization,
+            device=device,
         )
     from rlinf_vl.engines.sglang.engine import SglangEngine
+    from rlinf_vl.engines.sglang.settings import Settings
 
     arguments = {"log_level": rollout.sglang.log_level}
     if rollout.sglang.attention_backend:
         arguments["attention_backend"] = rollout.sglang.attention_backend
-    return SglangEngine(
-        model_path,
-        family,
+    settings = Settings(
+        model_path=model_path,
         context_length=config.runner.seq_length,
+        max_running=rollout.max_running_requests,
         dtype=dtype,
+        memory_share=rollout.gpu_memory_utilization,
+        device=device,
         shared_gpu=shares_slots(config.cluster.component_placement),
         tp_size=rollout.tensor_parallel_size,
         cpu_threads=config.cluster.cpu_threads or 1,
-        request_timeout_s=rollout.request_timeout,
         deterministic=rollout.deterministic,
         trust_remote_code=trust,
-        server_arguments=arguments | rollout.sglang.server_args,
-        **common,
+        more=arguments | rollout.sglang.server_args,
     )
+    return SglangEngine(settings, family, banned=banned, pixels=pixels, request_timeout_s=rollout.request_timeout)
 
 
 def warm_up(
@@ -70,12 +70,12 @@ def warm_up(
     samplings: Iterable[SamplingParams],
     longest: int,
 ) -> None:
-    """Ask for two tokens in each way of sampling, alone and as a group, with an image and without: SGLang compiles kernels
-    when they are first needed, for minutes, and the first rollout would pass for a hang.
+    """Ask for two tokens with each sampling, alone and as a group, with an image and without: SGLang compiles kernels when they
+    are first needed, for minutes, and the first rollout would pass for a hang.
 
     Args:
         prompt: as `rlinf_vl.rollout.renderer.Renderer.prompt`.
-        longest: most tokens of a prompt and its response together; what is longer is left out.
+        longest: most tokens of a prompt and its response together; longer requests are left out.
     """
     log.info("the engine is warming up; on a GPU that never ran this model it compiles kernels, which takes minutes")
     picture = io.BytesIO()

@@ -123,7 +123,7 @@ def look(config: Config | None = None) -> Machine:
     """The facts of this machine, as a run of `config` would meet them. About a second beside the import of torch."""
     import torch
 
-    from rlinf_vl.engines.sglang.cuda import missing_tools
+    from rlinf_vl.engines.sglang.machine import missing_tools
 
     address = cluster_to_join(config.cluster.ray_address, dict(os.environ))[0] if config else None
     sglang = config is None or config.rollout.rollout_backend == "sglang"
@@ -304,7 +304,7 @@ def _driver() -> str | None:
 
 def _missing_libraries() -> tuple[str, ...]:
     """What `ldd` misses for the memory saver's library as the engine's processes would load it, or the library itself."""
-    from rlinf_vl.engines.sglang.cuda import cuda_environment
+    from rlinf_vl.engines.sglang.machine import cuda_environment
 
     library = next((path for folder in sys.path if (path := Path(folder) / HOOK).is_file()), None)
     if library is None:

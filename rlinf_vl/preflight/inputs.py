@@ -22,8 +22,7 @@ from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.sources import TOY, peek
-from rlinf_vl.engines.sglang.cuda import missing_tools
-from rlinf_vl.engines.sglang.version import require_sglang, server_argument_names
+from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.cluster import cluster_to_join
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, run_folder

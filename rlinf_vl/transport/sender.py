@@ -20,21 +20,18 @@ import torch
 
 from rlinf_vl.transport.buckets import Label, group_by_size, pack
 
-Weights = Iterable[tuple[str, torch.Tensor]]
-
 
 @dataclass
 class Sender:
     """One rank's end of a strategy. Making it is collective.
 
     Attributes:
-        gather: gives the weights on a device ("cpu", "cuda"), whole and in the engine's dtype. Collective over the ranks.
-        shapes: the same names, dtypes and shapes, as tensors on the meta device.
+        gather: gives the weights on a device ("cpu", "cuda"), whole and in the engine's dtype. Collective over the ranks; on
+            the device "meta", which has shapes only, any rank alone may ask.
         sent: a copy in host memory of what was sent last, by bucket: training goes on, so the model can't be asked for it.
     """
 
-    gather: Callable[[str], Weights]
-    shapes: Callable[[], Weights]
+    gather: Callable[[str], Iterable[tuple[str, torch.Tensor]]]
     rank: int
     world_size: int
     device: str
@@ -43,7 +40,7 @@ class Sender:
 
     def offer(self, check: bool) -> list[Any]:
         """This rank's labels. Collective. `check`: with fingerprints, for the receivers to compare."""
-        weights = self.gather(self.device) if check else self.shapes()
+        weights = self.gather(self.device if check else "meta")
         return [Label.of(bucket, check) for bucket in group_by_size(weights, self.bucket_bytes)]
 
     def deliver(self) -> None:

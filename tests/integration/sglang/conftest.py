@@ -129,17 +129,10 @@ def toy(tmp_path_factory):
 def running(toy):
     """The engine. A test that changes its weights puts the toy's own back (fixture `engine`)."""
     from rlinf_vl.engines.sglang.engine import SglangEngine
+    from rlinf_vl.engines.sglang.settings import Settings
 
-    engine = SglangEngine(
-        toy.path,
-        FAMILY,
-        banned=toy.banned,
-        pixels=toy.pixels,
-        context_length=512,
-        max_running=32,
-        dtype=torch.float32,
-        request_timeout_s=120,
-    )
+    settings = Settings(model_path=toy.path, context_length=512, max_running=32, dtype=torch.float32)
+    engine = SglangEngine(settings, FAMILY, banned=toy.banned, pixels=toy.pixels, request_timeout_s=120)
     yield engine
     engine.close()
 

@@ -9,12 +9,11 @@ from importlib.metadata import files
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlinf_vl.config.schema import ClusterConfig
-from rlinf_vl.engines.sglang import arguments as sglang_arguments
-from rlinf_vl.engines.sglang import cuda as sglang_cuda
 from rlinf_vl.engines.sglang.engine import SglangEngine
+from rlinf_vl.engines.sglang.machine import CUDA_MAJOR, cuda_environment
+from rlinf_vl.engines.sglang.settings import PROCESSORS, Settings
 from rlinf_vl.models.families import family_of
 from rlinf_vl.runtime.launch import _actor_environment
 
@@ -33,25 +32,18 @@ def unresolved(library, environment):
 def test_the_memory_savers_library_resolves_under_our_environment_and_not_without_it(monkeypatch):
     """SGLang starts its scheduler under LD_PRELOAD of it; without libcudart on the loader's path that ends with code 127."""
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    name = f"torch_memory_saver_hook_mode_preload_cu{sglang_cuda.CUDA_MAJOR}.abi3.so"
+    name = f"torch_memory_saver_hook_mode_preload_cu{CUDA_MAJOR}.abi3.so"
     hook = next(file.locate() for file in files("torch_memory_saver") or () if file.name == name)
-    driver, runtime = "libcuda.so.1", f"libcudart.so.{sglang_cuda.CUDA_MAJOR}"
+    driver, runtime = "libcuda.so.1", f"libcudart.so.{CUDA_MAJOR}"
     assert unresolved(hook, dict(os.environ)) - {driver} == {runtime}
-    assert unresolved(hook, os.environ | sglang_cuda.cuda_environment(shared_gpu=True)) <= {driver}
+    assert unresolved(hook, os.environ | cuda_environment(shared_gpu=True)) <= {driver}
 
 
 def test_an_engine_that_could_not_compile_its_kernels_is_refused_before_it_starts(toy, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(RuntimeError, match=f"nvcc.* is not at {tmp_path}/bin/nvcc; install the CUDA 13 toolkit"):
-        SglangEngine(
-            toy.path,
-            family_of("qwen3_vl"),
-            banned=toy.banned,
-            pixels=toy.pixels,
-            context_length=64,
-            max_running=1,
-            device="cuda",
-        )
+        settings = Settings(model_path=toy.path, context_length=64, max_running=1, device="cuda")
+        SglangEngine(settings, family_of("qwen3_vl"), banned=toy.banned, pixels=toy.pixels)
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +52,6 @@ def on_an_h100(toy, tmp_path_factory):
     nvidia_smi = tmp_path_factory.mktemp("bin") / "nvidia-smi"
     nvidia_smi.write_text("#!/bin/sh\necho 81559\n")
     nvidia_smi.chmod(0o755)
-    base = {
-        "context_length": 512,
-        "max_running": 256,
-        "dtype": torch.bfloat16,
-        "memory_share": 0.6,
-        "device": "cuda",
-        "tp_size": 1,
-        "shared_gpu": False,
-        "deterministic": False,
-        "trust_remote_code": False,
-        "kv_tokens": None,
-        "more": {},
-    }
     kinds = {
         "split": {},
         "collocated": {"shared_gpu": True},
@@ -82,8 +61,8 @@ def on_an_h100(toy, tmp_path_factory):
     }
     cases = {}
     for kind, change in kinds.items():
-        arguments = sglang_arguments.server_arguments(toy.path, **base | change)
-        environment = sglang_arguments.engine_environment("cuda", 1, arguments.get("enable_memory_saver", False))
+        settings = Settings(model_path=toy.path, context_length=512, max_running=256, device="cuda", **change)
+        arguments, environment = settings.server_arguments(kv_tokens=0), settings.environment()
         environment["PATH"] = os.pathsep.join([str(nvidia_smi.parent), environment["PATH"]])
         cases[kind] = arguments, environment | _actor_environment(ClusterConfig())
     del cases["left to SGLang"][0]["mm_feature_transport"]
@@ -119,7 +98,7 @@ def test_arguments_are_what_we_mean_once_sglang_has_made_its_own_of_them(on_an_h
     }
     assert {name: arguments[name] for name in expected} == expected
     assert environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
-    assert environment["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"] == sglang_arguments.PROCESSORS
+    assert environment["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"] == PROCESSORS
 
 
 def test_what_these_tests_are_for_is_seen_by_them(on_an_h100):

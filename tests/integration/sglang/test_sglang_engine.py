@@ -17,6 +17,7 @@ import torch
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.engines.make import warm_up
 from rlinf_vl.engines.sglang.engine import SglangEngine
+from rlinf_vl.engines.sglang.settings import Settings
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
@@ -293,30 +294,16 @@ def test_the_process_stays_ours(engine):
 
 def test_the_deterministic_option_needs_a_gpu(toy):
     with pytest.raises(ValueError, match="deterministic.*GPU"):
-        SglangEngine(
-            toy.path,
-            FAMILY,
-            banned=toy.banned,
-            pixels=toy.pixels,
-            context_length=64,
-            max_running=1,
-            deterministic=True,
-        )
+        settings = Settings(model_path=toy.path, context_length=64, max_running=1, deterministic=True)
+        SglangEngine(settings, FAMILY, banned=toy.banned, pixels=toy.pixels)
 
 
 def test_an_engine_that_can_not_start_says_so_and_leaves_nothing(engine, toy, tmp_path):
     shutil.copytree(toy.path, tmp_path / "broken", ignore=shutil.ignore_patterns("*.safetensors"))
     before = set(multiprocessing.active_children())
     with pytest.raises(EngineDied, match="did not start"):
-        SglangEngine(
-            str(tmp_path / "broken"),
-            FAMILY,
-            banned=toy.banned,
-            pixels=toy.pixels,
-            context_length=64,
-            max_running=1,
-            dtype=torch.float32,
-        )
+        settings = Settings(model_path=str(tmp_path / "broken"), context_length=64, max_running=1, dtype=torch.float32)
+        SglangEngine(settings, FAMILY, banned=toy.banned, pixels=toy.pixels)
     assert set(multiprocessing.active_children()) == before
     assert engine.generate([toy.request(1)])[0].samples
 

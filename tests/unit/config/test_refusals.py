@@ -20,7 +20,7 @@ import pytest
 from rlinf_vl import __main__ as command_line
 from rlinf_vl.config import config_keys
 from rlinf_vl.data.sources import TOY, peek
-from rlinf_vl.engines.sglang import version as sglang_version
+from rlinf_vl.engines.sglang import machine as sglang_machine
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.preflight import inputs
 from rlinf_vl.runtime.run_folder import STATE_FILE
@@ -192,7 +192,7 @@ def main(monkeypatch, tmp_path) -> Callable[[list[str]], int]:
     monkeypatch.setattr(command_line, "_prepare_toy", goes_on)
     monkeypatch.setattr(inputs, "gpu_memory", lambda: ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
-    monkeypatch.setattr(sglang_version, "version", not_installed)
+    monkeypatch.setattr(sglang_machine, "version", not_installed)
     monkeypatch.chdir(tmp_path)
     return command_line.main
 
@@ -309,13 +309,13 @@ def test_sglang_of_another_version_and_without_its_tools(files, main, capsys, mo
     overrides = [f"data.train_data_paths=[{files}/good.jsonl]", "data.val_data_paths=[]", NO_IMAGES]
     overrides += ["rollout.rollout_backend=sglang", "cluster.device=cuda"]
     monkeypatch.setattr(inputs, "gpu_memory", lambda: (80,))
-    monkeypatch.setattr(sglang_version, "version", lambda name: "0.5.22")
+    monkeypatch.setattr(sglang_machine, "version", lambda name: "0.5.22")
     text = refused(capsys, files, main, *overrides)
     assert (
         "sglang 0.5.22 is installed here, and 0.5.23 or newer is needed; run 'bash requirements/install.sh --sglang"
         in text
     )
-    monkeypatch.setattr(sglang_version, "version", lambda name: "0.5.23.post1")
+    monkeypatch.setattr(sglang_machine, "version", lambda name: "0.5.23.post1")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     text = refused(capsys, files, main, *overrides)
     assert f"nvcc, with which SGLang compiles kernels on first use, is not at {tmp_path}/bin/nvcc" in text

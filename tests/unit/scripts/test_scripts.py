@@ -132,7 +132,7 @@ def test_every_place_names_the_version_of_sglang_that_the_engine_takes():
     import re
     import tomllib
 
-    from rlinf_vl.engines.sglang.version import OLDEST
+    from rlinf_vl.engines.sglang.machine import OLDEST
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["sglang"] == [f"sglang>={OLDEST}"]

@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_batch import (
 )
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
-from rlinf_vl.engines.sglang.wire import SentImage
+from rlinf_vl.engines.sglang.messages import SentImage
 
 
 class SentImages(QwenVLImageProcessor):

@@ -1,46 +1,40 @@
-"""What passes between our types and SGLang's: requests, samples, weights."""
+"""Our requests, samples and weights as SGLang's messages, and its outputs as our samples."""
 
 # SGLang has an environment of its own; types are checked in the other.
 # pyright: reportMissingImports=false
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from rlinf_vl.engines.sglang.pixels import MappedPatches
 from rlinf_vl.transport.buckets import Label
 from rlinf_vl.types import Request, Sample, SamplingParams
 
-#: Added to the logits of banned ids: exp of it is exactly 0.
+#: Added to the logits of banned ids: exp of it is exactly 0. SGLang's logprobs leave such ids out, too.
 BAN = -1e9
 
 
-def bans(banned: np.ndarray) -> dict[str, float]:
-    """`logit_bias` that keeps the ids of a bool [V] from being sampled; SGLang's logprobs leave them out too."""
-    return {str(i): BAN for i in np.flatnonzero(banned)}
-
-
-def parameters(sampling: SamplingParams, logit_bias: dict[str, float]) -> dict[str, Any]:
-    """SGLang's sampling parameters. The checkpoint's own end ids, which stop a sample as well, are among
-    `stop_ids` (`Processor.stop_ids`)."""
+def parameters(sampling: SamplingParams, banned: np.ndarray) -> dict[str, Any]:
+    """SGLang's sampling parameters. `banned`: ids, int64. The checkpoint's own end ids, at which SGLang stops as well, are
+    among `stop_ids` (`Processor.stop_ids`)."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
         "max_new_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(sampling.stop_ids),
-        "logit_bias": logit_bias,
+        "logit_bias": dict.fromkeys(map(str, banned.tolist()), BAN),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class SentImage:
-    """One image of a request, as the engine's own multimodal processor takes it.
+    """One image of a request, as the engine's own multimodal processor expects it.
 
     Attributes:
         patches: what the trainer's image processor made of it.
@@ -80,7 +74,7 @@ def placeholder_runs(request: Request, image_token_id: int, merge_size: int) -> 
 
 
 def sent_images(request: Request, runs: Sequence[tuple[int, int]], patches: Sequence[MappedPatches]) -> list[SentImage]:
-    """The images of a request whose placeholders stand at `runs` and whose patches lie at `patches`."""
+    """The images of a request, with their `placeholder_runs` and patches."""
     return [
         SentImage(where, tuple(grid), run, hashlib.sha256(image.hash.encode()).digest())
         for image, grid, run, where in zip(request.images, request.image_grids.tolist(), runs, patches, strict=True)
@@ -88,7 +82,7 @@ def sent_images(request: Request, runs: Sequence[tuple[int, int]], patches: Sequ
 
 
 def generation(request: Request, images: Sequence[SentImage], sampling: dict[str, Any], cache_key: str) -> Any:
-    """A `GenerateReqInput`: expanded ids, and the images as the engine's own processor takes them."""
+    """A `GenerateReqInput`: expanded ids, and the images as the engine's own processor expects them."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     return GenerateReqInput(
@@ -114,64 +108,21 @@ def as_sample(output: dict[str, Any], stop_ids: Sequence[int]) -> Sample:
     reason = meta["finish_reason"]["type"]
     if reason == "length" and len(ids) and int(ids[-1]) in stop_ids:
         reason = "stop"
-    return Sample(
-        ids,
-        np.asarray([entry[0] for entry in scored], np.float32),
-        versions,
-        reason if reason in ("stop", "length") else "error",
-    )
+    logprobs = np.asarray([entry[0] for entry in scored], np.float32)
+    return Sample(ids, logprobs, versions, reason if reason in ("stop", "length") else "error")
 
 
-def weights_in_messages(buckets: Iterable[dict[str, torch.Tensor]], tp_size: int, version: int) -> Iterator[Any]:
-    """Messages that bring each bucket as one flat tensor in shared memory; the last one sets the version."""
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+def bucket_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, Any]:
+    """Of an `UpdateWeightsFromTensorReqInput` that brings the bucket as one flat tensor in shared memory."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    for bucket, last in _with_last(buckets):
-        flat = FlattenedTensorBucket(named_tensors=list(bucket.items()))
-        content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        yield UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(content) for _ in range(tp_size)],
-            load_format="flattened_bucket",
-            flush_cache=False,
-            weight_version=str(version) if last else None,
-        )
+    flat = FlattenedTensorBucket(named_tensors=list(bucket.items()))
+    content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+    return {"serialized_named_tensors": [MultiprocessingSerializer.serialize(content) for _ in range(tp_size)]}
 
 
-def weights_to_receive(labels: Iterable[Label], group: str, version: int) -> Iterator[Any]:
-    """Messages that announce each bucket of a broadcast in `group`; the last one sets the version."""
-    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
-
-    for label, last in _with_last(labels):
-        names, dtypes, shapes = zip(*label.entries, strict=True)
-        yield UpdateWeightsFromDistributedReqInput(
-            names=list(names),
-            dtypes=list(dtypes),
-            shapes=[list(shape) for shape in shapes],
-            group_name=group,
-            load_format="flattened_bucket",
-            flush_cache=False,
-            weight_version=str(version) if last else None,
-        )
-
-
-def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each item, and whether it is the last."""
-    iterator = iter(items)
-    held = next(iterator)
-    for item in iterator:
-        yield held, False
-        held = item
-    yield held, True
-
-
-def kv_tokens_that_fit(text: Any, dtype: torch.dtype, longest: int, max_running: int, share: float) -> int:
-    """Tokens that the KV cache of a CPU engine gets: what `max_running` samples of `longest` tokens can need, within this
-    share of the free memory. ValueError: it does not hold one sample. `text`: the model's text config."""
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * dtype.itemsize
-    fit = int(psutil.virtual_memory().available * share / token_bytes)
-    if fit < longest:
-        raise ValueError(f"free memory holds a KV cache of {fit} tokens, one sample can have {longest}")
-    return min(max_running * longest, fit)
+def label_fields(label: Label, group: str) -> dict[str, Any]:
+    """Of an `UpdateWeightsFromDistributedReqInput` that announces the bucket's broadcast in `group`."""
+    names, dtypes, shapes = (list(column) for column in zip(*label.entries, strict=True))
+    return {"names": names, "dtypes": dtypes, "shapes": [list(shape) for shape in shapes], "group_name": group}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.engines.sglang import cuda as sglang_cuda
+from rlinf_vl.engines.sglang import machine
 
 
 @pytest.fixture
@@ -33,15 +33,15 @@ NVCC = "Cuda compilation tools, release 13.0, V13.0.88"
 
 def test_nothing_is_missing_where_all_is_there_and_ninja_is_beside_the_interpreter_only(tools, monkeypatch):
     tools(venv__bin__ninja="", **{"bin__c++": "", "bin__nvcc": NVCC})
-    assert sglang_cuda.missing_tools() == []
+    assert machine.missing_tools() == []
     monkeypatch.setenv("CXX", "c++ -O1")
-    assert sglang_cuda.missing_tools() == []
+    assert machine.missing_tools() == []
 
 
 def test_each_tool_that_is_missing_is_named_with_the_way_out(tools, monkeypatch):
     folder = tools()
     monkeypatch.setenv("CUDA_HOME", str(folder / "nowhere"))
-    ninja, compiler, nvcc = sglang_cuda.missing_tools()
+    ninja, compiler, nvcc = machine.missing_tools()
     assert "ninja" in ninja and "pip install ninja" in ninja
     assert "'c++'" in compiler and "apt install g++" in compiler
     assert f"{folder}/nowhere/bin/nvcc" in nvcc and "CUDA_HOME=" in nvcc
@@ -51,28 +51,28 @@ def test_an_nvcc_of_another_cuda_is_named_with_its_version(tools, monkeypatch):
     folder = tools(
         venv__bin__ninja="", cuda__bin__nvcc=NVCC.replace("13.0,", "12.6,"), **{"bin__c++": "", "bin__nvcc": NVCC}
     )
-    assert sglang_cuda.missing_tools() == []
+    assert machine.missing_tools() == []
     monkeypatch.setenv("CUDA_HOME", str(folder / "cuda"))  # SGLang asks it before PATH
-    (wrong,) = sglang_cuda.missing_tools()
+    (wrong,) = machine.missing_tools()
     assert "nvcc 12.6" in wrong and f"{folder}/cuda/bin/nvcc" in wrong and "CUDA 13" in wrong
 
 
 def test_the_interpreters_folder_is_first_on_path_once(monkeypatch):
     folder = str(Path(sys.executable).parent)
     monkeypatch.setenv("PATH", f"/usr/bin:{folder}:/bin")
-    assert sglang_cuda.cuda_environment(shared_gpu=False)["PATH"] == f"{folder}:/usr/bin:/bin"
+    assert machine.cuda_environment(shared_gpu=False)["PATH"] == f"{folder}:/usr/bin:/bin"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments_are_taken_out_where_the_memory_saver_runs(monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
-    assert name not in sglang_cuda.cuda_environment(shared_gpu=False)
-    assert sglang_cuda.cuda_environment(shared_gpu=True)[name] == "max_split_size_mb:64,expandable_segments:False"
+    assert name not in machine.cuda_environment(shared_gpu=False)
+    assert machine.cuda_environment(shared_gpu=True)[name] == "max_split_size_mb:64,expandable_segments:False"
 
 
 def test_the_folder_of_libcudart_is_first_for_the_loader(monkeypatch, tmp_path):
-    monkeypatch.setattr(sglang_cuda, "cudart_folder", lambda: tmp_path)
+    monkeypatch.setattr(machine, "cudart_folder", lambda: tmp_path)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
-    assert sglang_cuda.cuda_environment(True)["LD_LIBRARY_PATH"] == os.pathsep.join([str(tmp_path), "/opt/lib"])
+    assert machine.cuda_environment(True)["LD_LIBRARY_PATH"] == os.pathsep.join([str(tmp_path), "/opt/lib"])
     monkeypatch.delenv("LD_LIBRARY_PATH")
-    assert sglang_cuda.cuda_environment(True)["LD_LIBRARY_PATH"] == str(tmp_path)
+    assert machine.cuda_environment(True)["LD_LIBRARY_PATH"] == str(tmp_path)

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from rlinf_vl.engines.sglang import wire as wire
+from rlinf_vl.engines.sglang import messages
 from rlinf_vl.engines.sglang.pixels import PixelFile
 from rlinf_vl.types import ImageRef, Request, SamplingParams
 
@@ -22,9 +22,9 @@ def request(ids, *grids):
 
 def test_each_images_placeholders_are_found():
     ids = [1, *[PAD] * 4, 2, 3, *[PAD] * 6, 2]
-    assert wire.placeholder_runs(request(ids, (1, 4, 4), (1, 4, 6)), PAD, 2) == [(1, 4), (7, 12)]
-    assert wire.placeholder_runs(request([PAD, 1, PAD], (1, 2, 2), (1, 2, 2)), PAD, 2) == [(0, 0), (2, 2)]
-    assert wire.placeholder_runs(request([1, 2]), PAD, 2) == []
+    assert messages.placeholder_runs(request(ids, (1, 4, 4), (1, 4, 6)), PAD, 2) == [(1, 4), (7, 12)]
+    assert messages.placeholder_runs(request([PAD, 1, PAD], (1, 2, 2), (1, 2, 2)), PAD, 2) == [(0, 0), (2, 2)]
+    assert messages.placeholder_runs(request([1, 2]), PAD, 2) == []
 
 
 @pytest.mark.parametrize(
@@ -40,15 +40,15 @@ def test_each_images_placeholders_are_found():
 )
 def test_what_sglang_would_answer_blind_or_for_the_wrong_image_is_refused(ids, grids, message):
     with pytest.raises(ValueError, match=message):
-        wire.placeholder_runs(request(ids, *grids), PAD, 2)
+        messages.placeholder_runs(request(ids, *grids), PAD, 2)
 
 
 def test_one_image_has_one_identity_wherever_it_stands_and_another_has_another():
     images = request([PAD, 1, PAD, 1, PAD], *[(1, 2, 2)] * 3)
     images = Request(images.ids, (*images.images[:2], images.images[0]), images.image_grids, images.sampling, (0,))
     file = PixelFile([np.zeros((4, 3), np.float32)] * 3)
-    runs = wire.placeholder_runs(images, PAD, 2)
-    first, second, again = wire.sent_images(images, runs, file.images)
+    runs = messages.placeholder_runs(images, PAD, 2)
+    first, second, again = messages.sent_images(images, runs, file.images)
     assert first.identity == again.identity != second.identity and len(first.identity) == 32
     assert [i.run for i in (first, second, again)] == [(0, 0), (2, 2), (4, 4)] and first.grid == (1, 2, 2)
     file.close()

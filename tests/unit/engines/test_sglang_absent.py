@@ -18,10 +18,11 @@ def from_name(cls, name):
 Distribution.from_name = classmethod(from_name)
 from rlinf_vl.models.families import family_of
 from rlinf_vl.engines.sglang.engine import SglangEngine
+from rlinf_vl.engines.sglang.settings import Settings
+import numpy as np
 assert not [m for m in sys.modules if m.split(".")[0] == "sglang"]
-SglangEngine(
-    "nowhere", family_of("qwen3_vl"), banned=None, pixels=None, context_length=8, max_running=1, deterministic=%s
-)
+settings = Settings(model_path="nowhere", context_length=8, max_running=1, deterministic=%s)
+SglangEngine(settings, family_of("qwen3_vl"), banned=np.zeros(8, bool), pixels=None)
 """
 
 

@@ -1,0 +1,152 @@
+"""What SGLang needs of this machine: its version, tools that compile its kernels, libraries on the loader's path.
+
+Nothing here imports SGLang or torch, or touches a device, unless asked for libcudart: a machine can be judged before anything
+is started.
+"""
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+
+from packaging.version import Version
+
+#: The oldest version accepted, and the one that the tests run with (`doctor` says so of a newer one). Before it, a GPU
+#: engine launches a kernel per banned id and request, and engines that start at once race for ports.
+OLDEST = "0.5.23"
+#: Major version of CUDA that SGLang's wheels, and the torch they ask for, are built with; nvcc must be of it.
+CUDA_MAJOR = 13
+#: The entry point (pyproject.toml) through which SGLang finds `cpu.py`.
+PLATFORM_GROUP = "sglang.srt.platforms"
+PLATFORM = "rlinf_vl_cpu"
+
+
+def require_sglang() -> None:
+    """ImportError, with what to do about it, if SGLang is not installed or too old."""
+    way_out = (
+        f"run 'bash requirements/install.sh --sglang {OLDEST}' and use its environment (.venv-sglang), or set "
+        "rollout.rollout_backend=torch"
+    )
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        raise ImportError(f"rollout.rollout_backend: sglang is not installed here; {way_out}") from None
+    if Version(found) < Version(OLDEST):
+        raise ImportError(
+            f"rollout.rollout_backend: sglang {found} is installed here, and {OLDEST} or newer is needed; {way_out}"
+        )
+
+
+def require_platform() -> None:
+    """RuntimeError if SGLang will not find our CPU platform."""
+    if not any(e.name == PLATFORM for e in entry_points(group=PLATFORM_GROUP)):
+        raise RuntimeError(
+            f"SGLang on the CPU needs the entry point {PLATFORM!r} of {PLATFORM_GROUP}, which an older installation of"
+            " rlinf_vl lacks; `bash requirements/install.sh --sglang` registers it"
+        )
+
+
+def server_argument_names() -> set[str]:
+    """Names of SGLang's server arguments, read in its sources: importing it takes half a minute. Empty if it isn't installed, or
+    a newer one has them elsewhere."""
+    spec = importlib.util.find_spec("sglang")
+    names = set()
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for file in Path(folder).glob("srt/arg_groups/fields/*.py"):
+            for node in ast.parse(file.read_text("utf-8")).body:
+                fields = node.body if isinstance(node, ast.ClassDef) else ()
+                targets = (field.target for field in fields if isinstance(field, ast.AnnAssign))
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def cuda_environment(shared_gpu: bool) -> dict[str, str]:
+    """Environment variables of the engine's processes on a GPU, to be set before they start.
+
+    - `LD_LIBRARY_PATH`: with `shared_gpu` the scheduler starts under `LD_PRELOAD` of torch_memory_saver's library, which the
+      loader resolves before Python can help: without libcudart on its path the process ends with code 127.
+    - `PATH`: pip puts `ninja` beside the interpreter, and a Ray worker doesn't have that folder on its path.
+    - `PYTORCH_CUDA_ALLOC_CONF`: torch_memory_saver refuses expandable segments.
+
+    Args:
+        shared_gpu: actor ranks use the same GPU, so the engine gives its memory back while they train.
+    """
+    environment = {"PATH": _path()}
+    if folder := cudart_folder():
+        environment["LD_LIBRARY_PATH"] = _first(str(folder), os.environ.get("LD_LIBRARY_PATH", ""))
+    if shared_gpu:
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if value := os.environ.get(name):
+                environment[name] = re.sub(r"(expandable_segments\s*:\s*)true", r"\1False", value, flags=re.IGNORECASE)
+    return environment
+
+
+def cudart_folder() -> Path | None:
+    """The folder of the CUDA runtime that torch has loaded into this process; None for a torch without CUDA."""
+    import torch  # noqa: F401  # loads it
+
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        path = Path(line.split(maxsplit=5)[-1])
+        if path.name.startswith("libcudart.so."):
+            return path.parent
+    return None
+
+
+def missing_tools() -> list[str]:
+    """What SGLang's kernels, compiled on first use, lack on this machine: one message each, with the way out."""
+    missing = []
+    if shutil.which("ninja", path=_path()) is None:
+        missing.append(
+            f"ninja, with which SGLang compiles kernels on first use, is neither in {Path(sys.executable).parent} nor on PATH;"
+            f" `{sys.executable} -m pip install ninja` puts it there"
+        )
+    compiler = os.environ.get("CXX") or "c++"  # perhaps with a launcher in front, as in "ccache g++"
+    if shutil.which(compiler.split()[0], path=_path()) is None:
+        missing.append(
+            f"a C++ compiler, with which SGLang compiles kernels on first use: {compiler!r} is not on PATH; install one"
+            " (Debian and Ubuntu: apt install g++), or name yours with CXX=/path/to/c++"
+        )
+    nvcc, release = _nvcc()
+    way_out = (
+        f"install the CUDA {CUDA_MAJOR} toolkit (the image in docker/Dockerfile.cuda has it) and name its folder with"
+        " CUDA_HOME=/usr/local/cuda-13.0"
+    )
+    if release is None:
+        missing.append(f"nvcc, with which SGLang compiles kernels on first use, is not at {nvcc}; {way_out}")
+    elif int(release.split(".")[0]) != CUDA_MAJOR:
+        missing.append(
+            f"nvcc {release} at {nvcc}: SGLang's kernels want CUDA {CUDA_MAJOR}, as its torch was built with; {way_out}"
+        )
+    return missing
+
+
+def _nvcc() -> tuple[Path, str | None]:
+    """The nvcc that SGLang will run (CUDA_HOME or CUDA_PATH, then PATH, then /usr/local/cuda), and its release, such as "13.0";
+    None if it can't be run."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None:
+        on_path = shutil.which("nvcc", path=_path())
+        home = Path(on_path).parent.parent if on_path else "/usr/local/cuda"
+    nvcc = Path(home) / "bin" / "nvcc"
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return nvcc, None
+    found = re.search(r"release (\d+\.\d+)", said)
+    return nvcc, found[1] if found else None
+
+
+def _path() -> str:
+    """PATH of the engine's processes."""
+    return _first(str(Path(sys.executable).parent), os.environ.get("PATH", ""))
+
+
+def _first(folder: str, path: str) -> str:
+    """`path`, a list of folders, with `folder` in front."""
+    return os.pathsep.join([folder, *(p for p in path.split(os.pathsep) if p and p != folder)])
