@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
@@ -16,6 +16,7 @@ from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.mesh import Mesh, join_ranks
 from rlinf_vl.actor.trainer import Logprobs, Trainer, load_trainer
 from rlinf_vl.config.schema import Config
+from rlinf_vl.models.families.family import same_name
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.observe.spans import flush_spans, profiler, record_spans, span
 from rlinf_vl.runtime.ray_process import own_process, where
@@ -104,7 +105,13 @@ class ActorRank:
 
     def set_weight_sync(self, strategy: str, bucket_bytes: int) -> None:
         """Make the sender of this strategy (`rlinf_vl.transport`). Collective."""
-        weights = partial(self.trainer.weights, DTYPES[self.config.rollout.model.precision])
+        rollout = self.config.rollout
+        names = self.trainer.policy.family.engine_names if rollout.rollout_backend == "sglang" else same_name
+
+        def weights(device: str) -> Iterator[tuple[str, torch.Tensor]]:
+            whole = self.trainer.weights(DTYPES[rollout.model.precision], device)
+            return (part for name, value in whole for part in names(name, value))
+
         size = dist.get_world_size()
         self.sender = SENDERS[strategy](weights, partial(weights, "meta"), self.rank, size, self.device, bucket_bytes)
 

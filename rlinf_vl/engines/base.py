@@ -10,18 +10,16 @@ from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import Label
 from rlinf_vl.types import Completion, Request
 
-#: What an engine's device memory holds, by the names that it is released and restored under.
+#: What an engine's device memory is used for, by the names under which it is released and restored.
 MEMORY_TAGS = ("weights", "kv_cache")
-
-
-#: Weights that take no more than this share of a GPU stay there while the trainer runs.
+#: Weights up to this share of a GPU's memory stay there while the trainer runs.
 SMALL_WEIGHTS = 0.1
 
 
 def release_tags(weight_bytes: int, gpu_bytes: int) -> tuple[str, ...]:
     """What an engine gives back while a trainer needs its GPU: the KV cache always, its weights unless they are small.
 
-    Small weights are not worth two copies a step, nor the host memory that they would be kept in.
+    Small weights are not worth two copies a step, nor the host memory of a copy.
 
     Args:
         weight_bytes: of the engine's weights on one GPU.
@@ -40,7 +38,7 @@ class Engine(Protocol):
     version: int
     """Weight version that the next token is sampled with."""
 
-    def submit(self, requests: Sequence[Request]) -> list["Future[Completion]"]:
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         """Queue requests, in order and at once; each future resolves when all samples of its request are done."""
         ...
 
@@ -55,18 +53,18 @@ class Engine(Protocol):
         """
 
     def join_weight_group(self, group: WeightGroup) -> None:
-        """Be the members of `group` from `group.rank` on (one, or one per GPU of the engine), in place of the group joined
+        """Become the members of `group` from `group.rank` on (one, or one per GPU of the engine), in place of the group joined
         before. Returns when all members have joined."""
 
     def load_broadcast(self, labels: Sequence[Label], version: int) -> None:
         """`load_weights` of what rank 0 of the joined group broadcasts, bucket by bucket as in `labels`."""
 
     def fingerprint(self, names: Sequence[str]) -> int | None:
-        """`rlinf_vl.transport.buckets.fingerprint` of the engine's own weights; None where it can't be known."""
+        """`rlinf_vl.transport.buckets.fingerprint` of the engine's own weights; None if it can't be known."""
         ...
 
     def pause(self) -> None:
-        """Stop between two decoding steps; running requests keep their place."""
+        """Stop between two decoding steps; running requests keep their progress."""
 
     def resume(self) -> None:
         """Go on after `pause`."""
@@ -78,7 +76,7 @@ class Engine(Protocol):
         weights are released. What was released before stays as it is."""
 
     def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Take the memory of these tags again. What was not released is left alone: a fresh engine needs no restoring.
+        """Allocate the memory of these tags again. What was not released is left alone: a fresh engine needs no restoring.
 
         Weights come back as they were; the KV cache comes back empty."""
 

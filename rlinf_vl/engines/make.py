@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 def make_engine(config: Config, model_path: str, processor: Processor, device: str) -> Engine:
     """Start the engine that the config asks for, on the checkpoint at `model_path`. Both kinds see the same pixels."""
     rollout = config.rollout
-    trust = rollout.model.trust_remote_code
+    trust, memory_share = rollout.model.trust_remote_code, rollout.gpu_memory_utilization
+    assert isinstance(memory_share, float), f"{memory_share!r} is resolved before an engine starts"
     family, dtype = family_of(rollout.model.model_type), DTYPES[rollout.model.precision]
     vocab = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
     banned, pixels = processor.banned_ids(vocab), PixelCache(processor.pixels)
@@ -38,7 +39,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
             image_token_id=processor.image_token_id,
             merge_size=processor.merge_size,
             max_running=rollout.max_running_requests,
-            memory_share=rollout.gpu_memory_utilization,
+            memory_share=memory_share,
             device=device,
         )
     from rlinf_vl.engines.sglang.engine import SglangEngine
@@ -52,7 +53,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
         context_length=config.runner.seq_length,
         max_running=rollout.max_running_requests,
         dtype=dtype,
-        memory_share=rollout.gpu_memory_utilization,
+        memory_share=memory_share,
         device=device,
         shared_gpu=shares_slots(config.cluster.component_placement),
         tp_size=rollout.tensor_parallel_size,

@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
 from transformers import AutoConfig
 
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
@@ -83,10 +83,16 @@ class SglangEngine:
         self._control = threading.RLock()  # one of load_weights, pause, resume, release, restore at a time
         self._preparing = ThreadPoolExecutor(1, "sglang-pixels")
         config = self._checked_config(family)
-        self.shapes = weight_shapes(config, settings.trust_remote_code)
+        self.shapes = {
+            engine_name: tuple(part.shape)
+            for name, shape in weight_shapes(config, settings.trust_remote_code).items()
+            for engine_name, part in family.engine_names(name, torch.empty(shape, device="meta"))
+        }
         self.image_token_id = config.image_token_id
         self.merge_size = config.vision_config.spatial_merge_size
-        kv_tokens = settings.kv_tokens_that_fit(config.get_text_config()) if settings.device == "cpu" else 0
+        kv_tokens = 0
+        if settings.device == "cpu":
+            kv_tokens = settings.kv_tokens_that_fit(family.decode_state(config).token_bytes(settings.dtype))
         os.environ.update(settings.environment())
         self.host = Host(settings.server_arguments(kv_tokens))
         processor = type(self.host.manager.mm_processor)
@@ -201,8 +207,8 @@ class SglangEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def load_weights(self, buckets: Iterable[dict[str, Tensor]], version: int) -> None:
-        def fields(bucket: dict[str, Tensor]) -> dict[str, Any]:
+    def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
+        def fields(bucket: dict[str, torch.Tensor]) -> dict[str, Any]:
             self._check_fits((name, tuple(value.shape)) for name, value in bucket.items())
             return messages.bucket_fields(bucket, self.settings.tp_size)
 

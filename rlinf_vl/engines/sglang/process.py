@@ -48,7 +48,7 @@ class Host:
         self.loop = asyncio.new_event_loop()
         self._ended = self.loop.create_future()
         self._closing = asyncio.Event()
-        self._answering: set[asyncio.Task | None] = set()
+        self._answering: set[asyncio.Task[Any]] = set()
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(arguments, ready), name="sglang-engine", daemon=True)
         self._thread.start()
@@ -98,6 +98,7 @@ class Host:
         if self.end:
             raise self.end
         me, task = asyncio.current_task(), self.loop.create_task(operation(*arguments))
+        assert me is not None
         self._answering.add(me)
         try:
             await asyncio.wait((task, self._ended), return_when=asyncio.FIRST_COMPLETED)

@@ -104,11 +104,9 @@ class Settings:
             "PYTHONWARNINGS": "ignore:Only CUDA",  # from each process, of quantisations that need a GPU
         }
 
-    def kv_tokens_that_fit(self, text: Any) -> int:
+    def kv_tokens_that_fit(self, token_bytes: int) -> int:
         """Tokens for the KV cache of a CPU engine: what `max_running` of the longest samples can need, within `memory_share` of
-        the free memory. ValueError: not one sample fits. `text`: the model's text config."""
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        token_bytes = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * self.dtype.itemsize
+        the free memory. ValueError: not one sample fits."""
         fit = int(psutil.virtual_memory().available * self.memory_share / token_bytes)
         longest = self.context_length + CONTEXT_SLACK
         if fit < longest:

@@ -1,132 +1,123 @@
 """Keys and values of the rows being decoded, and attention over them.
 
-A group's prompt is held once, however many samples are drawn from it: the queries of its rows attend to it as one batch
+A group's prompt is stored once, however many samples are drawn from it: the queries of its rows attend to it as one batch
 (as in Juravsky et al. 2024, "Hydragen"), each row attends to its own continuation, and the two softmax parts are merged by
 their log-sum-exp, which is exact.
 """
 
 import torch
 
+from rlinf_vl.models.families import DecodeState
 from rlinf_vl.models.kernels.products import bfloat16_products
 
 
 class DecodeCache:
     """Rows S being decoded over N prompts; an `AttentionContext` for one token per row.
 
-    Per layer: `prompt_k/v` [N, H_kv, P, D] right-padded, `own_k/v` [S, H_kv, capacity, D].
-    `group` int64 [S] is each row's prompt, non-decreasing; `prompt_len` int64 [N]; `own_len` int64 [S].
+    Attributes:
+        prompts: layer → keys and values [2, N, H_kv, P, D], right-padded.
+        own: layer → keys and values [2, S, H_kv, capacity, D] of what was sampled.
+        prompt_len, own_len: int64 [N], [S].
+        group: int64 [S], each row's prompt, non-decreasing.
     """
 
-    def __init__(self, n_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        def empty() -> list[torch.Tensor]:
-            return [torch.zeros(0, kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(n_layers)]
-
+    def __init__(self, state: DecodeState, dtype: torch.dtype, device: torch.device) -> None:
+        empty = torch.zeros(2, 0, state.kv_heads, 0, state.head_dim, dtype=dtype, device=device)
+        none = torch.zeros(0, dtype=torch.int64, device=device)
         self.device = device
-        self.prompt_k, self.prompt_v, self.own_k, self.own_v = empty(), empty(), empty(), empty()
-        self.prompt_len = torch.zeros(0, dtype=torch.int64, device=device)
-        self.own_len = torch.zeros(0, dtype=torch.int64, device=device)
-        self.group = torch.zeros(0, dtype=torch.int64, device=device)
-        self._index_rows()
-
-    @property
-    def rows(self) -> int:
-        return len(self.group)
+        self.prompts = dict.fromkeys(state.kv_layers, empty)
+        self.own = dict.fromkeys(state.kv_layers, empty)
+        self.prompt_len = none
+        self.own_len = none
+        self.group = none
+        self._length = 0  # of the longest row
+        self._newest = (none, none)  # index of each row's newest token
+        self._own_mask: torch.Tensor | None = None
+        self._prompt_mask: torch.Tensor | None = None
+        # Where each row stands in the [N, width] grid of prompts and their rows (width: most rows of a prompt).
+        self._width = 0
+        self._slot = none
+        self._dense = True
 
     def append(
         self, captured: dict[int, tuple[torch.Tensor, torch.Tensor]], prompt_lens: list[int], samples: list[int]
     ) -> None:
         """Add prompts just prefilled (`captured[layer]` = k, v [sum of prompt_lens, H_kv, D]), with `samples[i]` rows each."""
         new = torch.tensor(prompt_lens, device=self.device)
-        longest = max([*prompt_lens, self.prompt_k[0].shape[2]])
+        longest = max([*prompt_lens, *self.prompt_len.tolist()])
         offsets = torch.arange(longest, device=self.device)
-        inside = offsets < new[:, None]
-        index = torch.where(inside, (new.cumsum(0) - new)[:, None] + offsets, 0)
-        for layer, (k, v) in captured.items():
-            for store, fresh in ((self.prompt_k, k), (self.prompt_v, v)):
-                grown = _widen(store[layer], longest)
-                store[layer] = torch.cat([grown, fresh[index].transpose(1, 2)])  # [N + n, H_kv, P, D]
+        index = torch.where(offsets < new[:, None], (new.cumsum(0) - new)[:, None] + offsets, 0)
         rows = torch.tensor(samples, device=self.device)
-        fresh_group = torch.repeat_interleave(torch.arange(len(new), device=self.device), rows) + len(self.prompt_len)
-        for store in (self.own_k, self.own_v):
-            for layer, held in enumerate(store):
-                store[layer] = torch.cat([held, held.new_zeros(len(fresh_group), *held.shape[1:])])
+        groups = torch.arange(len(new), device=self.device).repeat_interleave(rows) + len(self.prompt_len)
+        for layer, keys_and_values in captured.items():
+            fresh = torch.stack(keys_and_values)[:, index].transpose(2, 3)  # [2, n, H, P, D]
+            self.prompts[layer] = torch.cat([_widen(self.prompts[layer], longest), fresh], dim=1)
+            own = self.own[layer]
+            self.own[layer] = torch.cat([own, own.new_zeros(2, len(groups), *own.shape[2:])], dim=1)
         self.prompt_len = torch.cat([self.prompt_len, new])
-        self.own_len = torch.cat([self.own_len, torch.zeros(len(fresh_group), dtype=torch.int64, device=self.device)])
-        self.group = torch.cat([self.group, fresh_group])
+        self.own_len = torch.cat([self.own_len, torch.zeros_like(groups)])
+        self.group = torch.cat([self.group, groups])
         self._index_rows()
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all rows but `rows` (int64, ascending), and the prompts that no row is left of."""
         groups, self.group = torch.unique(self.group[rows], return_inverse=True)
         self.own_len = self.own_len[rows]
-        own = int(self.own_len.max()) if len(rows) else 0
-        for store in (self.own_k, self.own_v):
-            for layer, held in enumerate(store):
-                store[layer] = held[rows, :, :own]
+        longest = max(self.own_len.tolist(), default=0)
+        self.own = {layer: kv[:, rows, :, :longest] for layer, kv in self.own.items()}
         if len(groups) < len(self.prompt_len):
             self.prompt_len = self.prompt_len[groups]
-            prompt = int(self.prompt_len.max()) if len(groups) else 0
-            for store in (self.prompt_k, self.prompt_v):
-                for layer, held in enumerate(store):
-                    store[layer] = held[groups, :, :prompt]
+            longest = max(self.prompt_len.tolist(), default=0)
+            self.prompts = {layer: kv[:, groups, :, :longest] for layer, kv in self.prompts.items()}
         self._index_rows()
 
     def _index_rows(self) -> None:
-        """Where each row stands in the [N, M] grid of prompts and their rows (M: most rows of a prompt)."""
         counts = torch.bincount(self.group, minlength=len(self.prompt_len))
-        self.width = int(counts.max()) if len(counts) else 0
+        self._width = max(counts.tolist(), default=0)
         first = counts.cumsum(0) - counts
-        self.slot = self.group * self.width + torch.arange(self.rows, device=self.device) - first[self.group]
-        self.dense = self.rows == len(counts) * self.width
-        prompt = torch.arange(self.prompt_k[0].shape[2], device=self.device)
-        beyond = prompt >= self.prompt_len[:, None]
-        self.prompt_mask = beyond[:, None, None, :] if bool(beyond.any()) else None
+        within = torch.arange(len(self.group), device=self.device) - first[self.group]
+        self._slot = self.group * self._width + within
+        self._dense = len(self.group) == len(counts) * self._width
+        self._prompt_mask = _mask_beyond(self.prompt_len)
 
     def begin_step(self) -> None:
         """Make room for one more token per row; call before each decoding forward."""
-        self.length = int(self.own_len.max()) + 1
-        if self.length > self.own_k[0].shape[2]:
-            capacity = max(self.length + 15, self.length * 3 // 2)
-            for store in (self.own_k, self.own_v):
-                for layer, held in enumerate(store):
-                    store[layer] = _widen(held, capacity)
-        self.all_rows = torch.arange(self.rows, device=self.device)
-        beyond = torch.arange(self.length, device=self.device) > self.own_len[:, None]
-        self.own_mask = beyond[:, None, None, :] if bool(beyond.any()) else None
-
-    def end_step(self) -> None:
-        """Every row is one token longer; call after each decoding forward."""
+        self._newest = torch.arange(len(self.own_len), device=self.device), self.own_len
         self.own_len = self.own_len + 1
+        self._length = int(self.own_len.max())
+        for layer, kv in self.own.items():
+            if kv.shape[3] < self._length:
+                self.own[layer] = _widen(kv, max(self._length + 15, self._length * 3 // 2))
+        self._own_mask = _mask_beyond(self.own_len)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """q [S, H, 1, D], k and v [S, H_kv, 1, D] of the rows' newest tokens → [S, 1, H, D]."""
         rows, heads, _, dim = q.shape
-        kv_heads = k.shape[1]
-        q = q.reshape(rows, kv_heads, heads // kv_heads, dim)
-        self.own_k[layer][self.all_rows, :, self.own_len] = k[:, :, 0]
-        self.own_v[layer][self.all_rows, :, self.own_len] = v[:, :, 0]
-        own_k, own_v = self.own_k[layer][:, :, : self.length], self.own_v[layer][:, :, : self.length]
-        own = _partial(q, own_k, own_v, self.own_mask, scaling)
-        shared = [self._from_grid(x, rows) for x in self._shared(layer, self._to_grid(q), scaling)]
-        return _merge(own, shared).to(v.dtype).reshape(rows, 1, heads, dim)
+        q = q.reshape(rows, k.shape[1], -1, dim)
+        row, position = self._newest
+        keys, values = self.own[layer]
+        keys[row, :, position] = k[:, :, 0]
+        values[row, :, position] = v[:, :, 0]
+        own = _partial(q, keys[:, :, : self._length], values[:, :, : self._length], self._own_mask, scaling)
+        return _merge(own, self._over_prompts(layer, q, scaling)).to(v.dtype).reshape(rows, 1, heads, dim)
 
-    def _shared(self, layer: int, q_grid: torch.Tensor, scaling: float):
-        n, width, kv_heads, repeat, dim = q_grid.shape
-        q = q_grid.transpose(1, 2).reshape(n, kv_heads, width * repeat, dim)
-        parts = _partial(q, self.prompt_k[layer], self.prompt_v[layer], self.prompt_mask, scaling)
-        return [x.reshape(n, kv_heads, width, repeat, -1).transpose(1, 2) for x in parts]
+    def _over_prompts(self, layer: int, q: torch.Tensor, scaling: float) -> list[torch.Tensor]:
+        """`_partial` of q [S, H_kv, repeat, D] over each row's prompt: the rows of a prompt are one batch of queries."""
+        n, (_, kv_heads, repeat, dim) = len(self.prompt_len), q.shape
+        grid = q
+        if not self._dense:
+            grid = q.new_zeros(n * self._width, *q.shape[1:])
+            grid[self._slot] = q
+        batch = grid.reshape(n, self._width, kv_heads, repeat, dim).transpose(1, 2).flatten(2, 3)
+        parts = _partial(batch, self.prompts[layer][0], self.prompts[layer][1], self._prompt_mask, scaling)
+        flat = (x.unflatten(2, (self._width, repeat)).transpose(1, 2).flatten(0, 1) for x in parts)
+        return [x if self._dense else x[self._slot] for x in flat]
 
-    def _to_grid(self, x: torch.Tensor) -> torch.Tensor:
-        shape = (len(self.prompt_len), self.width, *x.shape[1:])
-        if self.dense:
-            return x.reshape(shape)
-        grid = x.new_zeros(shape[0] * shape[1], *shape[2:])
-        grid[self.slot] = x
-        return grid.reshape(shape)
 
-    def _from_grid(self, grid: torch.Tensor, rows: int) -> torch.Tensor:
-        flat = grid.reshape(-1, *grid.shape[2:])
-        return flat if self.dense else flat[self.slot]
+def _mask_beyond(lengths: torch.Tensor) -> torch.Tensor | None:
+    """bool [n, 1, 1, longest], True from each length on; None if all are the longest."""
+    beyond = torch.arange(max(lengths.tolist(), default=0), device=lengths.device) >= lengths[:, None]
+    return beyond[:, None, None, :] if bool(beyond.any()) else None
 
 
 def _partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float):
@@ -158,8 +149,6 @@ def _merge(a, b) -> torch.Tensor:
     return (out_a * scale_a + out_b * scale_b) / (sum_a * scale_a + sum_b * scale_b)
 
 
-def _widen(x: torch.Tensor, length: int) -> torch.Tensor:
-    """Pad dimension 2 with zeros to `length`."""
-    if x.shape[2] >= length:
-        return x
-    return torch.cat([x, x.new_zeros(*x.shape[:2], length - x.shape[2], x.shape[3])], dim=2)
+def _widen(kv: torch.Tensor, length: int) -> torch.Tensor:
+    """Pad [2, n, H, ·, D] with zeros to `length` tokens."""
+    return torch.nn.functional.pad(kv, (0, 0, 0, length - kv.shape[3]))

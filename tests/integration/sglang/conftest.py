@@ -12,7 +12,7 @@ from PIL import Image
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.types import ImageRef, Request, SamplingParams
+from rlinf_vl.types import ImageRef, Request, Sample, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
 
@@ -75,6 +75,18 @@ class Toy:
         shown = group.sequences[0].images
         grids = np.array([grid for _, grid in shown], np.int32).reshape(-1, 3)
         return Request(group.prefix, tuple(image for image, _ in shown), grids, SamplingParams(), seeds)
+
+    @staticmethod
+    def samples_of(group):
+        """What was sampled in each trajectory of a group."""
+        samples = []
+        for trajectory in group.trajectories:
+            (sequence,) = trajectory.sequences
+            ids, logprobs, versions = (
+                array[group.prefix_length :] for array in (sequence.ids, sequence.logprobs, sequence.versions)
+            )
+            samples.append(Sample(ids, logprobs, versions, trajectory.status))
+        return samples
 
     @torch.no_grad()
     def logp(self, request, ids, temperature=1.0, model=None):

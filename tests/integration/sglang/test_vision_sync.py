@@ -16,7 +16,7 @@ from rlinf_vl.config import load_config
 from rlinf_vl.controller.step_plan import item_of
 from rlinf_vl.packing.planner import plan_micro_batches
 from rlinf_vl.transport import pack, unpack
-from rlinf_vl.types import Group, GroupSummary, Sample
+from rlinf_vl.types import Group, GroupSummary
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-4  # nats, the mean over a group's tokens
@@ -75,14 +75,9 @@ def away_from(toy, model, groups, temperature) -> dict[int, float]:
     """As `differences`, of the engine from transformers' own forward with the weights of `model`."""
     found = {}
     for group in groups:
-        request, start = toy.request_of(group), group.prefix_length
-        theirs = [
-            toy.of_tokens(
-                request, Sample(s.ids[start:], s.logprobs[start:], s.versions[start:], "stop"), temperature, model
-            )
-            for s in group.sequences
-        ]
-        ours = [s.logprobs[start:] for s in group.sequences]
+        samples = toy.samples_of(group)
+        theirs = [toy.of_tokens(toy.request_of(group), sample, temperature, model) for sample in samples]
+        ours = [sample.logprobs for sample in samples]
         found[len(group.images)] = float(np.abs(np.concatenate(ours) - np.concatenate(theirs)).mean())
     return found
 

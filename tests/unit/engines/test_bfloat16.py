@@ -10,7 +10,7 @@ from rlinf_vl.actor.mesh import Mesh, join_ranks
 from rlinf_vl.config.schema import FsdpConfig
 from rlinf_vl.engines.torch.decode import DecodeCache
 from rlinf_vl.engines.torch.engine import TorchEngine
-from rlinf_vl.models.families import family_of
+from rlinf_vl.models.families import DecodeState, family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.policy import encode_images
 from rlinf_vl.packing.collator import Collator, Member
@@ -73,7 +73,7 @@ def test_a_decoding_step_does_not_round_its_scores():
     torch.manual_seed(0)
     heads, length, dim, scaling = 4, 40, 16, 1 / 3
     prompt_k, prompt_v = (torch.randn(length, heads, dim).mul(3).bfloat16() for _ in range(2))
-    cache = DecodeCache(1, heads, dim, torch.bfloat16, torch.device("cpu"))
+    cache = DecodeCache(DecodeState((0,), heads, dim), torch.bfloat16, torch.device("cpu"))
     cache.append({0: (prompt_k, prompt_v)}, [length], [2])
     ks, vs, out = [], [], torch.empty(0)
     for _ in range(5):
@@ -81,7 +81,6 @@ def test_a_decoding_step_does_not_round_its_scores():
         ks.append(k), vs.append(v)
         cache.begin_step()
         out = cache.attend(0, q, k, v, scaling)
-        cache.end_step()
     keys, values = (
         torch.cat([shared.transpose(0, 1).expand(2, -1, -1, -1), *own], dim=2).float()
         for shared, own in ((prompt_k, ks), (prompt_v, vs))
