@@ -72,7 +72,7 @@ class SglangEngine:
         self.settings = settings
         self.pixels = pixels
         self.request_timeout_s = request_timeout_s
-        self.banned = np.flatnonzero(banned)
+        self.bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), messages.BAN)
         self.version = 0
         self.paused = False
         self.asleep: set[str] = set()  # tags of the memory that is released
@@ -187,7 +187,7 @@ class SglangEngine:
     async def _sample(self, request: Request, images: list[messages.SentImage]) -> Completion:
         """All samples of one request: as one group, whose prompt SGLang computes once; in deterministic mode each by itself,
         because a group has one seed, with which all of its samples are the same."""
-        sampling = messages.parameters(request.sampling, self.banned)
+        sampling = messages.parameters(request.sampling, self.bans)
         asks = [{"n": len(request.seeds)}]
         if self.settings.deterministic:
             asks = [{"sampling_seed": seed % 2**31} for seed in request.seeds]
@@ -197,7 +197,18 @@ class SglangEngine:
         return Completion(tuple(messages.as_sample(output, request.sampling.stop_ids) for output in outputs))
 
     async def _ask(self, request: Request, images: list[messages.SentImage], sampling: dict[str, Any]) -> Any:
-        asked = messages.generation(request, images, sampling, cache_key=f"weights {self.version}")
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        asked = GenerateReqInput(
+            input_ids=request.ids.tolist(),
+            image_data=[{"images": images}]
+            if images
+            else None,  # one entry: SGLang takes several for a batch where n > 1
+            sampling_params=sampling,
+            return_logprob=True,
+            logprob_start_len=-1,
+            extra_key=f"weights {self.version}",
+        )
         (answer,) = [part async for part in self.host.manager.generate_request(asked, None)]
         return answer
 
@@ -311,13 +322,3 @@ class SglangEngine:
     def close(self) -> None:
         self.host.close()
         self._preparing.shutdown(wait=False)
-
-    @property
-    def pids(self) -> list[int]:
-        """The engine's processes, while they run."""
-        return self.host.processes.pids
-
-    @property
-    def ended(self) -> bool:
-        """Whether the engine was closed or has died: it takes no more requests."""
-        return self.host.end is not None

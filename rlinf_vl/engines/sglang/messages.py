@@ -19,16 +19,16 @@ from rlinf_vl.types import Request, Sample, SamplingParams
 BAN = -1e9
 
 
-def parameters(sampling: SamplingParams, banned: np.ndarray) -> dict[str, Any]:
-    """SGLang's sampling parameters. `banned`: ids, int64. The checkpoint's own end ids, at which SGLang stops as well, are
-    among `stop_ids` (`Processor.stop_ids`)."""
+def parameters(sampling: SamplingParams, bans: dict[str, float]) -> dict[str, Any]:
+    """SGLang's sampling parameters. `bans`: id → `BAN`. The checkpoint's own end ids, at which SGLang stops as well, are among
+    `stop_ids` (`Processor.stop_ids`)."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
         "max_new_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(sampling.stop_ids),
-        "logit_bias": dict.fromkeys(map(str, banned.tolist()), BAN),
+        "logit_bias": bans,
     }
 
 
@@ -79,20 +79,6 @@ def sent_images(request: Request, runs: Sequence[tuple[int, int]], patches: Sequ
         SentImage(where, tuple(grid), run, hashlib.sha256(image.hash.encode()).digest())
         for image, grid, run, where in zip(request.images, request.image_grids.tolist(), runs, patches, strict=True)
     ]
-
-
-def generation(request: Request, images: Sequence[SentImage], sampling: dict[str, Any], cache_key: str) -> Any:
-    """A `GenerateReqInput`: expanded ids, and the images as the engine's own processor expects them."""
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    return GenerateReqInput(
-        input_ids=request.ids.tolist(),
-        image_data=[{"images": images}] if images else None,  # one entry: SGLang takes several for a batch where n > 1
-        sampling_params=sampling,
-        return_logprob=True,
-        logprob_start_len=-1,
-        extra_key=cache_key,
-    )
 
 
 def as_sample(output: dict[str, Any], stop_ids: Sequence[int]) -> Sample:

@@ -152,5 +152,5 @@ def running(toy):
 @pytest.fixture
 def engine(running, toy):
     yield running
-    if running.version and not running.ended:
+    if running.version and running.host.end is None:
         running.load_weights([toy.weights()], version=0)

@@ -310,19 +310,19 @@ def test_an_engine_that_can_not_start_says_so_and_leaves_nothing(engine, toy, tm
 
 def test_a_stopped_scheduler_is_not_alive(running):
     assert running.alive()
-    for pid in running.pids:
+    for pid in running.host.processes.pids:
         os.kill(pid, signal.SIGSTOP)
     try:
         assert not running.alive(timeout_s=1.0)
     finally:
-        for pid in running.pids:
+        for pid in running.host.processes.pids:
             os.kill(pid, signal.SIGCONT)
     assert running.alive()
 
 
 def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(running, toy):
     """The last test: the engine does not survive it."""
-    pids = running.pids
+    pids = running.host.processes.pids
     futures = running.submit([toy.request(1, 8, seed=s, max_new_tokens=450) for s in range(8)])
     time.sleep(0.5)
     scheduler = next(p for p in pids if "scheduler" in " ".join(psutil.Process(p).cmdline()))
