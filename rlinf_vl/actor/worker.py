@@ -4,7 +4,6 @@ import logging
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -113,7 +112,7 @@ class ActorRank:
             return (part for name, value in whole for part in names(name, value))
 
         size = dist.get_world_size()
-        self.sender = SENDERS[strategy](weights, partial(weights, "meta"), self.rank, size, self.device, bucket_bytes)
+        self.sender = SENDERS[strategy](weights, self.rank, size, self.device, bucket_bytes)
 
     @torch.no_grad()
     def call(self, method: str, *arguments: Any) -> Any:
