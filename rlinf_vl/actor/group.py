@@ -5,6 +5,7 @@ ranks while it waits, and raises `ActorsLost`; the group is then of no use but t
 """
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import Any
 
 import ray
@@ -13,6 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
+from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.runtime.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, entry, find_dead, kill
 from rlinf_vl.types import Prices
@@ -32,14 +34,18 @@ class ActorGroup:
             for rank, option in enumerate(options)
         ]
         self._data_ranks: list[int] = []  # of each rank
+        self._recorded: list[ray.ObjectRef] = []
+        self._strategy = config.actor.fsdp_config.strategy
         self._processes = [rank.process.remote() for rank in self.ranks]
         self._hearts = [Heartbeat(rank.heartbeat.remote, config.runner.heartbeat_timeout) for rank in self.ranks]
 
     def start(self, total_steps: int) -> None:
         """Join the ranks and load the model, for a run of so many steps."""
-        self.wait(self._processes, beating=False)  # a process that still imports answers no heartbeat
+        processes = self.wait(self._processes, beating=False)  # a process that still imports answers no heartbeat
         (address,) = self.wait([self.ranks[0].address.remote()])
-        started = self.wait([rank.start.remote(address, len(self.ranks), total_steps) for rank in self.ranks])
+        size = len(self.ranks)
+        shard = size if self._strategy == "fsdp2" else ranks_per_node([node for node, _ in processes])
+        started = self.wait([rank.start.remote(address, size, shard, total_steps) for rank in self.ranks])
         self._data_ranks = [data_rank for data_rank, _ in started]
         self.data_size = 1 + max(self._data_ranks)
         self.prices = started[0][1]
@@ -103,15 +109,15 @@ class ActorGroup:
         advantages: Sequence[tuple[float, ...]],
         recorded: Collection[int] = (),
     ) -> dict[str, float]:
-        """Train `step` on the fetched groups. Returns its metrics, exact over all response tokens of all ranks.
-
-        `minibatches` are those of `fetch_groups`; of the groups `recorded`, the ranks keep logprobs for `recorded_logprobs`.
-        """
+        """Train `step` on the fetched groups; `minibatches` are those of `fetch_groups`. Returns the step's metrics, exact over
+        all response tokens of all ranks. Of the groups `recorded` there are `recorded_logprobs` then."""
         pending = []
         for rank, share in zip(self.ranks, self._data_ranks, strict=True):
             mine = [mini[share] for mini in minibatches]
-            pending.append(rank.update.remote(step, mine, advantages, frozenset(recorded)))
-        metrics = MetricSums.merged(self.wait(pending)).compute()
+            update = rank.update.options(num_returns=2)
+            pending.append(update.remote(step, mine, advantages, frozenset(recorded)))
+        self._recorded = [logprobs for _, logprobs in pending]
+        metrics = MetricSums.merged(self.wait([state for state, _ in pending])).compute()
         if "actor/tis_square" in metrics:
             square = metrics.pop("actor/tis_square")
             # Kish's effective sample size as a share of the tokens: (Σw)² / (n Σw²)
@@ -120,7 +126,7 @@ class ActorGroup:
 
     def recorded_logprobs(self) -> list[ray.ObjectRef]:
         """References to each rank's `Logprobs`, of the last `update`."""
-        return [rank.recorded_logprobs.remote() for rank in self.ranks]
+        return self._recorded
 
     def score(self, minibatch: Sequence[RankMiniBatch]) -> list[tuple[int, int, float, float]]:
         """`Trainer.score` of every trajectory that `minibatch[data_rank]` names; its groups are fetched."""
@@ -173,3 +179,19 @@ class ActorGroup:
     def stop(self) -> None:
         """Leave the process group in order."""
         self.wait([rank.stop.remote() for rank in self.ranks])
+
+
+def ranks_per_node(nodes: Sequence[str]) -> int:
+    """How many ranks each node has, for `hsdp`, whose neighbours by number share the weights; `nodes[rank]` is a node's id.
+
+    Raises:
+        RunError: a node has more ranks than another, or ranks that are not neighbours.
+    """
+    sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
+    if len(set(sizes)) > 1 or len(sizes) > len(set(nodes)):
+        raise RunError(
+            "actor.fsdp_config.strategy: hsdp needs equally many actor ranks on every node, next to each other; they are in runs"
+            f" of {', '.join(map(str, sizes))} on {len(set(nodes))} nodes. Set fsdp2, or give actor whole nodes in"
+            " cluster.component_placement"
+        )
+    return sizes[0]

@@ -1,5 +1,7 @@
 """The loss of one micro-batch, as `algorithm.*` says, and its part of the step's metrics."""
 
+from typing import Any
+
 import torch
 
 from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
@@ -12,27 +14,24 @@ from rlinf_vl.types import MicroBatch
 def micro_batch_loss(
     logprobs: torch.Tensor,
     entropy: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor | None,
     batch: MicroBatch,
     algorithm: AlgorithmConfig,
     denominator: int,
-    *,
-    old_logprobs: torch.Tensor,
-    ref_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, MetricSums]:
     """This micro-batch's share of the mini-batch loss (a scalar), and its part of the metrics.
 
     Args:
         logprobs, entropy: float32 [R], differentiable, of the current weights.
-        denominator: the mini-batch's, a count over all its micro-batches and ranks.
         old_logprobs: float32 [R], detached, of the weights before the first optimizer step.
-        ref_logprobs: float32 [R], of the reference policy, when kl_beta > 0.
+        ref_logprobs: float32 [R], of the reference policy; None if kl_beta is 0.
+        denominator: the mini-batch's, a count over all its micro-batches and ranks.
     """
     n, device = len(logprobs), logprobs.device
     mask = torch.ones(n, dtype=torch.bool, device=device)
-    segments = {
-        "segment_ids": on_device(batch.trajectories, device),
-        "n_segments": int(batch.trajectories[-1]) + 1 if n else 0,
-    }
+    n_segments = int(batch.trajectories[-1]) + 1 if n else 0
+    segments: Any = {"segment_ids": on_device(batch.trajectories, device), "n_segments": n_segments}
     rollout = None if batch.rollout_logprobs is None else on_device(batch.rollout_logprobs, device)
     ratio_base = rollout if algorithm.recompute_logprobs == "false" else old_logprobs
     weights, clip = None, algorithm.importance_sampling_clip

@@ -7,15 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
 from rlinf_vl.config.schema import FsdpConfig
 from rlinf_vl.models.families import submodules
@@ -75,33 +68,33 @@ class Mesh:
         """Which share of a step's trajectories this rank trains on."""
         return self.ranks.get_local_rank("data")
 
-    def gathers_once(self, fsdp: FsdpConfig) -> bool:
+    def gathers_once(self, settings: FsdpConfig) -> bool:
         """Whether weights stay gathered from the first micro-batch of an optimizer step to its last, and gradients are reduced
         after that one only. A single rank does so always: it has nothing to free."""
-        return self.size == 1 or not fsdp.reshard_after_forward
+        return self.size == 1 or not settings.reshard_after_forward
 
-    def shard(self, policy: PolicyModel, fsdp: FsdpConfig) -> PolicyModel:
+    def shard(self, policy: PolicyModel, settings: FsdpConfig) -> PolicyModel:
         """Shard parameters in the FSDP units of the model's family, and one for the rest.
 
         Master weights stay in their dtype (float32); units compute in `param_dtype`; gradients are reduced in `reduce_dtype`.
         """
         options: dict[str, Any] = {
             "mesh": self.sharding,
-            "reshard_after_forward": not self.gathers_once(fsdp),
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=DTYPES[fsdp.mixed_precision.param_dtype],
-                reduce_dtype=DTYPES[fsdp.mixed_precision.reduce_dtype],
+            "reshard_after_forward": not self.gathers_once(settings),
+            "mp_policy": fsdp.MixedPrecisionPolicy(
+                param_dtype=DTYPES[settings.mixed_precision.param_dtype],
+                reduce_dtype=DTYPES[settings.mixed_precision.reduce_dtype],
                 # Every layer computes in its weights' dtype by itself. A cast here would round what is float32 on purpose,
                 # as in the engine: the vision blocks' rotary tables.
                 cast_forward_inputs=False,
             ),
-            "offload_policy": CPUOffloadPolicy() if fsdp.cpu_offload else OffloadPolicy(),
+            "offload_policy": fsdp.CPUOffloadPolicy() if settings.cpu_offload else fsdp.OffloadPolicy(),
         }
         for unit in (module for path in policy.family.fsdp_units for module in submodules(policy.model, path)):
-            fully_shard(unit, **options)
+            fsdp.fully_shard(unit, **options)
         options["reshard_after_forward"] = False  # backward starts with the root's weights
-        fully_shard(policy, **options)
-        register_fsdp_forward_method(policy, "encode")
+        fsdp.fully_shard(policy, **options)
+        fsdp.register_fsdp_forward_method(policy, "encode")
         return policy
 
 
@@ -115,5 +108,5 @@ def reduce_in_backward(policy: Any, reduce: bool) -> None:
 def reshard_all(policy: nn.Module) -> None:
     """Reshard parameters left unsharded by a no-grad forward: the optimizer's are the sharded ones."""
     for module in policy.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()

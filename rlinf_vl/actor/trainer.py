@@ -54,14 +54,9 @@ class Trainer:
         max_tokens: int,
         total_steps: int,
     ) -> None:
-        """Load and shard policy and reference, one after the other: a host has room for one whole model per rank.
-
-        Args:
-            load: reads the model in a dtype, on the CPU: once for the policy, again for the reference where there is one.
-            collate: with its `pixels`.
-            max_tokens: tokens that a micro-batch may have; bounds the images that are encoded at once.
-            total_steps: of the run, for the learning-rate schedule.
-        """
+        """`load` reads the model in a dtype, on the CPU: once for the policy, and again for a reference when the policy is sharded,
+        so that a host need not have both whole. `collate` makes pixels. `max_tokens`: of a micro-batch, and so of the images that
+        are encoded at once. `total_steps`: of the run, for the learning rate."""
         self.mesh = mesh
         self.actor = actor
         self.algorithm = algorithm
@@ -74,9 +69,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.policy, actor.optim)
         self.scheduler = self._schedule(done=0)
         self.memory = Offload(self.policy, self.optimizer, self.reference, mesh.device)
-        cache = None  # a frozen tower's features; a trained one runs in every micro-batch
-        if actor.model.freeze_vision_tower:
-            cache = VisionCache(int(actor.vision_cache_gb * 2**30), mesh.device)
+        frozen_tower = actor.model.freeze_vision_tower  # a trained one runs in every micro-batch
+        cache = VisionCache(int(actor.vision_cache_gb * 2**30), mesh.device) if frozen_tower else None
         self.batches = BatchMaker(self.policy, collate, cache, max_tokens * collate.merge_size**2)
 
     def _sharded(self, policy: PolicyModel, frozen: bool) -> PolicyModel:
@@ -103,18 +97,8 @@ class Trainer:
         advantages: Advantages,
         recorded: Collection[int] = (),
     ) -> tuple[MetricSums, Logprobs]:
-        """Train on this rank's mini-batches, one optimizer step each.
-
-        FSDP averages gradients over ranks while the loss is a sum over them, hence the factor `mesh.size`. An optimizer step
-        whose gradient norm is not finite is skipped and counted (`actor/skipped_steps`).
-
-        Args:
-            groups: those that the mini-batches name.
-            recorded: groups whose old logprobs are returned.
-
-        Returns:
-            This rank's part of the metrics, and the logprobs of what it has trained on of the groups `recorded`.
-        """
+        """Train on this rank's mini-batches of `groups`, one optimizer step each. Returns its part of the metrics, and the old
+        logprobs of what it has trained on of the groups `recorded`."""
         sums, seen = MetricSums(), dict[int, dict[int, torch.Tensor]]()
         with span("images"):
             self.batches.prepare(groups.values())
@@ -132,16 +116,10 @@ class Trainer:
                     logprobs, entropy = self.policy(batch, features)
                 before = old[m][i] if old[m] else logprobs.detach()
                 loss, part = micro_batch_loss(
-                    logprobs,
-                    entropy,
-                    batch,
-                    self.algorithm,
-                    mini.denominator,
-                    old_logprobs=before,
-                    ref_logprobs=ref_logprobs,
+                    logprobs, entropy, before, ref_logprobs, batch, self.algorithm, mini.denominator
                 )
                 with span("backward", micro_batch=i):
-                    (loss * self.mesh.size).backward()
+                    (loss * self.mesh.size).backward()  # FSDP2 averages gradients; the loss is a sum over ranks
                 part.add("actor/loss", loss.detach(), 0)  # a sum over micro-batches and ranks: counted in `_optimize`
                 sums.merge(part)
                 for place, item in enumerate(mini.micro_batches[i]):
@@ -169,7 +147,7 @@ class Trainer:
             ]
 
     def _optimize(self) -> MetricSums:
-        """Clip the gradient by its norm over all shards, and take the optimizer step unless that norm is not finite."""
+        """Clip the gradient by its norm over all shards, and take an optimizer step unless that norm is not finite."""
         reshard_all(self.policy)
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         norm = nn.utils.clip_grad_norm_(trained, self.actor.optim.clip_grad)
@@ -208,12 +186,8 @@ class Trainer:
         return rows
 
     def weights(self, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and whole value of every weight that the engines need: in the transformers model's own names, cast once to
-        `dtype`, on `device`. A tied weight appears once. Every rank must exhaust it; on the device `meta`, which has shapes
-        only, any rank alone may ask.
-
-        Shards in host memory (`fsdp_config.cpu_offload`) are gathered on the mesh's device all the same.
-        """
+        """Name (the transformers model's own) and whole value of every weight that the engines need, cast once to `dtype`, on
+        `device`. A tied weight appears once. Every rank must exhaust it; on the device `meta` one rank alone may."""
         for name, param in self.policy.model.named_parameters():
             if not param.requires_grad and not self.frozen_differ:
                 continue
@@ -221,7 +195,7 @@ class Trainer:
             if device == "meta":
                 value = torch.empty(param.shape, device="meta")
             elif isinstance(value, DTensor):
-                value = value.to(self.mesh.device, dtype)
+                value = value.to(self.mesh.device, dtype)  # from host memory, with `fsdp_config.cpu_offload`
                 value = value.full_tensor() if isinstance(value, DTensor) else value
             yield name, value.to(device, dtype)
 
@@ -254,7 +228,7 @@ class Trainer:
 
 def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) -> Trainer:
     """The trainer of a run, its models read from `model_path`. Collective."""
-    rollout, actor = config.rollout.model, config.actor
+    rollout, actor, max_tokens = config.rollout.model, config.actor, config.runner.max_tokens_per_mbs
     family = family_of(rollout.model_type)
     processor = Processor(
         model_path,
@@ -276,15 +250,7 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
         merge_size=processor.merge_size,
         pixels=processor.pixels,
         pad_id=processor.pad_id,
-        pad_to=None if actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
+        pad_to=None if actor.model.variable_seq_lengths else max_tokens,
         share_prompts=actor.share_prompts,
     )
-    return Trainer(
-        load,
-        collate,
-        mesh,
-        actor,
-        config.algorithm,
-        max_tokens=config.runner.max_tokens_per_mbs,
-        total_steps=total_steps,
-    )
+    return Trainer(load, collate, mesh, actor, config.algorithm, max_tokens=max_tokens, total_steps=total_steps)

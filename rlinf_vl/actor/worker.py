@@ -40,7 +40,6 @@ class ActorRank:
         self.device = device
         self.rank = rank
         self.groups: dict[int, Group] = {}
-        self.logprobs: Logprobs = {}
         record_spans(run_folder(config), f"actor {rank}")
 
     @ray.method(concurrency_group="health")
@@ -59,13 +58,11 @@ class ActorRank:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
-    def start(self, address: tuple[str, int], size: int, total_steps: int) -> tuple[int, Prices]:
-        """Join the `size` ranks at `address`, load the model and shard it, for a run of `total_steps`. Collective.
-
-        Returns which share of a step's trajectories this rank trains on, and what things cost in this model.
-        """
+    def start(self, address: tuple[str, int], size: int, shard: int, total_steps: int) -> tuple[int, Prices]:
+        """Join the `size` ranks at `address`, load the model and shard it over `shard` ranks, for a run of `total_steps`.
+        Collective. Returns which share of a step's trajectories this rank trains on, and what things cost in this model."""
         join_ranks(self.device, self.rank, size, address)
-        mesh = Mesh.make(self.device)
+        mesh = Mesh.make(self.device, shard=shard)
         self.trainer = load_trainer(self.config, self.model_path, mesh, total_steps)
         policy, trained = self.trainer.policy, not self.config.actor.model.freeze_vision_tower
         precision = self.config.actor.fsdp_config.mixed_precision
@@ -86,18 +83,14 @@ class ActorRank:
         minibatches: Sequence[RankMiniBatch],
         advantages: Sequence[tuple[float, ...]],
         recorded: frozenset[int],
-    ) -> dict:
-        """`Trainer.update` on the fetched groups, which are then released. Returns the state of a `MetricSums`."""
+    ) -> tuple[dict, Logprobs]:
+        """`Trainer.update` on the fetched groups, which are then released. Returns the state of its metrics, and logprobs."""
         profile = self.config.runner.profile
         profiled = step in profile.steps and self.rank in profile.ranks
         with profiler(run_folder(self.config), step, self.rank) if profiled else nullcontext():
-            sums, self.logprobs = self.trainer.update(self.groups, minibatches, advantages, recorded)
+            sums, logprobs = self.trainer.update(self.groups, minibatches, advantages, recorded)
         self.groups = {}
-        return sums.state()
-
-    def recorded_logprobs(self) -> Logprobs:
-        """This rank's logprobs in the last `update`, of the groups recorded."""
-        return self.logprobs
+        return sums.state(), logprobs
 
     def score(self, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
         return self.trainer.score(self.groups, mini)

@@ -304,8 +304,9 @@ class MixedPrecisionConfig:
 
 @dataclass
 class FsdpConfig:
-    strategy: str = key("fsdp2", ("fsdp2",))
-    """fsdp2: fully_shard per block."""
+    strategy: str = key("fsdp2", ("fsdp2", "hsdp"))
+    """fsdp2: every rank has a share of the weights and of the optimizer's state. hsdp: the ranks of each node have the whole
+    between them, so that weights are gathered inside a node and only gradients cross nodes: faster, for more memory."""
     gradient_checkpointing: bool = True
     """Recompute activations per block in backward."""
     gradient_checkpointing_use_reentrant: bool = False

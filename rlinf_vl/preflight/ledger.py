@@ -153,7 +153,8 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     ranks, shared = len(placed.actor), placed.shared
     model = model or Model(config)
     strategy = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, placed.beside_actors)
-    rank = _rank(config, model, ranks, strategy)
+    hybrid = config.actor.fsdp_config.strategy == "hsdp"
+    rank = _rank(config, model, ranks, min(ranks, hardware.gpus) if hybrid else ranks, strategy)
     fixed = _engine(config, model, hardware)
     weights = fixed.pop("engine weights")
     per_token = math.ceil(model.kv_bytes_per_token(config.rollout.model.precision) / tp)
@@ -181,17 +182,17 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     return _judged(made, model, fits, least)
 
 
-def _rank(config: Config, model: Model, ranks: int, strategy: str) -> dict[str, Parts]:
-    """Of an actor rank, by phase."""
+def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -> dict[str, Parts]:
+    """Of an actor rank, by phase; every `shard` ranks have the weights between them."""
     fsdp, weights, actor = config.actor.fsdp_config, model.weights, config.actor
     compute, reduce = (_bytes(d) for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype))
     on_device = 0 if fsdp.cpu_offload else 1
     keeps = not fsdp.reshard_after_forward or ranks == 1
-    shards = {"parameters": 4 * weights.shard(ranks) * on_device}
+    shards = {"parameters": 4 * weights.shard(shard) * on_device}
     if config.algorithm.kl_beta > 0:
-        shards["reference"] = compute * weights.shard(ranks) * on_device
-    optimizer = {"optimizer": 8 * weights.shard(ranks, trained=True) * on_device}
-    sharded_gradients = 4 * weights.shard(ranks, trained=True) * on_device
+        shards["reference"] = compute * weights.shard(shard) * on_device
+    optimizer = {"optimizer": 8 * weights.shard(shard, trained=True) * on_device}
+    sharded_gradients = 4 * weights.shard(shard, trained=True) * on_device
     frozen = actor.model.freeze_vision_tower
     # A gathered unit and the buffer that it came in, for the block in use and the one fetched ahead; the root stays whole.
     blocks = 4 * max(weights.block, 0 if frozen else weights.tower_unit)

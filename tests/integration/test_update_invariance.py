@@ -92,19 +92,23 @@ def train(layout: Layout, kind: str):
 
 
 @pytest.fixture(scope="module")
-def run():
-    """(layout, kind) → (metrics, new weights, cached features by image), by processes that live as long as the module."""
-    from rlinf_vl.observe.metrics import MetricSums
-
+def ranks():
     ranks = RankProcesses()
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def run(ranks):
+    """(layout, kind) → (metrics, new weights, cached features by image)."""
+    from rlinf_vl.observe.metrics import MetricSums
 
     def go(layout: Layout, kind: str = "mixed"):
         results = ranks.run(layout.ranks, train, layout, kind)
         features = {name: value for *_, part in results for name, value in part.items()}
         return MetricSums.merged(state for state, *_ in results).compute(), results[0][1], features
 
-    yield go
-    ranks.stop()
+    return go
 
 
 def assert_same(ours, theirs):
@@ -115,6 +119,27 @@ def assert_same(ours, theirs):
     assert set(weights) == set(expected)
     for name, value in weights.items():
         np.testing.assert_allclose(value, expected[name], atol=1e-5 * LR * max(1.0, norm), rtol=1e-6, err_msg=name)
+
+
+def seen(context: int, shard: int):
+    """What a rank reads from its mesh."""
+    from rlinf_vl.actor.mesh import Mesh
+
+    mesh = Mesh.make("cpu", context=context, shard=shard)
+    return (
+        mesh.data_rank,
+        mesh.size,
+        mesh.ranks.mesh_dim_names,
+        mesh.sharding.mesh_dim_names,
+        tuple(mesh.sharding.shape),
+    )
+
+
+def test_the_mesh_says_which_share_a_rank_trains_on(ranks):
+    found = ranks.run(4, seen, 2, 2)
+    assert [data_rank for data_rank, *_ in found] == [0, 0, 1, 1], "ranks that share trajectories have one number"
+    assert {tuple(layout) for _, *layout in found} == {(4, ("data", "context"), ("replicate", "shard"), (2, 2))}
+    assert [data_rank for data_rank, *_ in ranks.run(4, seen, 1, 4)] == [0, 1, 2, 3]
 
 
 BASE = Layout()

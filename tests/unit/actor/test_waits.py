@@ -96,10 +96,8 @@ def test_a_micro_batch_on_a_device_is_queued(aggregation, level, monkeypatch):
         features = VisionFeatures(patches.to("meta").bfloat16(), (patches.to("meta").bfloat16(),))
         with Waits() as seen:
             logprobs, entropy = policy(batch, features)
-            loss, part = micro_batch_loss(
-                logprobs, entropy, batch, algorithm_of(aggregation, level), 13,
-                old_logprobs=logprobs.detach(), ref_logprobs=logprobs.detach(),
-            )  # fmt: skip
+            before, algorithm = logprobs.detach(), algorithm_of(aggregation, level)
+            loss, part = micro_batch_loss(logprobs, entropy, before, before, batch, algorithm, 13)
             loss.backward()
             sums.merge(part)
         assert not +seen.counts, dict(seen.counts)

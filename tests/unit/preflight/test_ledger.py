@@ -56,6 +56,8 @@ def test_what_settings_change(model):
     offloaded = phases("actor.enable_offload=true")
     assert "parameters" not in offloaded["generate"] and offloaded["train"] == plain["train"]
     assert offloaded["generate"]["KV cache"] > plain["generate"]["KV cache"]
+    per_node, one_node = phases("actor.fsdp_config.strategy=hsdp", on=CLUSTERS[2]), phases(on=CLUSTERS[1])
+    assert per_node["train"] == one_node["train"] != phases(on=CLUSTERS[2])["train"]
     on_host = phases("actor.fsdp_config.cpu_offload=true")
     assert on_host["train"]["parameters"] == on_host["train"]["optimizer"] == 0 < on_host["train"]["gathered weights"]
     zero2 = phases("actor.fsdp_config.reshard_after_forward=false", on=CLUSTERS[1])
