@@ -34,6 +34,10 @@ def write_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
         os.rename(aside, path)
         if durable:
             _sync(path.parent)
+    except OSError as error:
+        if str(error.filename) == str(aside):  # the user has asked for `path`
+            error.filename = str(path)
+        raise
     finally:
         _mend(path)
 

@@ -39,6 +39,11 @@ def test_a_block_that_raises_leaves_everything_as_it_was(tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["step"]
 
 
+def test_a_path_that_can_not_be_written_is_named_as_it_was_given():
+    with pytest.raises(OSError, match=r"'/proc/a\.json'"), write_aside(Path("/proc/a.json")) as aside:
+        aside.write_text("x")
+
+
 def test_recover_deletes_halves_and_gives_a_replaced_folder_its_name_back(tmp_path: Path) -> None:
     for name in (".a.replaced", ".a.tmp", "b", ".b.replaced", ".c.tmp", ".other"):
         (tmp_path / name).mkdir()
