@@ -8,9 +8,8 @@ or, without it, the rows of a 2-D tensor and the whole of a 1-D one. float16 and
 
 from rlinf_vl.algorithms.advantages import group_advantages
 from rlinf_vl.algorithms.aggregation import AGGREGATION_MODES, aggregate
-from rlinf_vl.algorithms.corrections import IMPORTANCE_LEVELS, importance_weights
 from rlinf_vl.algorithms.divergence import DIVERGENCE_ESTIMATORS, divergence
-from rlinf_vl.algorithms.losses import policy_loss
+from rlinf_vl.algorithms.losses import IMPORTANCE_LEVELS, importance_weights, policy_loss
 
 __all__ = [
     "AGGREGATION_MODES",

@@ -37,14 +37,19 @@ def group_advantages(
     """
     if rewards.ndim != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a 1-D float tensor, got {rewards.dtype} of shape {tuple(rewards.shape)}")
-    index, n_groups = _dense_index(group_ids, rewards.device)
+    if isinstance(group_ids, torch.Tensor):
+        if group_ids.is_floating_point() or group_ids.is_complex():
+            raise ValueError(f"group_ids must be integers, got {group_ids.dtype}")
+        group_ids = group_ids.tolist()
+    number: dict[Hashable, int] = {}
+    index = torch.tensor([number.setdefault(g, len(number)) for g in group_ids], dtype=torch.int64)
     if index.shape != rewards.shape:
         raise ValueError(f"rewards have shape {tuple(rewards.shape)}, group_ids {tuple(index.shape)}")
     if not torch.isfinite(rewards).all():
         raise ValueError(f"rewards must be finite, got {rewards[~torch.isfinite(rewards)].tolist()}")
 
-    r = rewards.detach().double()
-    zeros = r.new_zeros(n_groups)
+    r, index = rewards.detach().double(), index.to(rewards.device)
+    zeros = r.new_zeros(len(number))
     count = zeros.index_add(0, index, torch.ones_like(r))
     centered = r - (zeros.index_add(0, index, r) / count)[index]
     others = (count - 1).clamp(min=1)
@@ -56,15 +61,3 @@ def group_advantages(
     lowest = zeros.scatter_reduce(0, index, r, "amin", include_self=False)
     tied = (highest == lowest)[index]
     return advantages.masked_fill(tied, 0.0).to(rewards.dtype)
-
-
-def _dense_index(group_ids: torch.Tensor | Iterable[Hashable], device: torch.device) -> tuple[torch.Tensor, int]:
-    """Group ids as int64 positions 0…n-1 on `device`, and n."""
-    if isinstance(group_ids, torch.Tensor):
-        if group_ids.is_floating_point() or group_ids.is_complex():
-            raise ValueError(f"group_ids must be integers, got {group_ids.dtype}")
-        unique, index = torch.unique(group_ids.to(device), return_inverse=True)
-        return index, unique.numel()
-    position: dict[Hashable, int] = {}
-    index = [position.setdefault(group_id, len(position)) for group_id in group_ids]
-    return torch.tensor(index, dtype=torch.int64, device=device), len(position)

@@ -54,9 +54,7 @@ def aggregate(
         total = values.double().sum()
         count = mask.sum()
     else:
-        index, n_segments = segment_index(mask, segment_ids, n_segments)
-        sums = segment_sum(values, index, n_segments)
-        tokens = segment_sum(mask, index, n_segments)
+        _, sums, tokens = segment_sums(values, mask, segment_ids, n_segments)
         total = (sums / tokens.clamp(min=1) if mode == "seq-mean-token-mean" else sums).sum()
         count = (tokens > 0).sum()
     divisor = count if denominator is None else denominator
@@ -67,34 +65,35 @@ def aggregate(
     return (total / divisor).to(values.dtype)
 
 
-def segment_index(
-    mask: torch.Tensor, segment_ids: torch.Tensor | None, n_segments: int | None
-) -> tuple[torch.Tensor, int]:
-    """Which sequence each token belongs to, as int64 0…n-1 of the mask's shape, and n.
+def segment_sums(
+    values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor | None, n_segments: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum `values` and the mask over each sequence.
+
+    Returns:
+        The sequence of each token, int64 0…n-1 of the mask's shape; the sums, and the counts of masked tokens, both
+        float64 `[n]`, so that the order of tokens doesn't show.
 
     Raises:
         ValueError: segment_ids have another shape than the mask or aren't integers.
     """
     if segment_ids is None:
-        if mask.ndim == 1:
-            return torch.zeros_like(mask, dtype=torch.int64), 1
-        rows = torch.arange(mask.shape[0], device=mask.device)
-        return rows.unsqueeze(1).expand(mask.shape), mask.shape[0]
-    if segment_ids.shape != mask.shape:
+        n_segments = 1 if mask.ndim == 1 else mask.shape[0]
+        index = (
+            torch.arange(n_segments, device=mask.device).unsqueeze(1).expand(n_segments, mask.shape[-1]).view_as(mask)
+        )
+    elif segment_ids.shape != mask.shape:
         raise ValueError(f"segment_ids have shape {tuple(segment_ids.shape)}, mask {tuple(mask.shape)}")
-    if segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
+    elif segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
         raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
-    if n_segments is not None:
-        return segment_ids, n_segments
-    unique, index = torch.unique(segment_ids, return_inverse=True)
-    return index, unique.numel()
-
-
-def segment_sum(values: torch.Tensor, index: torch.Tensor, n_segments: int) -> torch.Tensor:
-    """Sums `values` over each segment: float64 `[n_segments]`, so that the order of tokens doesn't show."""
-    return torch.zeros(n_segments, dtype=torch.float64, device=values.device).index_add(
-        0, index.reshape(-1), values.reshape(-1).double()
-    )
+    elif n_segments is None:
+        unique, index = torch.unique(segment_ids, return_inverse=True)
+        n_segments = unique.numel()
+    else:
+        index = segment_ids
+    zeros = torch.zeros(n_segments, dtype=torch.float64, device=mask.device)
+    sums, tokens = (zeros.index_add(0, index.flatten(), x.flatten().double()) for x in (values, mask))
+    return index, sums, tokens
 
 
 def zero_outside(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
