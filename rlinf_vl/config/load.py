@@ -17,7 +17,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -44,8 +43,7 @@ def load_config(
     """Compose, type-check, normalise and validate one run's configuration.
 
     Args:
-        config_name: a path to a YAML file, or a name (with or without `.yaml`) looked up in the examples (an installed package
-            brings them along) and the working directory.
+        config_name: path of a YAML file, or its name (with or without `.yaml`) in the examples or the working directory.
         overrides: Hydra overrides, such as `runner.max_steps=3` or `data.train_data_paths=[/a/b.parquet]`.
         config_dir: the only folder to look a name up in.
         further: rules beside those of `validate_config`.
@@ -59,12 +57,13 @@ def load_config(
 
 
 def parse_config(config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
-    """`load_config` without its last step: what a config says, whether or not it can work, here or anywhere."""
+    """`load_config` without validation: what a config says, whether or not it can work."""
     written = _compose(_find(config_name, config_dir))
     problems = _override(written, overrides)
-    typed, more = _typed(written)
-    if problems or more:
-        raise ConfigError(*problems, *more)
+    typed = OmegaConf.structured(Config)
+    problems += _fill(typed, written)
+    if problems:
+        raise ConfigError(*problems)
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
     _normalise(config)
@@ -79,8 +78,7 @@ def save_config(config: Config, path: Path | str) -> None:
 
 
 def changed_keys(config: Config, path: Path) -> list[str]:
-    """ "key: old → new" for every key that a file of `save_config` has otherwise; none if the file isn't there or can't be
-    read."""
+    """ "key: old → new" for every key that differs from a file of `save_config`; none if the file can't be read."""
     try:
         before, now = OmegaConf.load(path), OmegaConf.structured(config)
     except (OSError, yaml.YAMLError, OmegaConfBaseException):
@@ -108,8 +106,7 @@ def _find(config_name: str, config_dir: Path | None) -> Path:
 
 
 def _compose(path: Path) -> dict[str, Any]:
-    """What the YAML and those of its defaults list say, unresolved: dotted name → value, known or not. The examples can be named in
-    any defaults list."""
+    """What a YAML file and those of its defaults list (the examples among them) say, unresolved: dotted name → value."""
     try:
         with initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
             config = compose(path.stem, overrides=[f"hydra.searchpath=['file://{EXAMPLES_DIR}']"])
@@ -123,12 +120,12 @@ def _leaves(written: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value and key not in config_keys():
             yield from _leaves(value, f"{key}.")
-        else:
+        elif value or key not in config_sections():  # an empty section says nothing
             yield key, value
 
 
 def _override(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Apply overrides in place; returns the problems. A section given as a mapping is merged; everything else is replaced."""
+    """Apply overrides in place; return the problems. A section given as a mapping is merged; everything else is replaced."""
     problems = []
     for text in overrides:
         try:
@@ -138,17 +135,20 @@ def _override(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             way_out = f"write key=value, and quote '{{…}}' and '[…]'{_in_quotes(text)}"
             problems.append(f"override {text!r}: can't be read ({reason}); {way_out}")
             continue
-        key = override.key_or_group
+        key, value = override.key_or_group, override.value()
         parent, _, name = key.rpartition(".")
-        if refusal := _refusal(override):
-            problems.append(f"override {text!r}: {refusal}")
-        elif key in config_sections():
-            written.update(_leaves(override.value(), f"{key}."))
-        elif key in config_keys():
-            written[key] = override.value()
-        else:  # an entry of a mapping
+        if override.is_delete():
+            problems.append(f"override {text!r}: '{key}' can't be removed; give it a value")
+        elif override.is_sweep_override():
+            way_out = "a run takes one value: quote a value with a comma in it, or write a list as [a,b]"
+            problems.append(f"override {text!r}: is a sweep; {way_out}")
+        elif key in config_sections() and isinstance(value, dict):
+            written.update(_leaves(value, f"{key}."))
+        elif parent in config_keys() and get_origin(config_keys()[parent].type) is dict:
             before = written.get(parent)
-            written[parent] = (before if isinstance(before, dict) else {}) | {name: override.value()}
+            written[parent] = (before if isinstance(before, dict) else {}) | {name: value}
+        else:
+            written[key] = value
     return problems
 
 
@@ -161,30 +161,13 @@ def _in_quotes(text: str) -> str:
     return f'; a value of other characters than letters, digits and -_./:+%@? has quotes of its own: "{key}={quoted}"'
 
 
-def _refusal(override: Override) -> str:
-    """Why an override can't be applied; "" if it can."""
-    key = override.key_or_group
-    mapping = config_keys().get(key.rpartition(".")[0])
-    in_mapping = mapping is not None and get_origin(mapping.type) is dict
-    if not (key in config_keys() or key in config_sections() or in_mapping):
-        return f"unknown key '{key}';{suggestion(key)}"
-    if override.is_delete():
-        return f"'{key}' can't be removed; give it a value"
-    if override.is_sweep_override():
-        return "is a sweep; a run takes one value: quote a value with a comma in it, or write a list as [a,b]"
-    if key in config_sections() and not isinstance(override.value(), dict):
-        return _not_a_section(key, override.value())
-    return ""
-
-
-def _typed(written: dict[str, Any]) -> tuple[DictConfig, list[str]]:
-    """The schema filled with what was written, and the problems met."""
-    typed = OmegaConf.structured(Config)
+def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
+    """Fill the schema with what was written; return the problems."""
     problems: dict[str, str] = {}
     for key, value in written.items():
         if key in config_sections():
-            if value:  # an empty section is none
-                problems[key] = _not_a_section(key, value)
+            keys = ", ".join(name.removeprefix(f"{key}.") for name in config_sections()[key])
+            problems[key] = f"{key}: {_shown(value)} is not a section; its keys are {keys}"
         elif key not in config_keys():
             problems[key] = f"{key}: unknown key (value {_shown(value)});{suggestion(key)}"
         else:
@@ -194,24 +177,15 @@ def _typed(written: dict[str, Any]) -> tuple[DictConfig, list[str]]:
                 OmegaConf.update(typed, key, value, merge=False)
             except OmegaConfBaseException:
                 problems[key] = f"{key}: {_shown(value)} is not {_type_name(config_keys()[key].type)}"
-    for key in config_keys():
-        if key in problems:
-            continue
+    for key in [key for key in config_keys() if key not in problems]:
         try:
-            missing = OmegaConf.select(typed, key, default=MISSING) == MISSING
+            if OmegaConf.select(typed, key, default=MISSING) == MISSING:
+                problems[key] = f"{key}: must be given ({config_keys()[key].doc})"
         except OmegaConfBaseException as error:  # an interpolation
             reason = str(error).splitlines()[0]
             target = re.search("key '(.+)' not found", reason)
             problems[key] = f"{key}: {reason};{suggestion(target[1])}" if target else f"{key}: {reason}"
-        else:
-            if missing:
-                problems[key] = f"{key}: must be given ({config_keys()[key].doc})"
-    return typed, list(problems.values())
-
-
-def _not_a_section(key: str, value: Any) -> str:
-    keys = ", ".join(name.removeprefix(f"{key}.") for name in config_sections()[key])
-    return f"{key}: {_shown(value)} is not a section; its keys are {keys}"
+    return list(problems.values())
 
 
 def _shown(value: Any) -> str:

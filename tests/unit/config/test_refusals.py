@@ -164,7 +164,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["runner.max_steps=0"], ["runner.max_steps: 0 must be -1 or at least 1"]),
     (["runner.profile.steps=3"], ["runner.profile.steps: 3 is not a list of integers, such as [1, 2]"]),
     (["data.answer_key=null"], ["data.answer_key: null is not a string"]),
-    (["runner.max_step=3"], ["'runner.max_step'", "did you mean 'runner.max_steps'"]),
+    (["runner.max_step=3"], ["runner.max_step: unknown key (value 3)", "did you mean 'runner.max_steps'"]),
     (["runner.seed"], ["override 'runner.seed'", "write key=value"]),
 ]  # fmt: skip
 
