@@ -78,20 +78,18 @@ def segment_sums(
         ValueError: segment_ids have another shape than the mask or aren't integers.
     """
     if segment_ids is None:
-        n_segments = 1 if mask.ndim == 1 else mask.shape[0]
-        index = (
-            torch.arange(n_segments, device=mask.device).unsqueeze(1).expand(n_segments, mask.shape[-1]).view_as(mask)
-        )
+        n, width = torch.atleast_2d(mask).shape
+        index = torch.arange(n, device=mask.device).unsqueeze(1).expand(n, width).view_as(mask)
     elif segment_ids.shape != mask.shape:
         raise ValueError(f"segment_ids have shape {tuple(segment_ids.shape)}, mask {tuple(mask.shape)}")
     elif segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
         raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
     elif n_segments is None:
         unique, index = torch.unique(segment_ids, return_inverse=True)
-        n_segments = unique.numel()
+        n = unique.numel()
     else:
-        index = segment_ids
-    zeros = torch.zeros(n_segments, dtype=torch.float64, device=mask.device)
+        index, n = segment_ids, n_segments
+    zeros = torch.zeros(n, dtype=torch.float64, device=mask.device)
     sums, tokens = (zeros.index_add(0, index.flatten(), x.flatten().double()) for x in (values, mask))
     return index, sums, tokens
 

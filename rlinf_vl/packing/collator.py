@@ -8,14 +8,15 @@ Invariants: trajectories stay whole, with their images; each distinct image is e
 sequence before packing; the placeholder count of every sequence is that of its images.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 
 from rlinf_vl.models.families import Family
-from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch, TokenSequence
+from rlinf_vl.types import Group, ImageRef, MicroBatch, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,53 +49,63 @@ class Collator:
 
     def __call__(self, members: Sequence[Member], *, run_vision: bool) -> MicroBatch:
         """Pack `members` in order. With none, the row is two filler tokens without loss, which keeps a rank in step."""
+        sequences = [member.group.trajectories[member.index].sequences for member in members]
+        shown = {image.hash: (image, grid) for own in sequences for s in own for image, grid in s.images}
+        features_before = np.cumsum([0, *(math.prod(grid) // self.merge_size**2 for _, grid in shown.values())])
+        first_feature = dict(zip(shown, features_before.tolist(), strict=False))
+        placed = [[self._placed(sequence, first_feature) for sequence in own] for own in sequences]
         row = _Row()
         for _, run in groupby(range(len(members)), key=lambda i: members[i].group.id if self.share_prompts else i):
-            owners = list(run)
-            self._add(row, [members[i] for i in owners], owners)
+            together = list(run)
+            shared, parent = 0, -1
+            if len(together) > 1 and (shared := members[together[0]].group.prefix_length):
+                parent = row.add([p for i in together for p in placed[i]], 0, shared, -1)
+            for i in together:
+                self._branch(row, placed[i], shared, parent)
         self._pad(row)
         pixel_values = None
-        if self.pixels is not None and row.images:
-            pixel_values = np.concatenate([self.pixels(image) for image in row.images.values()])
-        sampled = [(placed, np.flatnonzero(placed.sequence.loss_mask)) for placed in row.placed]
-        logprobs = [placed.sequence.logprobs[t] for placed, t in sampled if placed.sequence.logprobs is not None]
-        names = row.placed[0].sequence.columns if row.placed else ()
-        features = np.concatenate(row.features)
-        owners = np.repeat(np.array(row.owners, np.int64), [len(t) for _, t in sampled])
+        if self.pixels is not None and shown:
+            pixel_values = np.concatenate([self.pixels(image) for image, _ in shown.values()])
+        sampled = [(i, p, np.flatnonzero(p.sequence.loss_mask)) for i, own in enumerate(placed) for p in own]
+        logprobs = [p.sequence.logprobs[t] for _, p, t in sampled if p.sequence.logprobs is not None]
+        names = sampled[0][1].sequence.columns if sampled else ()
+        features = np.concatenate([p.features[start:end] for p, start, end in row.segments])
+        owners = np.repeat(np.array([i for i, _, _ in sampled], np.int64), [len(t) for _, _, t in sampled])
         return MicroBatch(
-            ids=np.concatenate(row.ids),
-            positions=np.concatenate(row.positions, axis=1),
-            cu_seqlens=np.cumsum([0, *map(len, row.ids)]),
+            ids=np.concatenate([p.ids[start:end] for p, start, end in row.segments]),
+            positions=np.concatenate([p.positions[:, start:end] for p, start, end in row.segments], axis=1),
+            cu_seqlens=np.cumsum([0, *(end - start for _, start, end in row.segments)]),
             prefix=np.asarray(row.prefix),
-            predict=_concatenate([placed.rows[t - 1] for placed, t in sampled], np.int64),
-            targets=_concatenate([placed.ids[t] for placed, t in sampled], np.int64),
+            predict=_concatenate([p.rows[t - 1] for _, p, t in sampled], np.int64),
+            targets=_concatenate([p.ids[t] for _, p, t in sampled], np.int64),
             trajectories=owners,
             advantages=np.array([member.advantage for member in members], np.float32)[owners],
             rollout_logprobs=_concatenate(logprobs, np.float32) if len(logprobs) == len(sampled) else None,
-            columns={n: np.concatenate([placed.sequence.columns[n][t] for placed, t in sampled]) for n in names},
-            images=tuple(row.images),
+            columns={name: np.concatenate([p.sequence.columns[name][t] for _, p, t in sampled]) for name in names},
+            images=tuple(shown),
             pixel_values=pixel_values,
-            grids=np.array(row.grids, np.int64).reshape(-1, 3),
+            grids=np.array([grid for _, grid in shown.values()], np.int64).reshape(-1, 3),
             image_positions=np.flatnonzero(features >= 0),
             image_features=features[features >= 0],
             run_vision=run_vision,
         )
 
-    def _add(self, row: "_Row", members: Sequence[Member], owners: Sequence[int]) -> None:
-        """Trajectories of one group, of which the row holds what they share once; `owners` are their numbers in the row."""
-        group = members[0].group
-        own = [[self._placed(row, s) for s in group.trajectories[member.index].sequences] for member in members]
-        together = [placed for sequences in own for placed in sequences]
-        start, parent = 0, -1
-        if len(members) > 1 and group.prefix_length:
-            start, parent = group.prefix_length, row.add_shared(together, 0, group.prefix_length, -1)
-        for owner, sequences in zip(owners, own, strict=True):
-            self._branch(row, sequences, start, parent)
-            row.owners += [owner] * len(sequences)
-        row.placed += together
+    def _placed(self, sequence: TokenSequence, first_feature: Mapping[str, int]) -> "_Placed":
+        """A sequence that is not in the row yet; the features of its images begin at `first_feature`, by hash."""
+        ids = sequence.ids.astype(np.int64)
+        grids = np.array([grid for _, grid in sequence.images], np.int64).reshape(-1, 3)
+        positions = self.family.positions(ids, self.image_token_id, grids, self.merge_size)
+        starts = np.array([first_feature[image.hash] for image, _ in sequence.images], np.int64)
+        counts = grids.prod(axis=1) // self.merge_size**2
+        features = np.full(len(ids), -1)
+        # one image's features follow each other: their numbers are its first plus 0, 1, …
+        features[ids == self.image_token_id] = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(
+            counts.sum()
+        )
+        return _Placed(sequence, ids, positions, features, np.full(len(ids), -1))
 
     def _branch(self, row: "_Row", sequences: Sequence["_Placed"], start: int, parent: int) -> None:
-        """What follows token `start` of sequences that share everything before it, which ends with segment `parent`."""
+        """Add what follows token `start` of sequences that share everything before it, which ends with segment `parent`."""
         waiting = [placed for placed in sequences if len(placed.ids) > start]
         while waiting:
             first = waiting[0].sequence
@@ -102,35 +113,15 @@ class Collator:
             together = [placed for placed, end in zip(waiting, ends, strict=True) if end > start]
             waiting = [placed for placed, end in zip(waiting, ends, strict=True) if end <= start]
             end = min(end for end in ends if end > start)
-            segment = row.add_shared(together, start, end, parent)
-            self._branch(row, together, end, segment)
-
-    def _placed(self, row: "_Row", sequence: TokenSequence) -> "_Placed":
-        """A sequence whose images are in the row, and whose tokens are not yet."""
-        ids, grids = (
-            sequence.ids.astype(np.int64),
-            np.array([grid for _, grid in sequence.images], np.int64).reshape(-1, 3),
-        )
-        positions = self.family.positions(ids, self.image_token_id, grids, self.merge_size)
-        shown = []
-        for (image, grid), patches in zip(sequence.images, grids.prod(axis=1).tolist(), strict=True):
-            tokens = patches // self.merge_size**2
-            if image.hash not in row.images:
-                row.images[image.hash] = image
-                row.grids.append(grid)
-                row.first_feature[image.hash] = row.n_features
-                row.n_features += tokens
-            shown.append(row.first_feature[image.hash] + np.arange(tokens))
-        features = np.full(len(ids), -1)
-        features[ids == self.image_token_id] = _concatenate(shown, np.int64)
-        return _Placed(sequence, ids, positions, features, np.full(len(ids), -1))
+            self._branch(row, together, end, row.add(together, start, end, parent))
 
     def _pad(self, row: "_Row") -> None:
         """Append a segment of filler where the row is empty or its length is fixed."""
-        filler = (self.pad_to or 0) - row.tokens if row.ids else max(self.pad_to or 0, 2)
-        assert self.pad_to is None or filler >= 0, f"{row.tokens} tokens exceed the row's {self.pad_to}"
-        if filler > 0:
-            row.add(np.full(filler, self.pad_id), np.tile(np.arange(filler), (4, 1)), np.full(filler, -1), parent=-1)
+        n = (self.pad_to or 0) - row.tokens if row.segments else max(self.pad_to or 0, 2)
+        assert self.pad_to is None or n >= 0, f"{row.tokens} tokens exceed the row's {self.pad_to}"
+        if n > 0:
+            filler = TokenSequence(np.full(n, self.pad_id), np.zeros(n, bool), None, np.full(n, -1))
+            row.add([self._placed(filler, {})], 0, n, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,36 +138,20 @@ class _Placed:
 
 @dataclass(slots=True)
 class _Row:
-    """A row in the making: one entry per segment in `ids`, `positions`, `features` and `prefix`, per sequence in `placed` and
-    `owners` (its trajectory's number), per distinct image in the others."""
+    """A row in the making: its segments, each tokens `start` … `end` of a sequence that has them, and which one each continues."""
 
     tokens: int = 0
-    ids: list[np.ndarray] = field(default_factory=list)
-    positions: list[np.ndarray] = field(default_factory=list)
-    features: list[np.ndarray] = field(default_factory=list)
+    segments: list[tuple[_Placed, int, int]] = field(default_factory=list)
     prefix: list[int] = field(default_factory=list)
-    placed: list[_Placed] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-    images: dict[str, ImageRef] = field(default_factory=dict)
-    grids: list[Grid] = field(default_factory=list)
-    first_feature: dict[str, int] = field(default_factory=dict)
-    n_features: int = 0
 
-    def add(self, ids: np.ndarray, positions: np.ndarray, features: np.ndarray, parent: int) -> int:
-        """Append a segment that continues segment `parent`; returns its number."""
-        self.ids.append(ids)
-        self.positions.append(positions)
-        self.features.append(features)
-        self.prefix.append(parent)
-        self.tokens += len(ids)
-        return len(self.prefix) - 1
-
-    def add_shared(self, sequences: Sequence[_Placed], start: int, end: int, parent: int) -> int:
-        """Append tokens `start` … `end`, which these sequences share, as a segment; returns its number."""
+    def add(self, sequences: Sequence[_Placed], start: int, end: int, parent: int) -> int:
+        """Append tokens `start` … `end`, which these sequences share, behind segment `parent`; returns the new one's number."""
         for placed in sequences:
             placed.rows[start:end] = np.arange(self.tokens, self.tokens + end - start)
-        first = sequences[0]
-        return self.add(first.ids[start:end], first.positions[:, start:end], first.features[start:end], parent)
+        self.tokens += end - start
+        self.segments.append((sequences[0], start, end))
+        self.prefix.append(parent)
+        return len(self.prefix) - 1
 
 
 def _concatenate(parts: list[np.ndarray], dtype) -> np.ndarray:

@@ -36,5 +36,5 @@ def test_the_loss_type_says_whose_ratio_counts(loss_type, expected):
     batch = batch_of([0, 0, 1], [1.0, 1.0, -2.0])
     old = torch.tensor([-1.0, -2.0, -0.5])
     logprobs = (old + torch.tensor([0.2, 0.4, -0.3])).requires_grad_()
-    loss, _ = micro_batch_loss(logprobs, torch.zeros(3), batch, algorithm, 3, old_logprobs=old)
+    loss, _ = micro_batch_loss(logprobs, torch.zeros(3), old, None, batch, algorithm, 3)
     assert loss.item() == pytest.approx(expected / 3)
