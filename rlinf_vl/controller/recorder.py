@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.models.families import family_of
-from rlinf_vl.observe.tracker import make_sample_trackers
+from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.observe.trajectories import TrajectoryStore
 from rlinf_vl.transport.groups import fetch_surviving
 from rlinf_vl.types import GroupSummary
@@ -29,7 +29,7 @@ class TrajectoryWriter:
         image_token = family_of(config.rollout.model.model_type).image_token
         self._run_dir = run_dir
         self._store = TrajectoryStore(run_dir, model_path, image_token, int(runner.trajectories.max_gb * 2**30))
-        self._samples = make_sample_trackers(
+        self._samples = make_trackers(
             run_dir,
             runner.logger.logger_backends,
             project_name=runner.logger.project_name,

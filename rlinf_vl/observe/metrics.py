@@ -1,7 +1,8 @@
 """Scalars of a step, exact over micro-batches and ranks: sums and counts are added up, and divided once at the end."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +10,6 @@ import torch
 from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
 
 Scalar = float | torch.Tensor
-State = Mapping[str, Mapping[str, float]]
 
 
 class MetricSums:
@@ -23,45 +23,33 @@ class MetricSums:
     """
 
     def __init__(self) -> None:
-        self._totals: dict[str, Scalar] = {}
-        self._counts: dict[str, Scalar] = {}
-        self._maxima: dict[str, Scalar] = {}
-        self._minima: dict[str, Scalar] = {}
+        self._values: dict[str, dict[str, Scalar]] = {kind: {} for kind in _COMBINE}
 
     def add(self, name: str, total: Scalar, count: Scalar) -> None:
         """Add a sum over `count` items (tokens, sequences, …) to the mean called `name`."""
-        self._totals[name] = self._totals.get(name, 0.0) + _widen(total)
-        self._counts[name] = self._counts.get(name, 0.0) + _widen(count)
+        self._put("total", name, total)
+        self._put("count", name, count)
 
     def maximum(self, name: str, value: Scalar) -> None:
-        self._maxima[name] = _larger(self._maxima.get(name, -math.inf), _widen(value))
+        self._put("maximum", name, value)
 
     def minimum(self, name: str, value: Scalar) -> None:
-        self._minima[name] = -_larger(-self._minima.get(name, math.inf), -_widen(value))
+        self._put("minimum", name, value)
 
     def merge(self, other: "MetricSums") -> None:
-        """Add what another micro-batch or rank has accumulated."""
-        for name, total in other._totals.items():
-            self.add(name, total, other._counts[name])
-        for name, value in other._maxima.items():
-            self.maximum(name, value)
-        for name, value in other._minima.items():
-            self.minimum(name, value)
+        """Add what another micro-batch has accumulated."""
+        self._merge(other._values)
 
     def state(self) -> dict[str, dict[str, float]]:
         """Plain floats to ship between processes: kind ("total", "count", "maximum", "minimum") → name → value."""
-        kinds = {"total": self._totals, "count": self._counts, "maximum": self._maxima, "minimum": self._minima}
-        return {kind: {name: float(value) for name, value in values.items()} for kind, values in kinds.items()}
+        return {kind: {name: float(value) for name, value in values.items()} for kind, values in self._values.items()}
 
     @classmethod
-    def merged(cls, states: Iterable[State]) -> "MetricSums":
+    def merged(cls, states: Iterable[Mapping[str, Mapping[str, float]]]) -> "MetricSums":
         """The sums of many ranks in one, from their states."""
         sums = cls()
         for state in states:
-            other = cls()
-            other._totals, other._counts = dict(state["total"]), dict(state["count"])
-            other._maxima, other._minima = dict(state["maximum"]), dict(state["minimum"])
-            sums.merge(other)
+            sums._merge(state)
         return sums
 
     def compute(self) -> dict[str, float]:
@@ -71,6 +59,31 @@ class MetricSums:
         metrics = means | state["maximum"] | state["minimum"]
         assert len(metrics) == len(means) + len(state["maximum"]) + len(state["minimum"]), "a name used for two kinds"
         return metrics
+
+    def _merge(self, state: Mapping[str, Mapping[str, Scalar]]) -> None:
+        for kind, values in state.items():
+            for name, value in values.items():
+                self._put(kind, name, value)
+
+    def _put(self, kind: str, name: str, value: Scalar) -> None:
+        value = value.detach().double() if isinstance(value, torch.Tensor) else float(value)
+        known = self._values[kind]
+        known[name] = _COMBINE[kind](known[name], value) if name in known else value
+
+
+def _larger(a: Scalar, b: Scalar) -> Scalar:
+    """The larger of two scalars; NaN if either is."""
+    if isinstance(a, torch.Tensor):
+        return torch.maximum(a, b) if isinstance(b, torch.Tensor) else a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, torch.Tensor) else float(np.maximum(a, b))
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Scalar]] = {
+    "total": operator.add,
+    "count": operator.add,
+    "maximum": _larger,
+    "minimum": lambda a, b: -_larger(-a, -b),
+}
 
 
 def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict[str, float]:
@@ -112,15 +125,3 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         metrics["rollout/weight_version_min"] = min(s.min_version for s in sampled)
         metrics["rollout/weight_version_max"] = max(s.max_version for s in sampled)
     return metrics
-
-
-def _widen(value: Scalar) -> Scalar:
-    """A float, or a float64 scalar tensor on its own device."""
-    return value.detach().double() if isinstance(value, torch.Tensor) else float(value)
-
-
-def _larger(a: Scalar, b: Scalar) -> Scalar:
-    """The larger of two scalars; NaN if either is."""
-    if isinstance(a, torch.Tensor):
-        return torch.maximum(a, b) if isinstance(b, torch.Tensor) else a.clamp(min=b)
-    return b.clamp(min=a) if isinstance(b, torch.Tensor) else float(np.maximum(a, b))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,20 +21,6 @@ logger = logging.getLogger(__name__)
 
 WANDB_ID = "wandb_id"
 """File in the run's folder: the id of its wandb run."""
-
-
-class Tracker(Protocol):
-    """Shows what is logged, in growing order of steps; a step is logged again only after the run went back."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Scalars of one step, by their full names."""
-        ...
-
-    def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
-        """Samples of one step and split."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoardTracker:
@@ -101,6 +87,9 @@ class HostedTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+Tracker = TensorBoardTracker | HostedTracker
 
 
 @dataclass(frozen=True)
@@ -210,7 +199,8 @@ class Trackers:
         if "step" in metrics:
             raise ValueError("a metric can't be called 'step'")
         if self._metrics:
-            self._metrics.append(step, {name: _json_number(metrics[name]) for name in sorted(metrics)})
+            numbers = {name: x if isinstance(x, int) else float(x) for name, x in sorted(metrics.items())}
+            self._metrics.append(step, {name: x if math.isfinite(x) else None for name, x in numbers.items()})
         for name in self._openers:
             self._call(name, "log", step, metrics)
 
@@ -245,39 +235,29 @@ def make_trackers(
     *,
     project_name: str,
     experiment_name: str,
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
     resume_step: int = -1,
 ) -> Trackers:
-    """`run_dir/metrics.jsonl` and what `backends` names (out of `OPENERS`) beside it, for scalars.
+    """The trackers that `backends` names (out of `OPENERS`), and metrics.jsonl where scalars are logged.
 
     Args:
-        config: the resolved configuration, as plain containers, for trackers that show it.
+        config: the resolved configuration, as plain containers, for trackers that show it. None: log samples only; each
+            tracker joins what the scalars' tracker has begun when samples are first logged.
         resume_step: the step of the checkpoint that the run goes on from; -1: none. wandb and trackio go on in their run of this
             folder, which a folder with a metrics.jsonl has.
 
     Raises:
         ImportError: a backend isn't installed. Anything else that keeps a backend from starting is a warning.
     """
+    run_dir = Path(run_dir)
+    if config is None:
+        run = TrackedRun(run_dir, project_name, experiment_name)
+        return Trackers({b: partial(OPENERS[b], run) for b in backends})
     for backend in set(backends) - {"tensorboard"}:
         _import_backend(backend)
-    run_dir = Path(run_dir)
-    resumed = resume_step >= 0 and (run_dir / "metrics.jsonl").exists()
+    metrics_file = run_dir / "metrics.jsonl"
+    resumed = resume_step >= 0 and metrics_file.exists()
     run = TrackedRun(run_dir, project_name, experiment_name, dict(config), resume_step, resumed)
-    trackers = Trackers(
-        {b: partial(OPENERS[b], run) for b in backends}, StepLines(run_dir / "metrics.jsonl", resume_step)
-    )
+    trackers = Trackers({b: partial(OPENERS[b], run) for b in backends}, StepLines(metrics_file, resume_step))
     trackers.open()
     return trackers
-
-
-def make_sample_trackers(
-    run_dir: str | Path, backends: Sequence[str], *, project_name: str, experiment_name: str
-) -> Trackers:
-    """What `backends` names, for samples; each joins what the scalars' tracker has begun when samples are first logged."""
-    run = TrackedRun(Path(run_dir), project_name, experiment_name)
-    return Trackers({b: partial(OPENERS[b], run) for b in backends})
-
-
-def _json_number(value: float) -> float | int | None:
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None

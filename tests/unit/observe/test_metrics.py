@@ -50,7 +50,7 @@ def test_tensors_carry_no_graph():
     leaf = torch.ones(3, requires_grad=True)
     sums.add("loss", leaf.sum(), torch.tensor(3))
     sums.maximum("peak", leaf.max())
-    assert not sums._totals["loss"].requires_grad and not sums._maxima["peak"].requires_grad
+    assert not sums._values["total"]["loss"].requires_grad and not sums._values["maximum"]["peak"].requires_grad
     assert sums.compute() == {"loss": 1.0, "peak": 1.0}
 
 

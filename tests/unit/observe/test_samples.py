@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from rlinf_vl.observe.samples import MAX_SAMPLES, MAX_SIDE, MAX_TEXT, inert
-from rlinf_vl.observe.tracker import Trackers, make_sample_trackers, make_trackers
+from rlinf_vl.observe.tracker import Trackers, make_trackers
 
 NAMES = {"project_name": "p", "experiment_name": "e"}
 HOSTILE = """<img src=x onerror=alert(1)><script>alert(2)</script> **bold** [a](javascript:x) ![b](http://evil/c.png)
@@ -58,7 +58,7 @@ def texts(events, tag) -> dict[int, str]:
 
 
 def test_tensorboard_shows_text_and_images(tmp_path):
-    trackers = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
+    trackers = make_trackers(tmp_path, ["tensorboard"], **NAMES)
     images = [png(60, 40), b"torn", png(4000, 2000, "blue")]
     trackers.log_samples(3, [row(images=images), row(split="val", images=[], error="no answer")])
     trackers.close()
@@ -74,7 +74,7 @@ def test_tensorboard_shows_text_and_images(tmp_path):
 
 
 def test_tensorboard_takes_hostile_text_as_text(tmp_path):
-    trackers = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
+    trackers = make_trackers(tmp_path, ["tensorboard"], **NAMES)
     trackers.log_samples(1, [row()])
     trackers.close()
     html = markdown_to_safe_html(texts(tensorboard(tmp_path), "train/0")[1])
@@ -91,13 +91,13 @@ def test_samples_do_not_hide_scalars_and_a_run_that_goes_back_hides_what_was_lat
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
     scalars = make_trackers(tmp_path, ["tensorboard"], **NAMES, config={})
     scalars.log(1, {"x": 1.0})
-    trackers = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
+    trackers = make_trackers(tmp_path, ["tensorboard"], **NAMES)
     for step, answer in ((1, "a"), (2, "b"), (3, "c"), (2, "d")):
         trackers.log_samples(step, [row(answer=answer)])
     scalars.log(2, {"x": 2.0})
     assert {step: text[-1] for step, text in texts(tensorboard(tmp_path), "train/0").items()} == {1: "a", 2: "d"}
     trackers.close()
-    resumed = make_sample_trackers(tmp_path, ["tensorboard"], **NAMES)
+    resumed = make_trackers(tmp_path, ["tensorboard"], **NAMES)
     resumed.log_samples(1, [row(answer="e")])
     resumed.close()
     assert {step: text[-1] for step, text in texts(tensorboard(tmp_path), "train/0").items()} == {1: "e"}
@@ -151,10 +151,10 @@ def test_one_that_fails_warns_once_and_the_others_go_on(caplog):
 
 
 def test_what_is_unknown_or_never_began(tmp_path, caplog):
-    trackers = make_sample_trackers(tmp_path, ["wandb"], **NAMES)
+    trackers = make_trackers(tmp_path, ["wandb"], **NAMES)
     trackers.log_samples(1, [row()])
     assert "tracker wandb could not start (FileNotFoundError" in caplog.text
-    make_sample_trackers(tmp_path, [], **NAMES).log_samples(1, [row()])
+    make_trackers(tmp_path, [], **NAMES).log_samples(1, [row()])
 
 
 def test_inert_text_is_no_markup():
@@ -185,7 +185,7 @@ def python(code, **environment):
 def record_samples(run_dir, backend):
     """Logs samples in another process, as the recorder does."""
     python(f"""
-trackers = make_sample_trackers({str(run_dir)!r}, [{backend!r}], **NAMES)
+trackers = make_trackers({str(run_dir)!r}, [{backend!r}], **NAMES)
 trackers.log_samples(1, [row(), row(images=[])])
 trackers.close()
 """)
