@@ -74,8 +74,7 @@ def read_run(path: Path) -> RunFolder:
     """
     check_is_run(path)
     notes: list[str] = []
-    rows = [row for row in _lines(path / "metrics.jsonl", notes) if type(row.get("step")) is int]
-    by_step = {row["step"]: {k: v if is_number(v) else None for k, v in row.items()} for row in rows}
+    metrics = read_metrics(path, notes)
     config = flatten(_mapping(path / "config.yaml", yaml.safe_load, notes))
     baselines = _mapping(path / "baselines.json", json.loads, notes, expected=False)
     planned = config.get("runner.max_steps", "")
@@ -83,9 +82,9 @@ def read_run(path: Path) -> RunFolder:
     return RunFolder(
         path=path,
         name=path.resolve().name,
-        metrics=[by_step[step] for step in sorted(by_step)],
+        metrics=metrics,
         config=config,
-        step=max(by_step, default=0),
+        step=int(metrics[-1]["step"] or 0) if metrics else 0,
         state=str(status.get("state", "")),
         reason=str(status.get("reason", "")),
         planned_steps=int(planned) if planned.isdecimal() else None,
@@ -96,6 +95,13 @@ def read_run(path: Path) -> RunFolder:
         spans=_span_totals(path),
         notes=notes,
     )
+
+
+def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float | None]]:
+    """A row for each step, in order; None for what is not a finite number."""
+    rows = [row for row in _lines(path / "metrics.jsonl", notes) if type(row.get("step")) is int]
+    by_step = {row["step"]: {k: v if is_number(v) else None for k, v in row.items()} for row in rows}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _span_totals(path: Path) -> dict[tuple[str, str], tuple[int, float]]:

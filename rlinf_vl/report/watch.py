@@ -1,27 +1,26 @@
 """`python -m rlinf_vl watch RUN_DIR`: a run on a terminal, drawn from the files in its folder while it goes on."""
 
-import json
 import math
-import os
 import sys
 import textwrap
 import time
-from array import array
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from rlinf_vl.observe.status import read_status
-from rlinf_vl.report.run_folder import check_is_run, is_number
+from rlinf_vl.report.run_folder import check_is_run, read_metrics
+from rlinf_vl.runtime.files import read_lines
 
 CURVES = {
     "reward": "reward/mean",
@@ -50,90 +49,25 @@ _WORKER_LOOKS = {"alive": ("●", "green"), "restarting": ("○", "yellow"), "de
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▪●○×─━·…", "._-=+*%#+=.:o-x-=|.")
 
 
-class Follower:
-    """The objects of a file of JSON lines, each once, as they appear; a file that was replaced begins anew."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode = 0
-        self._offset = 0
-
-    def poll(self) -> tuple[list[dict[str, Any]], bool]:
-        """What has been added since the call before, and whether the file begins anew. Torn lines are left out."""
-        rows: list[dict[str, Any]] = []
-        replaced = False
-        with suppress(OSError), self._path.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            replaced = stat.st_ino != self._inode or stat.st_size < self._offset
-            self._inode = stat.st_ino
-            self._offset = 0 if replaced else self._offset
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break  # it is still being written
-                self._offset += len(line)
-                with suppress(ValueError, TypeError):
-                    rows.append(dict(json.loads(line)))
-        return rows, replaced
-
-
 class Curve:
     """A metric's value after every step: the one before where a step has none, NaN before the first. `last` is NaN if the last
-    value was not finite."""
+    value was not finite. At least one of `rows` has the metric."""
 
-    def __init__(self) -> None:
-        self._values = array("d")
-        self.low = math.inf
-        self.high = -math.inf
-        self.last = math.nan
+    def __init__(self, rows: Sequence[Mapping[str, float | None]], metric: str) -> None:
+        values = np.array([row.get(metric) for row in rows], np.float64)  # None is NaN
+        known = np.maximum.accumulate(np.where(np.isnan(values), 0, np.arange(len(values))))
+        self._values = values[known]
+        self.last = float(values[max(i for i, row in enumerate(rows) if metric in row)])
+        self.low = float(np.fmin.reduce(values))
+        self.high = float(np.fmax.reduce(values))
 
-    def add(self, at: int, value: float | None) -> None:
-        """`at`: number of steps before. None: not a finite number."""
-        before = self._values[-1] if self._values else math.nan
-        self._values.extend([before] * (at - len(self._values)))
-        self._values.append(before if value is None else value)
-        self.last = math.nan if value is None else value
-        self.low, self.high = min(self.low, self._values[-1]), max(self.high, self._values[-1])
-
-    def draw(self, n: int, width: int, height: int) -> list[str]:
-        """Bars for `n` steps, from the lowest to the highest mean: `height` strings of `width`, the top one first."""
-        bars: list[float] = []
-        for x in range(width):
-            part = self._values[x * n // width : max(x * n // width + 1, (x + 1) * n // width)]
-            bars.append(sum(part) / len(part) if part else bars[-1])
-        known = [bar for bar in bars if not math.isnan(bar)] or [0.0]
-        low, scale = min(known), (8 * height - 1) / (max(known) - min(known) or 1.0)
-        filled = [0 if math.isnan(bar) else 1 + round((bar - low) * scale) for bar in bars]
-        return ["".join(_LEVELS[max(0, min(8, f - 8 * row))] for f in filled) for row in reversed(range(height))]
-
-
-@dataclass
-class Steps:
-    """What metrics.jsonl says: curves by metric, and seconds by phase of the last steps."""
-
-    first: int = 0
-    last: int = 0
-    count: int = 0
-    curves: dict[str, Curve] = field(default_factory=dict)
-    times: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-
-    def add(self, row: dict[str, Any]) -> None:
-        if type(row.get("step")) is not int:
-            return
-        self.first = self.first if self.count else row["step"]
-        self.last = row["step"]
-        for metric in CURVES.values():
-            if metric in row:
-                value = row[metric] if is_number(row[metric]) else None
-                self.curves.setdefault(metric, Curve()).add(self.count, value)
-        seconds = {name: value for name, value in row.items() if name.startswith("time/") and is_number(value)}
-        self.times.append({name.removeprefix("time/"): value for name, value in seconds.items()})
-        self.count += 1
-
-    def usual(self, phase: str) -> float | None:
-        """Mean seconds in the last steps that had this phase."""
-        known = [times[phase] for times in self.times if times.get(phase)]
-        return fmean(known) if known else None
+    def draw(self, width: int, height: int) -> list[str]:
+        """Bars from the lowest to the highest mean: `height` strings of `width`, the top one first."""
+        edges = np.arange(width + 1) * len(self._values) // width
+        bars = np.array([self._values[a : max(a + 1, b)].mean() for a, b in pairwise(edges)])
+        low, high = np.fmin.reduce(bars), np.fmax.reduce(bars)
+        filled = np.nan_to_num(1 + np.round((bars - low) * (8 * height - 1) / (high - low or 1.0))).astype(int)
+        return ["".join(_LEVELS[level] for level in np.clip(filled - 8 * row, 0, 8)) for row in reversed(range(height))]
 
 
 class RunPage:
@@ -147,24 +81,42 @@ class RunPage:
         check_is_run(run_dir)
         self._run_dir = run_dir
         self._name = _clean(run_dir.resolve().name)
-        self._metrics_file = Follower(run_dir / "metrics.jsonl")
-        self._events_file = Follower(run_dir / "events.jsonl")
-        self._steps = Steps()
-        self._events: deque[dict[str, Any]] = deque(maxlen=100)
+        self._versions: dict[str, tuple[int, ...]] = {}
+        self._metrics: list[dict[str, Any]] = []
+        self._curves: dict[str, Curve] = {}
+        self._times: list[dict[str, float]] = []  # seconds by phase, of the last steps
+        self._events: list[dict[str, Any]] = []
         self._status: dict[str, Any] = {}
         self.poll()
 
     def poll(self) -> None:
-        """Read what is new."""
-        rows, replaced = self._metrics_file.poll()
-        self._steps = Steps() if replaced else self._steps
-        for row in rows:
-            self._steps.add(row)
-        rows, replaced = self._events_file.poll()
-        if replaced:
-            self._events.clear()
-        self._events.extend(row for row in rows if row.keys() >= {"time", "step", "kind", "message"})
+        """Read the files that have changed."""
+        if self._changed("metrics.jsonl"):
+            rows = self._metrics = read_metrics(self._run_dir, [])
+            logged = set().union(*rows)
+            self._curves = {label: Curve(rows, metric) for label, metric in CURVES.items() if metric in logged}
+            times = [
+                {k.removeprefix("time/"): v for k, v in row.items() if k.startswith("time/")} for row in rows[-WINDOW:]
+            ]
+            self._times = [{phase: seconds for phase, seconds in row.items() if seconds is not None} for row in times]
+        if self._changed("events.jsonl"):
+            with suppress(OSError):
+                rows, _ = read_lines(self._run_dir / "events.jsonl")
+                self._events = [row for row in rows if row.keys() >= {"time", "step", "kind", "message"}]
         self._status = read_status(self._run_dir) or self._status
+
+    def _changed(self, name: str) -> bool:
+        """Whether a file is another than when this was last asked."""
+        known = self._versions.get(name)
+        with suppress(OSError):
+            stat = (self._run_dir / name).stat()
+            self._versions[name] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        return self._versions.get(name) != known
+
+    def _usual(self, phase: str) -> float | None:
+        """Mean seconds in the last steps that had this phase."""
+        known = [times[phase] for times in self._times if times.get(phase)]
+        return fmean(known) if known else None
 
     @property
     def _state(self) -> str:
@@ -177,56 +129,54 @@ class RunPage:
     def _badge(self, now: float) -> Text:
         color, text = _STATE_COLORS.get(self._state, "yellow"), self._state
         quiet = now - self._status.get("time", now)
-        longest = max((times.get("step", 0) for times in self._steps.times), default=0)
         if self.ended:
             text = f"ended: {text.replace('gone', 'its process is gone')}"
-        elif quiet > max(QUIET_S, 2 * longest):
+        elif quiet > max([QUIET_S, *(2 * times.get("step", 0.0) for times in self._times)]):
             text, color = f"no news for {_duration(quiet)}", "yellow"
         return Text(f" {text} ", f"bold {color} reverse")
 
-    def _header(self, width: int, now: float) -> list[Text]:
-        badge = self._badge(now)
-        step, total = max(self._steps.last, self._status.get("step", 0)), self._status.get("total_steps", 0)
+    def _header(self, width: int, height: int, now: float) -> list[Text]:
+        """The run, its state and its times; in at most `height` lines, why it has ended where it was not meant to."""
+        badge, status, seconds = self._badge(now), self._status, self._usual("step")
+        step, total = status.get("step", 0), status.get("total_steps", 0)
+        step = max(step, self._metrics[-1]["step"]) if self._metrics else step
         line = Text.assemble((f" {self._name}", "bold"), f"  step {step}/{total}  " if total else f"  step {step}  ")
         room = min(60, width - line.cell_len - badge.cell_len - 6)
         if total and room >= 8:
             _bar(line, step / total, room).append(f" {step / total:.0%}")
         line.truncate(max(1, width - badge.cell_len - 1), overflow="ellipsis", pad=True)
-        parts, status, seconds = [], self._status, self._steps.usual("step")
+        parts = [f"{seconds:.3g} s a step"] if seconds else []
         if status and self.ended:
-            parts.append(f"{_duration(status['time'] - status['started'])} in all")
+            parts = [f"{_duration(status['time'] - status['started'])} in all", *parts]
         elif status:
-            parts.append(f"{_duration(now - status['started'])} so far")
-            parts.append(f"{_duration(seconds * (total - step))} left" if seconds and total else "")
-        parts.append(f"{seconds:.3g} s a step" if seconds else "")
-        parts.append(f"process {status['pid']} on {status['host']}" if status else "")
-        return [Text.assemble(line, " ", badge), Text(" " + " · ".join(filter(None, parts)), "dim")]
-
-    def _reason_lines(self, width: int, height: int) -> list[Text]:
-        """Why the run has ended, where it was not meant to, in at most `height` lines."""
-        reason = self._status.get("reason", "") if self.ended else ""
-        lines = [part for line in reason.splitlines() for part in textwrap.wrap(_clean(line), max(20, width - 2))]
-        return [Text(f" {line}", "red") for line in lines[:height]]
+            left = [f"{_duration(seconds * (total - step))} left"] if seconds and total else []
+            parts = [f"{_duration(now - status['started'])} so far", *left, *parts]
+        parts += [f"process {status['pid']} on {status['host']}"] if status else []
+        lines = [Text.assemble(line, " ", badge), Text(f" {' · '.join(parts)}", "dim")]
+        reason = status.get("reason", "") if self.ended else ""
+        wrapped = [part for said in reason.splitlines() for part in textwrap.wrap(_clean(said), max(20, width - 2))]
+        return lines + [Text(f" {part}", "red") for part in wrapped[:height]]
 
     def _curve_lines(self, width: int, height: int) -> list[Text]:
-        steps, spark = self._steps, max(8, width - 48)
-        each = max(1, min(8, (height - 1) // max(1, len(steps.curves))))
-        title = f"curves, steps {steps.first} to {steps.last} " if steps.count else "curves, no step is done yet "
+        rows, spark = self._metrics, max(8, width - 48)
+        each = max(1, min(8, (height - 1) // max(1, len(self._curves))))
+        title = f"steps {rows[0]['step']} to {rows[-1]['step']}" if rows else "no step is done yet"
+        title = f"curves, {title} "
         lines = [_rule(f"{title:─<{spark + 15}}{' last ':─>10}{' lowest ':─>10}{' highest ':─>10}", width)]
-        for label, curve in ((label, steps.curves[name]) for label, name in CURVES.items() if name in steps.curves):
-            rows = curve.draw(steps.count, spark, max(1, each - 1))
+        for label, curve in self._curves.items():
+            bars = curve.draw(spark, max(1, each - 1))
             last = (f"{_short(curve.last):>10}", "bold red" if math.isnan(curve.last) else "bold")
             ends = (f"{_short(curve.low):>10}{_short(curve.high):>10}", "dim")
-            lines.append(Text.assemble(f" {label:<17}", (rows[0], "cyan"), last, ends))
-            lines += [Text(" " * 18 + row, "cyan") for row in rows[1:]] + [Text()] * (each > 1)
+            lines.append(Text.assemble(f" {label:<17}", (bars[0], "cyan"), last, ends))
+            lines += [Text(" " * 18 + row, "cyan") for row in bars[1:]] + [Text()] * (each > 1)
         return lines
 
     def _phase_lines(self, width: int, now: float) -> list[Text]:
-        times = self._steps.times
+        times = self._times
         lines = [_rule(f"phases now and in the last {len(times)} steps" if times else "phases", width)]
         phase, progress = self._status.get("phase"), self._status.get("progress")
         if phase and not self.ended:
-            took, usual = _duration(now - self._status["phase_since"]), self._steps.usual(phase)
+            took, usual = _duration(now - self._status["phase_since"]), self._usual(phase)
             usually = (f" (usually {usual:.3g} s)" if usual else "", "dim")
             lines.append(Text.assemble(" now  ", (phase, "bold"), f"  {took}", usually))
             if progress and (total := progress["total"]):
@@ -261,7 +211,7 @@ class RunPage:
 
     def _newest_events(self, width: int, height: int) -> list[Text]:
         lines = [_rule("events, the newest first" if self._events else "events: none", width)]
-        for event in list(self._events)[::-1][: max(0, height - 1)]:
+        for event in self._events[::-1][: max(0, height - 1)]:
             clock, kind = time.strftime(" %H:%M:%S", time.localtime(event["time"])), event["kind"].replace("_", " ")
             about = f" step {event['step']} ", (kind, "yellow"), f": {_clean(event['message'])}"
             lines.append(Text.assemble((clock, "dim"), *about))
@@ -269,7 +219,7 @@ class RunPage:
 
     def draw(self, width: int, height: int, now: float) -> list[Text]:
         """At most `height` lines, each exactly `width` wide, as of `now` in Unix seconds."""
-        head = self._header(width, now) + self._reason_lines(width, height // 4)
+        head = self._header(width, height // 4, now)
         body = height - len(head)
         if width >= WIDE:
             left, right = width - width * 9 // 20, width * 9 // 20 - 3

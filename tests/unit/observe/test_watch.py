@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rlinf_vl.report import watch as watch_module
-from rlinf_vl.report.watch import Curve, Follower, RunPage, watch
+from rlinf_vl.report.watch import Curve, RunPage, watch
 
 NOW = 1_800_000_000.0
 
@@ -141,26 +141,23 @@ def test_it_follows_what_is_appended_and_what_is_taken_back(run):
     assert "steps 1 to 7 " in str(page.draw(80, 24, NOW)[2])
 
 
-def test_what_is_known_is_not_read_again(run):
-    follower = Follower(run / "metrics.jsonl")
-    rows, replaced = follower.poll()
-    assert len(rows) == 40 and replaced
+def test_what_has_not_changed_is_not_read_again(run, monkeypatch):
+    page, read = RunPage(run), []
+    monkeypatch.setattr(watch_module, "read_metrics", lambda path, notes: read.append(path) or [])
+    page.poll()
+    assert read == []
     write_steps(run, [41], mode="a")
-    rows, replaced = follower.poll()
-    assert [row["step"] for row in rows] == [41] and not replaced
-    assert follower.poll() == ([], False)
+    page.poll()
+    page.poll()
+    assert read == [run]
 
 
 def test_curve_is_scaled_and_held():
-    curve = Curve()
-    for at, value in ((2, 0.0), (3, None), (4, 1.0)):
-        curve.add(at, value)
-    assert curve.draw(8, 8, 1) == ["  ▁▁████"]
-    assert curve.draw(8, 8, 2) == ["    ████", "  ▁▁████"]
+    curve = Curve([{}, {}, {"x": 0.0}, {"x": None}, {"x": 1.0}, {}, {}, {}], "x")
+    assert curve.draw(8, 1) == ["  ▁▁████"]
+    assert curve.draw(8, 2) == ["    ████", "  ▁▁████"]
     assert (curve.low, curve.high, curve.last) == (0.0, 1.0, 1.0)
-    flat = Curve()
-    flat.add(0, 3.0)
-    assert flat.draw(1, 4, 1) == ["▁▁▁▁"]
+    assert Curve([{"x": 3.0}], "x").draw(4, 1) == ["▁▁▁▁"]
 
 
 def terminal(width=80, height=24):
