@@ -7,6 +7,7 @@ The loss is a sum over micro-batches and ranks of terms whose denominators are g
 micro-batch. So neither loss nor gradient depends on how trajectories are packed or who trains them.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,7 @@ from rlinf_vl.actor.batches import Advantages, BatchMaker, RankMiniBatch
 from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all
 from rlinf_vl.actor.offload import Offload
-from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
-from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config
+from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config, OptimConfig
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, freeze_vision, load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
@@ -224,6 +224,41 @@ class Trainer:
         """Of this rank's part of the weights that are not trained."""
         frozen = (p.detach() for p in self.policy.parameters() if not p.requires_grad)
         return fingerprint(p.to_local() if isinstance(p, DTensor) else p for p in frozen)
+
+
+def make_optimizer(policy: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters; weight decay spares vectors (norms and biases)."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=(optim.adam_beta1, optim.adam_beta2),
+        eps=optim.adam_eps,
+        fused=True,
+    )
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total: int, done: int = 0
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Learning-rate factor per optimizer step of `total`, of which `done` were taken before: linear warm-up, then
+    `optim.lr_scheduler` down to `optim.min_lr_ratio`. A second scheduler of an optimizer starts from the first one's peak."""
+
+    def factor(step: int) -> float:
+        if step < optim.lr_warmup_steps:
+            return (step + 1) / (optim.lr_warmup_steps + 1)
+        progress = min(1.0, (step - optim.lr_warmup_steps) / max(1, total - optim.lr_warmup_steps))
+        if optim.lr_scheduler == "linear":
+            return 1 - (1 - optim.min_lr_ratio) * progress
+        if optim.lr_scheduler == "cosine":
+            return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=done - 1)
 
 
 def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) -> Trainer:

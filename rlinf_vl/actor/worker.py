@@ -43,13 +43,8 @@ class ActorRank:
         record_spans(run_folder(config), f"actor {rank}")
 
     @ray.method(concurrency_group="health")
-    def heartbeat(self) -> bool:
-        """Answers while the process lives and runs."""
-        return True
-
-    @ray.method(concurrency_group="health")
     def process(self) -> tuple[str, int]:
-        """(node id, process id) of this rank."""
+        """(node id, process id) of this rank. Answers while the process lives and runs, whatever it does."""
         return where()
 
     def address(self) -> tuple[str, int]:

@@ -226,9 +226,8 @@ def update(step: int, batch: Rollout, pool: Pool, learner: Learner, log: RunLog)
     advantages = batch.plan.advantages
     chosen = log.recorder.choose("train", step, len(batch.groups))
     with log.timed("train"):
-        metrics = learner.update(step, batch.plan.minibatches, advantages, chosen)
+        metrics, logprobs = learner.update(step, batch.plan.minibatches, advantages, chosen)
     metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
-    logprobs = learner.recorded_logprobs() if chosen else []
     pool.release(log.recorder.record("train", batch.summaries, batch.groups, chosen, advantages, logprobs))
     return metrics
 

@@ -6,7 +6,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from rlinf_vl.actor.group import ActorGroup, ActorsLost
+from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.loop import train
 from rlinf_vl.controller.run_log import RunLog
@@ -18,6 +18,7 @@ from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.runtime.launch import Reservation
+from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.run_folder import write_baselines
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.transport import resolve_weight_sync

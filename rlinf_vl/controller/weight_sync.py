@@ -1,17 +1,16 @@
 """Weight syncs: the actor ranks offer and deliver, every rollout worker takes (`rlinf_vl.transport.sender`)."""
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
-from rlinf_vl.actor.group import ActorGroup, ActorsLost
+from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.pool import RolloutPool
-from rlinf_vl.runtime.ray_process import HEARTBEAT_PERIOD_S, Heartbeat, cause_of, find_dead
+from rlinf_vl.runtime.ray_process import ActorsLost, wait_for_all
 from rlinf_vl.transport.broadcast import TIMEOUT, WeightGroup
 from rlinf_vl.transport.buckets import BUCKET_BYTES, WeightsDiffer
 
@@ -23,7 +22,7 @@ JOIN_TIMEOUT_S = 180.0
 
 class WeightSync:
     """Call it to send the actors' weights to every engine, as this version. The first call carries fingerprints: it fails unless
-    the engines receive, and where they can tell hold, what the ranks sent.
+    the engines receive, and where they can tell have, what the ranks sent.
 
     A call that fails leaves `busy` set: engines may be waiting for weights that will not come.
     """
@@ -43,8 +42,9 @@ class WeightSync:
         Args:
             strategy: as `resolve_weight_sync` returns it.
             actors, pool: have started.
-            engine_ranks: processes of one engine that hold weights.
+            engine_ranks: processes of one engine that have weights.
             heartbeat_timeout: seconds of silence after which a member counts as hung.
+            bucket_bytes: how much is sent at once.
         """
         self.busy = False
         self.strategy = strategy
@@ -55,7 +55,7 @@ class WeightSync:
         self._heartbeat_timeout = heartbeat_timeout
         self._checked = False
         self._joined = -1  # replaced workers when the process group was made
-        actors.set_weight_sync(strategy, bucket_bytes)
+        actors.call("set_weight_sync", strategy, bucket_bytes)
         log.info("weights are synced by %s", strategy)
 
     def __call__(self, version: int) -> None:
@@ -64,17 +64,21 @@ class WeightSync:
             self._pool.replace_dead()
             if self._joined != self._pool.restarts:
                 self._join()
-        labels = self._actors.offer_weights(check=not self._checked)
-        taken = self._pool.take_weights(self.strategy, labels, version, spare=self._actors.spare_weights)
-        delivered = self._actors.deliver_weights()
+        labels = sum(self._actors.call("sender.offer", not self._checked), [])  # of all ranks' buckets
+        taken = self._pool.take_weights(self.strategy, labels, version, spare=self._spare)
+        delivered = [rank.call.remote("sender.deliver") for rank in self._actors.ranks]
         if self.strategy == "broadcast":
             self._wait("a weight broadcast", taken + delivered, TIMEOUT.total_seconds())
         else:
             self._actors.wait(delivered)
             self._pool.settle(taken)
-        self._actors.release_weights()
+        self._actors.call("sender.release")
         self._checked = True
         self.busy = False
+
+    def _spare(self) -> list[ray.ObjectRef]:
+        """The weights sent last, as buckets in the object store."""
+        return self._actors.wait([self._actors.ranks[0].call.remote("sender.spare")])[0]
 
     def _join(self) -> None:
         """Make a new process group of rank 0 and every engine: at first, and after a worker was replaced."""
@@ -89,29 +93,20 @@ class WeightSync:
         self._joined = self._pool.restarts
 
     def _wait(self, what: str, pending: Sequence[ray.ObjectRef], seconds: float) -> None:
-        """Wait for calls of members that wait for each other, in any order: if one dies or hangs, none will end.
-
-        Raises:
-            ActorsLost: a member died or hangs, or it takes longer than `seconds`.
-            Exception: what a call raised, if all members live.
-        """
-        members = [*self._actors.ranks, *self._pool.workers]
-        hearts = [Heartbeat(member.process.remote, self._heartbeat_timeout) for member in members]
-        pending, deadline = list(pending), time.monotonic() + seconds
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=HEARTBEAT_PERIOD_S / 5)
-            try:
-                ray.get(done)
-            except RayActorError as error:
-                raise ActorsLost(f"a member died in {what}: {cause_of(error)}") from error
-            except RayTaskError as error:  # perhaps only because another member died
-                if isinstance(error.cause, EngineDied):
-                    raise ActorsLost(f"an engine died in {what}: {error.cause}") from error
-                if not isinstance(error.cause, WeightsDiffer) and (dead := find_dead(members)) is not None:
-                    raise ActorsLost(f"a member died in {what}: {cause_of(dead)}") from error
-                raise
-            reason = next((reason for heart in hearts if (reason := heart.failure())), None)
-            if reason is None and pending and time.monotonic() > deadline:
-                reason = f"not done within {seconds:.0f} s"
-            if reason is not None:
-                raise ActorsLost(f"a member hangs in {what}: {reason}")
+        """Wait for calls of ranks and workers, which wait for each other: `wait_for_all`."""
+        ranks = {f"actor rank {i}": rank for i, rank in enumerate(self._actors.ranks)}
+        workers = {f"rollout worker {i}": worker for i, worker in enumerate(self._pool.workers)}
+        try:
+            wait_for_all(
+                pending,
+                ranks | workers,
+                heartbeat_timeout=self._heartbeat_timeout,
+                timeout=seconds,
+                own_faults=(EngineDied, WeightsDiffer),
+            )
+        except ActorsLost as error:
+            raise ActorsLost(f"{what}: {error}") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, EngineDied):
+                raise ActorsLost(f"{what}: an engine died: {error.cause}") from error
+            raise

@@ -1,9 +1,10 @@
 """Ray actors that may die or hang: noticing it, and ending them whatever state their process is in."""
 
+import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -17,6 +18,10 @@ HEARTBEAT_PERIOD_S = 5.0
 MAX_THREADS = 16
 #: Seconds in which the death of an actor must come out after a call of another has failed, perhaps because of it.
 CAUSE_TIMEOUT_S = 15
+
+
+class ActorsLost(RuntimeError):
+    """An actor that others wait for has died or hangs."""
 
 
 @ray.remote(num_cpus=0)
@@ -103,19 +108,61 @@ class Heartbeat:
         return None if well else "its engine is dead"
 
 
-def find_dead(actors: Sequence[Any]) -> RayActorError | None:
-    """The error of an actor that is dead, or dies within `CAUSE_TIMEOUT_S`; None if all live. Each has a method `process` that
-    answers while it works."""
+def wait_for_all(
+    pending: Sequence[ray.ObjectRef],
+    actors: Mapping[str, Any],
+    *,
+    heartbeat_timeout: float = math.inf,
+    timeout: float = math.inf,
+    own_faults: tuple[type[Exception], ...] = (),
+) -> list[Any]:
+    """What calls of actors return that wait for each other: if one of these actors dies or hangs, no call may end.
+
+    Args:
+        actors: by name; each has a method `process` that answers while it works.
+        heartbeat_timeout: seconds without an answer after which an actor counts as hung.
+        own_faults: what a call may raise without another actor's death being the reason.
+
+    Raises:
+        ActorsLost: an actor died or hangs, or the calls take longer than `timeout` seconds.
+        RayTaskError: a call failed while all actors live, or with one of `own_faults`.
+    """
+    hearts = {name: Heartbeat(actor.process.remote, heartbeat_timeout) for name, actor in actors.items()}
+    waiting = list(pending)
+    deadline = time.monotonic() + timeout
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=HEARTBEAT_PERIOD_S / 5)
+        try:
+            ray.get(done)
+        except (RayActorError, RayTaskError) as error:
+            if isinstance(error, RayActorError):
+                dead = error
+            else:
+                dead = None if isinstance(error.cause, own_faults) else _find_dead(actors.values())
+            if dead is None:
+                raise
+            name = next((name for name, actor in actors.items() if actor._actor_id.hex() == dead.actor_id), "an actor")
+            raise ActorsLost(f"{name} died: {cause_of(dead)}") from error
+        for name, heart in hearts.items() if heartbeat_timeout < math.inf else ():
+            if reason := heart.failure():
+                raise ActorsLost(f"{name}: {reason}")
+        if waiting and time.monotonic() > deadline:
+            raise ActorsLost(f"not done within {timeout:.0f} s")
+    return ray.get(list(pending))
+
+
+def _find_dead(actors: Collection[Any]) -> RayActorError | None:
+    """The error of an actor that is dead, or dies within `CAUSE_TIMEOUT_S`; None if all live."""
     deadline = time.monotonic() + CAUSE_TIMEOUT_S
-    asked = [actor.process.remote() for actor in actors]
+    asked: list[ray.ObjectRef] = []
     while time.monotonic() < deadline:
+        asked += [actor.process.remote() for actor in actors] if len(asked) < len(actors) else []
         done, asked = ray.wait(asked, num_returns=len(asked), timeout=0.5)
         for reference in done:
             try:
                 ray.get(reference)
             except RayActorError as error:
                 return error
-        asked += [actor.process.remote() for actor in actors] if len(asked) < len(actors) else []
     return None
 
 

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.integration
 
 
 def weights_of(learner) -> dict[str, bytes]:
-    offered = learner.offer_weights(check=False)
+    (offered,) = learner.call("sender.offer", False)
     found = {name: value.numpy().tobytes() for ref in offered for name, value in unpack(ray.get(ref)).items()}
-    learner.release_weights()
+    learner.call("sender.release")
     return found
 
 
@@ -62,7 +62,7 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         learner = ActorGroup(config, path, placement.device, placement.actor)
         pool.start()
         learner.start(10)
-        learner.set_weight_sync("object_store", 2**20)
+        learner.call("set_weight_sync", "object_store", 2**20)
         guard = MismatchGuard(config, learner, log)
         tasks = make_tasks("train", range(6), 8, 1, 1)
 
@@ -71,7 +71,7 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         assert guard.check(1, batch.summaries, batch.to_score)["mismatch/one_image"] < 1e-4
         before = weights_of(learner)
         infinite = [(math.inf,) * 8] * 6
-        assert learner.update(1, batch.plan.minibatches, infinite)["actor/skipped_steps"] == 1
+        assert learner.update(1, batch.plan.minibatches, infinite)[0]["actor/skipped_steps"] == 1
         assert weights_of(learner) == before
 
         submit, asked = pool.submit, []
@@ -89,7 +89,7 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         batch = rollout(tasks, config, pool, learner, guard, log)
         assert asked == [[task.group_id for task in tasks]] * 2, "all were lost, and sampled again"
         assert log.count("groups_lost") == 1
-        assert learner.update(2, batch.plan.minibatches, batch.plan.advantages)["actor/grad_norm"] > 0
+        assert learner.update(2, batch.plan.minibatches, batch.plan.advantages)[0]["actor/grad_norm"] > 0
         assert weights_of(learner) != before
         pool.stop()
         learner.stop()

@@ -140,16 +140,18 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
     from dataclasses import replace
 
     sync, actors, _ = synced
-    offer = actors.offer_weights
+    call = actors.call
 
-    def wrong(check):
-        labels = offer(check)
+    def wrong(method, *arguments):
+        answers = call(method, *arguments)
+        if method != "sender.offer":
+            return answers
+        labels = sum(answers, [])
         if sync.strategy == "object_store":
-            buckets = ray.get(labels)
-            return [ray.put(replace(b, fingerprint=b.fingerprint ^ 1)) for b in buckets]
-        return [replace(label, fingerprint=label.fingerprint ^ 1) for label in labels]
+            return [[ray.put(replace(b, fingerprint=b.fingerprint ^ 1)) for b in ray.get(labels)]]
+        return [[replace(label, fingerprint=label.fingerprint ^ 1) for label in labels]]
 
-    monkeypatch.setattr(actors, "offer_weights", wrong)
+    monkeypatch.setattr(actors, "call", wrong)
     with pytest.raises(
         ray.exceptions.RayTaskError, match="(?s)WeightsDiffer: weights .* are not those the trainer sent"
     ):
@@ -162,23 +164,23 @@ def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
     from rlinf_vl.transport import shared_memory
 
     _, actors, _ = synced
-    first = actors.offer_weights(check=True)
+    first = sum(actors.call("sender.offer", True), [])
     assert len(first) > 3
     assert len({label.place for label in first}) == 1  # one node, so one of the two ranks offers
-    ray.get(actors.deliver_weights())
+    actors.call("sender.deliver")
     values = {name: value.clone() for weights in shared_memory.opened(first) for name, value in weights.items()}
-    actors.release_weights()
-    second = actors.offer_weights(check=False)
+    actors.call("sender.release")
+    second = sum(actors.call("sender.offer", False), [])
     assert [label.where for label in second] == [label.where for label in first]
     with monkeypatch.context() as m:
         m.setattr(shared_memory, "TIMEOUT", 0.2)
         with pytest.raises(TimeoutError):
             next(shared_memory.opened(second))
-    ray.get(actors.deliver_weights())
+    actors.call("sender.deliver")
     for weights in shared_memory.opened(second):
         assert all(torch.equal(value, values[name]) for name, value in weights.items())
-    actors.release_weights()
-    actors.set_weight_sync("object_store", BUCKET_BYTES)
+    actors.call("sender.release")
+    actors.call("set_weight_sync", "object_store", BUCKET_BYTES)
     shared_memory._mapped.clear()
     gc.collect()
     with pytest.raises(FileNotFoundError):

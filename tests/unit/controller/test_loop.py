@@ -7,7 +7,6 @@ import signal
 import pytest
 from unit.controller.fakes import START, FakeLearner, FakePool, FakeRun
 
-from rlinf_vl.actor.group import ActorsLost
 from rlinf_vl.controller.loop import TooManyBadSteps, make_tasks
 from rlinf_vl.controller.mismatch import EngineMismatch
 from rlinf_vl.controller.state import RunState
@@ -15,6 +14,7 @@ from rlinf_vl.data.bad_rows import TooManyBadRows
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe import spans
 from rlinf_vl.observe.status import read_status
+from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.run_folder import CheckpointFailed
 from rlinf_vl.runtime.stop_request import Interrupted
 

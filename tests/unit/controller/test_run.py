@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 from unit.controller.fakes import FakeLearner, FakePool, FakeRun, fake_config
 
-from rlinf_vl.actor.group import ActorsLost
 from rlinf_vl.controller import run as room
 from rlinf_vl.controller.run import TooManyRestarts
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.runtime.launch import Reservation
+from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
 PLACEMENT = Reservation("cpu", actor=({}, {}), rollout=({},), collocated=True, beside_actors=True)

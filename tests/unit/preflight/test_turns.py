@@ -7,12 +7,12 @@ from contextlib import closing
 import pytest
 from unit.controller.fakes import FakeLearner, FakePool, FakeRun
 
-from rlinf_vl.actor.group import ActorsLost
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.controller.loop import train
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.engines.base import MEMORY_TAGS, release_tags
 from rlinf_vl.preflight.ledger import PARTS, Hardware, Ledger, Model, ledger
+from rlinf_vl.runtime.ray_process import ActorsLost
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30
@@ -97,7 +97,7 @@ class FakeRanks(FakeLearner):
     def save(self, folder: str) -> None:
         pass
 
-    def update(self, *arguments) -> dict[str, float]:
+    def update(self, *arguments):
         self.run("images")
         self.run("train")
         if not self.updates.pop(0):
