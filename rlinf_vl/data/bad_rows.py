@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rlinf_vl.data import shorten
-from rlinf_vl.data.rows import BadRow
+from rlinf_vl.data.unusable import BadRow, shorten
 from rlinf_vl.errors import RunError
 from rlinf_vl.runtime.files import append_lines, keep_lines
 from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 from rlinf_vl.data.images import decode
-from rlinf_vl.data.rows import BadRow, RowFormat, kind_and_reason, row_to_problem
+from rlinf_vl.data.rows import RowFormat, row_to_problem
 from rlinf_vl.data.sources import Source, open_source
+from rlinf_vl.data.unusable import BadRow, kind_and_reason
 from rlinf_vl.types import Problem
 
 _DEFAULT = RowFormat()

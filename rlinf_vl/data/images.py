@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from rlinf_vl.data import shorten
-from rlinf_vl.data.fetch import FetchError, fetch
+from rlinf_vl.data.fetch import fetch
+from rlinf_vl.data.unusable import ImageError, shorten
 from rlinf_vl.types import ImageRef
 
 #: Largest area: 150 MB as RGB, at most 16 bytes a pixel while decoding. Diagrams and photos are far below; above it a small
@@ -41,18 +41,6 @@ NOT_AN_IMAGE = "not an image"
 TOO_LARGE = "image too large"
 UNDECODABLE = "image can't be decoded"
 UNREADABLE = "image file can't be read"
-
-
-class ImageError(ValueError):
-    """A value that should be an image isn't a usable one: the kind of reason, by which bad rows are counted, and the reason."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(kind, reason)
-        self.kind = kind
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 def image_values(cell: Any) -> list[Any]:
@@ -195,10 +183,7 @@ def _encode_png(image: Image.Image) -> bytes:
 
 def _from_string(text: str, root: Path | None, hosts: Sequence[str]) -> bytes:
     if text[:8].lower().startswith(("http://", "https://")):
-        try:
-            return fetch(text, hosts, MAX_BYTES, check=_open)
-        except FetchError as e:
-            raise ImageError("image not fetched", str(e)) from e
+        return fetch(text, hosts, MAX_BYTES, check=_open)
     if text[:5].lower() == "data:":
         header, _, payload = text.partition(",")
         if not header.lower().endswith(";base64"):

@@ -9,48 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_vl.data import shorten
-from rlinf_vl.data.images import ImageError, blank_like, image_values, to_image_ref
+from rlinf_vl.data.images import blank_like, image_values, to_image_ref
+from rlinf_vl.data.unusable import ANSWER_UNUSABLE, PROMPT_UNUSABLE, ImageError, RowError, shorten
 from rlinf_vl.types import Message, Problem
 
 IMAGE_PLACEHOLDER = "<image>"
-
-#: Kinds of bad rows that other rooms name, too.
-PROMPT_UNUSABLE = "prompt unusable"
-PROMPT_TOO_LONG = "prompt too long"
-ANSWER_UNUSABLE = "answer unusable"
-
-
-class RowError(ValueError):
-    """A row that can't become a problem: its id, the kind of reason (as `ImageError.kind`) and the reason."""
-
-    def __init__(self, row_id: str, kind: str, reason: str) -> None:
-        super().__init__(row_id, kind, reason)
-        self.row_id = row_id
-        self.kind = kind
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"row {self.row_id}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that can't be used: the kind of reason that it is counted under, its id, and the reason."""
-
-    kind: str
-    id: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"row {self.id}: {self.kind}: {self.reason}"
-
-
-def kind_and_reason(error: Exception) -> tuple[str, str]:
-    """The kind that a bad row is counted under, and what is wrong with it; foreign errors are counted by their type."""
-    if isinstance(error, (RowError, ImageError)):
-        return error.kind, error.reason
-    return type(error).__name__, str(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,29 +142,23 @@ def _image_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def _answer(value: Any, row_id: str, key: str) -> str:
-    text = "" if value is None else str(value).strip()
-    if not text:
+    if value is None or not str(value).strip():
         raise RowError(row_id, "answer missing", f"column {key!r} is empty")
-    if isinstance(value, str) and text.lower() != "nan":  # which is how tables of strings hold a missing value
+    if isinstance(value, str) and value.strip().lower() != "nan":  # which is how tables of strings hold a missing value
         return value
-    if (isinstance(value, int) and not isinstance(value, bool)) or (
-        isinstance(value, (float, np.floating)) and math.isfinite(value)
-    ):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, (float, np.floating)) and math.isfinite(value):
         return _number(value)
-    raise RowError(
-        row_id, ANSWER_UNUSABLE, f"column {key!r} holds {_shown(value)}: expected a string or a finite number"
-    )
+    reason = f"column {key!r} holds {_shown(value)}: expected a string or a finite number"
+    raise RowError(row_id, ANSWER_UNUSABLE, reason)
 
 
-def _number(value: int | float | np.floating) -> str:
+def _number(value: float | np.floating) -> str:
     """A number as people write it: 0.00001, not 1e-05; 0.1 for a float32, not 0.10000000149011612; 5 for 5.0. Digits beyond
     the type's precision are noise of a computation, and rounded: 0.1 + 0.2 is 0.3."""
-    if isinstance(value, int):
-        return str(value)
-    if value == int(value):
-        return np.format_float_positional(value, trim="-")
     digits = np.finfo(value.dtype if isinstance(value, np.floating) else float).precision
-    places = max(1, digits - 1 - math.floor(math.log10(abs(value))))
+    places = max(1, digits - 1 - math.floor(math.log10(abs(value) or 1)))
     return np.format_float_positional(value, precision=places, trim="-")
 
 

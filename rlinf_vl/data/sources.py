@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlinf_vl.data import shorten
+from rlinf_vl.data.unusable import shorten
 
 if TYPE_CHECKING:
     import datasets

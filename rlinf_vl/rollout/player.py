@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rlinf_vl.data.images import ImageError, to_image_ref
-from rlinf_vl.data.rows import PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError, kind_and_reason
+from rlinf_vl.data.images import to_image_ref
+from rlinf_vl.data.unusable import PROMPT_TOO_LONG, PROMPT_UNUSABLE, ImageError, RowError, kind_and_reason
 from rlinf_vl.engines.base import Engine, EngineDied
 from rlinf_vl.envs import Env, StepResult
 from rlinf_vl.models.processing import Processor

@@ -14,7 +14,8 @@ from transformers import AutoConfig
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
-from rlinf_vl.data.rows import ANSWER_UNUSABLE, RowError, RowFormat
+from rlinf_vl.data.rows import RowFormat
+from rlinf_vl.data.unusable import ANSWER_UNUSABLE, RowError
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.engines.make import make_engine, warm_up
 from rlinf_vl.envs import make_env

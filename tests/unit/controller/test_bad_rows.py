@@ -11,7 +11,7 @@ from numpy.random import default_rng
 
 from rlinf_vl.config import load_config
 from rlinf_vl.data.bad_rows import BadRows, TooManyBadRows
-from rlinf_vl.data.rows import BadRow
+from rlinf_vl.data.unusable import BadRow
 from rlinf_vl.types import GroupSummary
 
 

@@ -18,8 +18,9 @@ from PIL import Image
 
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
 from rlinf_vl.data.images import decode, image_size
-from rlinf_vl.data.rows import RowError, RowFormat
+from rlinf_vl.data.rows import RowFormat
 from rlinf_vl.data.sources import SCANNED, peek
+from rlinf_vl.data.unusable import RowError
 from rlinf_vl.types import ImageRef, Problem
 
 

@@ -13,7 +13,8 @@ from PIL import Image
 from rlinf_vl.config import load_config
 from rlinf_vl.data import fetch as fetching
 from rlinf_vl.data import images
-from rlinf_vl.data.images import ImageError, to_image_ref
+from rlinf_vl.data.images import to_image_ref
+from rlinf_vl.data.unusable import ImageError
 
 BUFFER = io.BytesIO()
 Image.new("RGB", (6, 4), (200, 30, 30)).save(BUFFER, "PNG")

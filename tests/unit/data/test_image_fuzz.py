@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rlinf_vl.data.images import MAX_PIXELS, ImageError, decode, image_size, to_image_ref
+from rlinf_vl.data.images import MAX_PIXELS, decode, image_size, to_image_ref
+from rlinf_vl.data.unusable import ImageError
 
 KINDS = ("not an image", "image too large", "image too narrow", "image can't be decoded", "image file can't be read")
 MAGIC = (

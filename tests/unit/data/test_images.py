@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlinf_vl.data.images import ImageError, blank_like, decode, image_size, image_values, to_image_ref
+from rlinf_vl.data.images import blank_like, decode, image_size, image_values, to_image_ref
+from rlinf_vl.data.unusable import ImageError
 from rlinf_vl.types import ImageRef
 
 RED = (200, 30, 30)

@@ -13,7 +13,8 @@ from PIL import Image
 
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.images import decode
-from rlinf_vl.data.rows import RowError, RowFormat, kind_and_reason, row_to_problem
+from rlinf_vl.data.rows import RowFormat, row_to_problem
+from rlinf_vl.data.unusable import RowError, kind_and_reason
 from rlinf_vl.rewards import grade_math
 from rlinf_vl.types import ImageRef, Problem
 

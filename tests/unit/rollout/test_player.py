@@ -13,8 +13,7 @@ import torch
 from PIL import Image
 
 from rlinf_vl.data.bad_rows import BadRows, TooManyFaults, check_faults
-from rlinf_vl.data.images import ImageError
-from rlinf_vl.data.rows import RowError
+from rlinf_vl.data.unusable import ImageError, RowError
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.envs import StepResult
 from rlinf_vl.models.families import family_of

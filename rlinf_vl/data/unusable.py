@@ -1,0 +1,57 @@
+"""What can't be used, and why: errors of images and rows, each with the kind of reason that bad rows are counted under."""
+
+from dataclasses import dataclass
+
+#: Kinds that more than one room names.
+PROMPT_UNUSABLE = "prompt unusable"
+PROMPT_TOO_LONG = "prompt too long"
+ANSWER_UNUSABLE = "answer unusable"
+
+
+class ImageError(ValueError):
+    """A value that should be an image isn't a usable one."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(kind, reason)
+        self.kind = kind
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class RowError(ValueError):
+    """A row that can't become a problem."""
+
+    def __init__(self, row_id: str, kind: str, reason: str) -> None:
+        super().__init__(row_id, kind, reason)
+        self.row_id = row_id
+        self.kind = kind
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"row {self.row_id}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that can't be used, as it is recorded."""
+
+    kind: str
+    id: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"row {self.id}: {self.kind}: {self.reason}"
+
+
+def kind_and_reason(error: Exception) -> tuple[str, str]:
+    """What a bad row is counted under, and what is wrong with it; foreign errors are counted by their type."""
+    if isinstance(error, (RowError, ImageError)):
+        return error.kind, error.reason
+    return type(error).__name__, str(error)
+
+
+def shorten(text: str, length: int = 80) -> str:
+    """The text, cut to `length` characters with an ellipsis if it is longer."""
+    return text if len(text) <= length else text[: length - 1] + "…"
