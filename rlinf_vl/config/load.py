@@ -215,7 +215,8 @@ def _normalise(config: Config) -> None:
     rollout.weight_sync = WEIGHT_SYNC_ALIASES.get(rollout.weight_sync, rollout.weight_sync)
     for sampling in (algorithm.sampling_params, algorithm.val_sampling_params):
         if sampling.max_new_tokens is None:
-            sampling.max_new_tokens = config.runner.seq_length - config.data.max_prompt_length
+            room = config.runner.seq_length - config.data.max_prompt_length
+            sampling.max_new_tokens = max(1, room)  # a rule refuses a prompt that leaves no room
     # Workers may have another working folder. A model that is no folder here is a name on the hub.
     model = rollout.model
     if model.model_path not in ("", "toy") and os.path.isdir(os.path.expanduser(model.model_path)):

@@ -56,14 +56,13 @@ class Placement:
 def placement_of(component_placement: Mapping[str, Any], n_slots: int, tensor_parallel_size: int = 1) -> Placement:
     """The placement on a cluster of `n_slots`.
 
-    Args:
-        component_placement: comma-separated component names → `all`, an integer, or ranges as in "0-3", "0-1,4".
-
     Raises:
-        ConfigError: an unknown, repeated or missing component; malformed, repeated or out-of-range slots; see `Placement`.
+        ConfigError: out-of-range slots; see also `parse_placement` and `Placement`.
     """
-    named = parse_placement(component_placement)
-    slots = {component: tuple(range(n_slots)) if s is None else s for component, s in named.items()}
+    slots = {
+        component: tuple(range(n_slots)) if named is None else named
+        for component, named in parse_placement(component_placement).items()
+    }
     for component, chosen in slots.items():
         if n_slots == 0:
             raise ConfigError(
@@ -73,48 +72,50 @@ def placement_of(component_placement: Mapping[str, Any], n_slots: int, tensor_pa
         if chosen[-1] >= n_slots:
             there = f"the cluster has {n_slots}, numbered 0 to {n_slots - 1}"
             raise ConfigError(f"{_KEY}: '{component}' wants slot {chosen[-1]}, but {there}")
-    return Placement(slots["actor"], slots["rollout"], tensor_parallel_size)
+    return Placement(**slots, tensor_parallel_size=tensor_parallel_size)
 
 
 def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """The slots that each component names; None stands for `all`. An entry set to null is dropped."""
-    placed: dict[str, tuple[int, ...] | None] = {}
-    by: dict[str, str] = {}
-    for names, value in component_placement.items():
-        if value is None:
-            continue
+    """The slots that each component names; None stands for `all`. An entry set to null is dropped.
+
+    Args:
+        component_placement: comma-separated component names → `all`, an integer, or ranges as in "0-3", "0-1,4".
+
+    Raises:
+        ConfigError: an unknown, repeated or missing component; malformed or repeated slots.
+    """
+    entries: dict[str, str] = {}  # component → its entry's names
+    for names in (names for names, value in component_placement.items() if value is not None):
         for component in (name.strip() for name in str(names).split(",")):
             if component not in COMPONENTS:
                 hint = nearest(component, COMPONENTS)
                 raise ConfigError(f"{_KEY}: unknown component {component!r}; components are actor and rollout;{hint}")
-            if component in placed:
-                raise ConfigError(
-                    f"{_KEY}: '{component}' is placed twice, by {by[component]!r} and by {names!r}; set one of the two to null"
-                )
-            by[component] = str(names)
-            placed[component] = _parse_slots(str(names), value)
+            if component in entries:
+                both = f"by {entries[component]!r} and by {names!r}"
+                raise ConfigError(f"{_KEY}: '{component}' is placed twice, {both}; set one of the two to null")
+            entries[component] = names
     for component in COMPONENTS:
-        if component not in placed:
+        if component not in entries:
             raise ConfigError(
                 f"{_KEY}: {dict(component_placement)} has no place for '{component}'; for example {{actor: all, rollout: all}}, or "
                 "{actor: 0-3, rollout: 4-7}"
             )
-    return {component: placed[component] for component in COMPONENTS}
+    return {name: _parse_slots(entries[name], component_placement[entries[name]]) for name in COMPONENTS}
 
 
 def slots_named(component_placement: Mapping[str, Any]) -> int:
     """Slots that the placement names by number, which a private CPU cluster is given; `all` names none."""
-    return max((max(slots) + 1 for slots in parse_placement(component_placement).values() if slots), default=0)
+    return max(slots[-1] + 1 if slots else 0 for slots in parse_placement(component_placement).values())
 
 
 def shares_slots(component_placement: Mapping[str, Any]) -> bool:
     """`Placement.shared`, before the number of slots is known."""
-    actor, rollout = (parse_placement(component_placement)[name] for name in COMPONENTS)
+    actor, rollout = parse_placement(component_placement).values()
     return actor is None or rollout is None or bool(set(actor) & set(rollout))
 
 
 def _parse_slots(names: str, value: Any) -> tuple[int, ...] | None:
-    text = str(value).replace(" ", "")
+    text, entry = str(value).replace(" ", ""), f"{_KEY}: '{names}: {value}'"
     if text == "all":
         return None
     slots: list[int] = []
@@ -122,10 +123,10 @@ def _parse_slots(names: str, value: Any) -> tuple[int, ...] | None:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if last < first:
-            raise ConfigError(f"{_KEY}: '{names}: {value}' isn't all, a slot, or ranges such as 0-3 or 0-1,4")
+            raise ConfigError(f"{entry} isn't all, a slot, or ranges such as 0-3 or 0-1,4")
         if last >= _MOST_SLOTS:
-            raise ConfigError(f"{_KEY}: '{names}: {value}' names a slot that no cluster has; slots are numbered from 0")
-        slots.extend(range(first, last + 1))
+            raise ConfigError(f"{entry} names a slot that no cluster has; slots are numbered from 0")
+        slots += range(first, last + 1)
     if len(set(slots)) < len(slots):
-        raise ConfigError(f"{_KEY}: '{names}: {value}' names a slot twice; name every slot once")
+        raise ConfigError(f"{entry} names a slot twice; name every slot once")
     return tuple(sorted(slots))

@@ -144,7 +144,7 @@ class SamplingConfig:
     them the mismatch guard, are of the whole one, in engine and trainer alike."""
     top_k: int = key(0, NOT_NEGATIVE)
     """Most likely tokens kept; 0 keeps all."""
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = key(None, AT_LEAST_1)
     """Longest response; null is runner.seq_length - data.max_prompt_length."""
 
 
@@ -244,8 +244,7 @@ class RolloutConfig:
 @dataclass
 class DataConfig:
     train_data_paths: list[str] = MISSING
-    """Files (parquet, json, jsonl), HF dataset folders or hub names (hf://owner/name[:split]); `toy` is the embedded
-    task."""
+    """Files (parquet, json, jsonl), HF dataset folders or hub names (hf://owner/name[:split]); `toy` is the embedded task."""
     val_data_paths: list[str] = field(default_factory=list)
     """The same, for validation."""
     prompt_key: str = "problem"
@@ -354,8 +353,7 @@ class ActorConfig:
     """Image features of a frozen vision tower kept on the device, in GiB; what a step needs beyond that is kept in host
     memory. Each image is then encoded once per step at most, and again only after its features had to go."""
     logprob_chunk_tokens: int | None = key(None, AT_LEAST_1)
-    """Response positions whose logits exist at once; null: as many as fit 16 MiB on the CPU, 1 GiB on
-    CUDA, and 128 at least."""
+    """Response positions whose logits exist at once; null: as many as fit 16 MiB on the CPU, 1 GiB on CUDA, and 128 at least."""
     model: ActorModelConfig = field(default_factory=ActorModelConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

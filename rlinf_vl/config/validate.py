@@ -12,7 +12,7 @@ from typing import Any
 
 from rlinf_vl.config.keys import config_keys, nearest
 from rlinf_vl.config.placement import parse_placement
-from rlinf_vl.config.schema import Config, Limit
+from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
 
 #: Yields the problems of a config, each on one line.
@@ -37,11 +37,11 @@ def _values(config: Config) -> Iterator[str]:
                 if one not in allowed:
                     hint = nearest(one, allowed)
                     yield f"{name}: {one!r} is unknown; allowed: {', '.join(allowed)};{hint}".rstrip(";")
-        elif isinstance(value, float) and (
-            math.isnan(value) or (math.isinf(value) and not (allowed and allowed.may_be_infinite))
+        elif isinstance(value, float) and not (
+            math.isfinite(value) or (allowed and allowed.may_be_infinite and value > 0)
         ):
             yield f"{name}: {value} must be a finite number"
-        elif isinstance(allowed, Limit) and value is not None and not allowed.holds(value):
+        elif allowed and value is not None and not allowed.holds(value):
             yield f"{name}: {value} must {allowed.must}"
 
 
@@ -54,8 +54,7 @@ def _cluster(config: Config) -> Iterator[str]:
     if cluster.num_nodes > 1 and cluster.ray_address in (None, "", "local"):
         yield (
             f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, but cluster.ray_address is "
-            f"{cluster.ray_address or 'null'} (a private one, on this machine); start it with ray_utils/start_ray.sh, set "
-            "cluster.ray_address=auto"
+            f"{cluster.ray_address or 'null'} (a private one); start it with ray_utils/start_ray.sh, set cluster.ray_address=auto"
         )
 
 
@@ -66,14 +65,14 @@ def _rollout(config: Config) -> Iterator[str]:
             ("tensor_parallel_size", rollout.tensor_parallel_size > 1),
             ("deterministic", rollout.deterministic),
             ("sglang.attention_backend", rollout.sglang.attention_backend is not None),
-            ("sglang.server_args", bool(rollout.sglang.server_args)),
+            ("sglang.server_args", rollout.sglang.server_args),
         ):
             if is_set:
                 yield f"rollout.{key} is for SGLang, but rollout.rollout_backend is torch; leave it out, or set sglang"
     elif rollout.deterministic and config.cluster.device == "cpu":
         yield (
-            "rollout.deterministic: true needs a GPU (cluster.device is cpu): SGLang's deterministic kernels exist for "
-            "CUDA attention backends, not for torch_native, the only one on a CPU"
+            "rollout.deterministic: true needs a GPU (cluster.device is cpu): SGLang's deterministic kernels exist for CUDA "
+            "attention backends, not for torch_native, the only one on a CPU"
         )
 
 
@@ -86,13 +85,13 @@ def _runner(config: Config) -> Iterator[str]:
         )
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         yield f"runner.experiment_name: {name!r} is not a plain folder name; put folders into runner.output_dir"
-    elif len(os.fsencode(name)) > 230:  # of 255 that a file's name may have, with what is put around it
-        yield f"runner.experiment_name: {name[:20] + '…'!r} has {len(os.fsencode(name))} bytes; shorten it to 230 or fewer"
+    elif (size := len(os.fsencode(name))) > 230:  # of 255 that a file's name may have, with what is put around it
+        yield f"runner.experiment_name: {name[:20] + '…'!r} has {size} bytes; shorten it to 230 or fewer"
     if runner.resume_dir not in (None, "auto") and not os.path.isdir(runner.resume_dir):
         why = why_absent(runner.resume_dir)
         yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; give a checkpoint's path, auto or null"
-    for backend in ("wandb", "trackio"):
-        if backend in runner.logger.logger_backends and importlib.util.find_spec(backend) is None:
+    for backend in {"wandb", "trackio"}.intersection(runner.logger.logger_backends):
+        if importlib.util.find_spec(backend) is None:
             way_out = f"pip install 'rlinf_vl[{backend}]', or leave it out"
             yield f"runner.logger.logger_backends: {backend} is not installed; {way_out}"
 
@@ -100,13 +99,11 @@ def _runner(config: Config) -> Iterator[str]:
 def _lengths(config: Config) -> Iterator[str]:
     runner, prompt, micro = config.runner, config.data.max_prompt_length, config.actor.micro_batch_size
     budget, longest = f"runner.max_tokens_per_mbs={runner.max_tokens_per_mbs}", f"runner.seq_length={runner.seq_length}"
-    if runner.enable_dynamic_batch_size:
-        if runner.seq_length > runner.max_tokens_per_mbs:
-            yield (
-                f"{longest} exceeds {budget}: the longest trajectory fits in no micro-batch; raise max_tokens_per_mbs or lower "
-                "seq_length"
-            )
-    elif micro * runner.seq_length > runner.max_tokens_per_mbs:
+    if runner.enable_dynamic_batch_size and runner.seq_length > runner.max_tokens_per_mbs:
+        yield (
+            f"{longest} exceeds {budget}: the longest trajectory fits in no micro-batch; raise max_tokens_per_mbs, lower seq_length"
+        )
+    elif not runner.enable_dynamic_batch_size and micro * runner.seq_length > runner.max_tokens_per_mbs:
         yield (
             f"actor.micro_batch_size={micro} times {longest} exceeds {budget}; lower micro_batch_size or seq_length, raise "
             "max_tokens_per_mbs, or set runner.enable_dynamic_batch_size=true"
@@ -115,18 +112,17 @@ def _lengths(config: Config) -> Iterator[str]:
         yield f"data.max_prompt_length={prompt} leaves no room for a response in {longest}; lower it or raise seq_length"
         return
     for name in ("sampling_params", "val_sampling_params"):
-        key, most = f"algorithm.{name}.max_new_tokens", getattr(config.algorithm, name).max_new_tokens
-        if most is not None and most < 1:
-            yield f"{key}: {most} must be at least 1"
-        elif most is not None and prompt + most > runner.seq_length:
+        most = getattr(config.algorithm, name).max_new_tokens
+        if prompt + most > runner.seq_length:
             yield (
-                f"data.max_prompt_length={prompt} plus {key}={most} exceeds {longest}; raise seq_length, lower one of them, or set "
-                "max_new_tokens to null for what is left"
+                f"data.max_prompt_length={prompt} plus algorithm.{name}.max_new_tokens={most} exceeds {longest}; raise seq_length, "
+                "lower one of them, or set max_new_tokens to null for what is left"
             )
 
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, batch, running = config.algorithm, config.data.rollout_batch_size, config.rollout.max_running_requests
+    group, parts = f"algorithm.group_size={algorithm.group_size}", f"algorithm.n_minibatches={algorithm.n_minibatches}"
     if algorithm.group_size == 1:
         yield (
             f"algorithm.group_size: 1 with algorithm.adv_type={algorithm.adv_type} makes every advantage zero (the baseline is the "
@@ -134,17 +130,13 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     if algorithm.kl_beta > 0 and algorithm.kl_penalty_type == "k1":
         yield (
-            "algorithm.kl_penalty_type: k1 (kl) in the loss has an expected gradient of exactly zero, so that"
-            f" algorithm.kl_beta={algorithm.kl_beta:g} would add noise and pull nowhere (k1 belongs in the reward); use k2 or k3"
+            "algorithm.kl_penalty_type: k1 (kl) in the loss has an expected gradient of exactly zero, so that algorithm.kl_beta="
+            f"{algorithm.kl_beta:g} would add noise and pull nowhere (k1 belongs in the reward); use k2 or k3"
         )
     if algorithm.n_minibatches >= 1 and batch % algorithm.n_minibatches:
-        parts = f"algorithm.n_minibatches={algorithm.n_minibatches}"
         yield f"data.rollout_batch_size={batch} is not divisible by {parts}; change one of them"
     if running < algorithm.group_size:
-        yield (
-            f"rollout.max_running_requests={running} is less than algorithm.group_size={algorithm.group_size}: a group is decoded "
-            "together; raise it"
-        )
+        yield f"rollout.max_running_requests={running} is less than {group}: a group is decoded together; raise it"
     if algorithm.sampling_params.temperature == 0:
         yield (
             "algorithm.sampling_params.temperature: 0 must be > 0: the policy is trained at the temperature it was sampled with, "
@@ -156,31 +148,26 @@ def _correction(config: Config) -> Iterator[str]:
     """Old logprobs and truncated importance sampling (TIS): what they need, and where they'd be wrong."""
     algorithm, with_logprobs = config.algorithm, config.rollout.return_logprobs
     tis, from_engine = algorithm.importance_sampling_fix, algorithm.recompute_logprobs == "false"
-    if tis and not with_logprobs:
-        yield (
-            "algorithm.importance_sampling_fix: true needs the engine's logprobs, but rollout.return_logprobs is false; set it "
-            "true, or importance_sampling_fix=false"
-        )
     if tis and from_engine:
         yield (
             "algorithm.importance_sampling_fix: true with algorithm.recompute_logprobs=false: the old logprobs are the engine's "
             "own, so every weight would be 1; set recompute_logprobs=auto, or importance_sampling_fix=false"
         )
-    if from_engine and not with_logprobs:
-        yield (
-            "algorithm.recompute_logprobs: false takes the engine's logprobs, but rollout.return_logprobs is false; set that true, "
-            "or recompute_logprobs=auto"
-        )
-    for used, user, otherwise in (
-        (tis, "algorithm.importance_sampling_fix=true", "set importance_sampling_fix=false"),
-        (from_engine, "algorithm.recompute_logprobs=false", "set recompute_logprobs=auto"),
+    for used, key, value, otherwise in (
+        (tis, "importance_sampling_fix", "true", "set importance_sampling_fix=false"),
+        (from_engine, "recompute_logprobs", "false", "set recompute_logprobs=auto"),
     ):
-        for name, whole in (("top_p", 1.0), ("top_k", 0)):
-            if used and (value := getattr(algorithm.sampling_params, name)) != whole:
+        if used and not with_logprobs:
+            yield (
+                f"algorithm.{key}: {value} needs the engine's logprobs, but rollout.return_logprobs is false; set it true, or "
+                f"{otherwise}"
+            )
+        for name, whole in (("top_p", 1), ("top_k", 0)):
+            if used and (drawn := getattr(algorithm.sampling_params, name)) != whole:
                 yield (
-                    f"algorithm.sampling_params.{name}: {value} with {user}: tokens are then drawn from a truncated distribution, "
-                    "but the engine's logprobs are of the whole one, like the trainer's, and can't correct for that; set "
-                    f"{name}={whole:g}, or {otherwise}"
+                    f"algorithm.sampling_params.{name}: {drawn} with algorithm.{key}={value}: tokens are then drawn from a "
+                    "truncated distribution, but the engine's logprobs are of the whole one, like the trainer's, and can't correct "
+                    f"for that; set {name}={whole}, or {otherwise}"
                 )
 
 
@@ -212,15 +199,13 @@ def _actor_and_reward(config: Config) -> Iterator[str]:
     if actor.enable_offload and actor.fsdp_config.cpu_offload:
         yield "actor.enable_offload: true and actor.fsdp_config.cpu_offload: true do the same at two times; set one false"
     if actor.fsdp_config.mixed_precision.param_dtype == "fp16":
-        yield (
-            "actor.fsdp_config.mixed_precision.param_dtype: fp16 needs a loss scaler, and there is none: small gradients would "
-            "vanish; use bf16"
-        )
+        key = "actor.fsdp_config.mixed_precision.param_dtype"
+        yield f"{key}: fp16 needs a loss scaler, and there is none: small gradients would vanish; use bf16"
     if reward.reward_max_val <= reward.reward_min_val:
-        yield (
-            f"reward.reward_max_val={reward.reward_max_val} must exceed reward.reward_min_val={reward.reward_min_val}: a right "
-            "answer has to pay more than a wrong one"
+        bounds = (
+            f"reward.reward_max_val={reward.reward_max_val} must exceed reward.reward_min_val={reward.reward_min_val}"
         )
+        yield f"{bounds}: a right answer has to pay more than a wrong one"
 
 
 def why_absent(path: str) -> str:

@@ -126,9 +126,8 @@ def test_nan_is_no_number_and_few_may_be_infinite(key):
 
 def test_every_number_has_a_limit_or_needs_none():
     free = {"algorithm.entropy_bonus", "reward.reward_max_val", "reward.reward_min_val"}
-    by_rule = {f"algorithm.{name}.max_new_tokens" for name in ("sampling_params", "val_sampling_params")}
     numbers = {key for key, (kind, *_) in config_keys().items() if kind in (int, float, int | None, float | None)}
-    assert numbers - LIMITS.keys() == free | by_rule
+    assert numbers - LIMITS.keys() == free
 
 
 def test_every_problem_is_reported():
