@@ -67,29 +67,26 @@ class RunProgress:
         self._console = console or _CONSOLE
         self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
         self._validation: dict[str, float] = {}
-        self._live: Progress | None = None
-        if self._console.is_terminal:
-            self._live = Progress(
-                SpinnerColumn(),
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}", markup=False),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[summary]}", markup=False),
-                TextColumn("[dim]{task.fields[phase]}"),
-                console=self._console,
-            )
-            self._task = self._live.add_task("run", total=0, completed=0, summary="", phase="start-up")
+        self._live = Progress(
+            SpinnerColumn(),
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[summary]}", markup=False),
+            TextColumn("[dim]{task.fields[phase]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._live.add_task("run", total=0, completed=0, summary="", phase="start-up")
 
     def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
+        self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live:
-            self._live.stop()
-        if kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit)):
+        self._live.stop()
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
             self.end, self.reason = "stopped", "stopped at once by a signal, without a checkpoint"
         elif error is not None:
             self.end, self.reason = "failed", last_words(error)
@@ -107,17 +104,14 @@ class RunProgress:
         """The run has `total_steps`, of which `start_step` were done before it was resumed."""
         self._total, self._step = total_steps, start_step
         self._tell(state="running", step=start_step, total_steps=total_steps)
-        if self._live:
-            self._live.update(self._task, total=total_steps, completed=start_step)
+        self._live.update(self._task, total=total_steps, completed=start_step)
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Show what is happening now (generate, train, sync, validate, …) and how much of it is done."""
         self._tell(phase=name, progress=None if total is None else {"done": done, "total": total})
-        if total is not None:
-            name = f"{name}: {done} of {total}"
-        if self._live:
-            self._live.update(self._task, phase=name)
-        else:
+        name = name if total is None else f"{name}: {done} of {total}"
+        self._live.update(self._task, phase=name)
+        if not self._console.is_terminal:
             logger.debug("step %d/%d: %s", self._step, self._total, name)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -128,24 +122,18 @@ class RunProgress:
         if "val/accuracy" in metrics:
             self._validation["val/accuracy"] = metrics["val/accuracy"]
         summary = self._summary(self._validation | dict(metrics))
-        if self._live:
-            self._live.update(self._task, completed=step, summary=summary)
-        else:
+        self._live.update(self._task, completed=step, summary=summary)
+        if not self._console.is_terminal:
             logger.info("step %d/%d  %s", step, self._total, summary)
 
     def _summary(self, metrics: Mapping[str, float]) -> str:
         parts = []
         for label, names, form in _SHOWN:
-            name = next((n for n in names if n in metrics), None)
-            if name is not None:
-                parts.append(f"{label} {form.format(float(metrics[name]))}")
-        seconds = self._seconds_per_step(metrics)
+            known = [metrics[name] for name in names if name in metrics]
+            parts += [f"{label} {form.format(float(value))}" for value in known[:1]]
+        seconds = metrics.get("time/step")
+        if len(self._ends) > 1:  # the mean from end to end, so without start-up
+            seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         if seconds is not None and self._step < self._total:
             parts.append(f"left {timedelta(seconds=round(seconds * (self._total - self._step)))}")
         return "  ".join(parts)
-
-    def _seconds_per_step(self, metrics: Mapping[str, float]) -> float | None:
-        """Mean over the last steps, from end to end, so without start-up; after the first step its own `time/step`."""
-        if len(self._ends) > 1:
-            return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return metrics.get("time/step")

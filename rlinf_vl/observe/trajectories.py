@@ -146,12 +146,10 @@ class TrajectoryStore:
         """Write what was added as step `step`; returns those rows."""
         rows, self._rows = self._rows, []
         if rows:
-            schema = SCHEMA
-            for name, values in (item for row in rows for item in row.items() if item[0] not in schema.names):
-                schema = schema.append(pa.field(name, pa.list_(pa.from_numpy_dtype(values.dtype))))
-            table = pa.table({name: [row.get(name) for row in rows] for name in schema.names}, schema=schema)
+            further = {name: values for row in rows for name, values in row.items() if name not in SCHEMA.names}
+            fields = [pa.field(name, pa.list_(pa.from_numpy_dtype(x.dtype))) for name, x in further.items()]
             file = io.BytesIO()
-            pq.write_table(table, file, compression="zstd")
+            pq.write_table(pa.Table.from_pylist(rows, pa.schema([*SCHEMA, *fields])), file, compression="zstd")
             self._write(self._folder / f"step_{step}.parquet", file.getvalue())
         return rows
 

@@ -23,13 +23,12 @@ RUN_FILES = ("metrics.jsonl", "config.yaml", "status.json", "trajectories")
 
 @dataclass
 class RunFolder:
-    """A run as its files describe it. `step` is the last one logged; `notes` say what is missing, torn or left out."""
+    """A run as its files describe it. `notes` say what is missing, torn or left out."""
 
     path: Path
     name: str
     metrics: list[dict[str, float | None]]
     config: dict[str, str]
-    step: int
     state: str
     reason: str
     planned_steps: int | None
@@ -39,6 +38,11 @@ class RunFolder:
     baselines: dict[str, float]
     spans: dict[tuple[str, str], tuple[int, float]]  # (process, phase) → how often, and seconds in all
     notes: list[str]
+
+    @property
+    def step(self) -> int:
+        """The last one logged."""
+        return int(self.metrics[-1]["step"] or 0) if self.metrics else 0
 
     @property
     def validations(self) -> list[dict[str, Any]]:
@@ -84,7 +88,6 @@ def read_run(path: Path) -> RunFolder:
         name=path.resolve().name,
         metrics=metrics,
         config=config,
-        step=int(metrics[-1]["step"] or 0) if metrics else 0,
         state=str(status.get("state", "")),
         reason=str(status.get("reason", "")),
         planned_steps=int(planned) if planned.isdecimal() else None,

@@ -80,7 +80,7 @@ def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
     """
     groups = []
     for file in sorted(run.glob("trajectories/step_*.parquet"), key=lambda f: (len(f.name), f.name)):
-        groups += _groups_of(file, _read(file, ("split", "group_id", "response_mask"), notes))
+        groups += _groups_of(file, _read(file, notes, ("split", "group_id", "response_mask")))
     if not groups:
         notes.append("No trajectories are stored.")
     rows_of: dict[Path, list[int]] = {}
@@ -96,7 +96,7 @@ def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
             rows_of.setdefault(group.file, []).extend(group.rows)
     tables = [SCHEMA.empty_table()]
     for file in dict.fromkeys(group.file for group in groups if group.file in rows_of):
-        if len(table := _read(file, SCHEMA.names, notes, further=True)):  # empty if another column is broken
+        if len(table := _read(file, notes)):  # empty if another column is broken
             tables.append(table.take(sorted(rows_of[file])))
     return pa.concat_tables(tables, promote_options="default")
 
@@ -105,23 +105,23 @@ def encode_trajectories(table: pa.Table, run: Path, sections: bytearray, images:
     """Column name → reference into `sections`, or {"table": distinct texts, "index": reference}; those that `SCHEMA` doesn't name
     are the pairs (name, reference) of "token_columns"."""
     columns: dict[str, Any] = {"count": len(table), "token_columns": []}
-    lengths, image_counts = (_lengths(table[name].combine_chunks()) for name in ("tokens", "images"))
-    for name, counts in (("offsets", lengths), ("image_offsets", image_counts)):
-        columns[name] = add_section(sections, np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
-    for field in table.schema:
-        column = table[field.name].combine_chunks()
-        if field.type == pa.string() or field.name == "tokens":
-            texts = (column.flatten() if field.name == "tokens" else column).dictionary_encode()
+    lengths = _lengths(table["tokens"].combine_chunks())
+    columns["offsets"] = add_section(sections, _starts(lengths).astype(np.int32))
+    for name, column in ((name, table[name].combine_chunks()) for name in table.column_names if name != "images"):
+        if column.type == pa.string() or name == "tokens":
+            texts = (column.flatten() if name == "tokens" else column).dictionary_encode()
             index = texts.indices.fill_null(-1).to_numpy().astype(np.int32)
-            columns[field.name] = {"table": texts.dictionary.to_pylist(), "index": add_section(sections, index)}
-        elif not pa.types.is_list(field.type):
-            fill = 0 if pa.types.is_integer(field.type) else np.nan
-            columns[field.name] = add_section(sections, column.cast(pa.float32()).fill_null(fill).to_numpy())
-        elif field.name not in SCHEMA.names:
-            columns["token_columns"].append((field.name, add_section(sections, _align(column, lengths))))
-        elif field.name != "images":
-            columns[field.name] = add_section(sections, _align(column, lengths))
-    paths = table["images"].combine_chunks().flatten().dictionary_encode()
+            columns[name] = {"table": texts.dictionary.to_pylist(), "index": add_section(sections, index)}
+        elif not pa.types.is_list(column.type):
+            fill = 0 if pa.types.is_integer(column.type) else np.nan
+            columns[name] = add_section(sections, column.cast(pa.float32()).fill_null(fill).to_numpy())
+        elif name in SCHEMA.names:
+            columns[name] = add_section(sections, _align(column, lengths))
+        else:
+            columns["token_columns"].append((name, add_section(sections, _align(column, lengths))))
+    shown = table["images"].combine_chunks()
+    columns["image_offsets"] = add_section(sections, _starts(_lengths(shown)).astype(np.int32))
+    paths = shown.flatten().dictionary_encode()
     numbers, reasons = [], Counter()
     for name in paths.dictionary.to_pylist():
         try:
@@ -153,34 +153,30 @@ def _choose(groups: Sequence[_Group], max_bytes: int) -> list[_Group]:
     return chosen
 
 
-def _read(file: Path, names: Sequence[str], notes: list[str], *, further: bool = False) -> pa.Table:
-    """These columns of `SCHEMA`, null where the file has none, and `further` ones that have a number per token, as float32. A
-    broken file has no rows, and a note."""
-    schema = pa.schema([SCHEMA.field(name) for name in names])
+def _read(file: Path, notes: list[str], names: Sequence[str] = ()) -> pa.Table:
+    """Columns of `SCHEMA` by name, null where the file has none; without names all of them, and further ones that have a number
+    per token, as float32. A broken file has no rows, and a note."""
+    fields = [SCHEMA.field(name) for name in names or SCHEMA.names]
     try:
         with pq.ParquetFile(file) as parquet:
-            found, count = parquet.schema_arrow, parquet.metadata.num_rows
-            for field in found if further else ():
-                if (
-                    field.name not in SCHEMA.names
-                    and pa.types.is_list(field.type)
-                    and _is_number(field.type.value_type)
-                ):
-                    schema = schema.append(pa.field(field.name, pa.list_(pa.float32())))
-            table = parquet.read(columns=[name for name in schema.names if name in found.names])
-        for field in schema:
-            if field.name not in found.names:
-                table = table.append_column(field, pa.nulls(count, field.type))
-        table = table.select(schema.names).cast(schema)
+            found = {field.name: field.type for field in parquet.schema_arrow}
+            further = [name for name, kind in found.items() if name not in SCHEMA.names and _is_numbers(kind)]
+            fields += [pa.field(name, pa.list_(pa.float32())) for name in (() if names else further)]
+            table = parquet.read(columns=[field.name for field in fields if field.name in found])
+            count = parquet.metadata.num_rows
+        columns = [table[f.name].cast(f.type) if f.name in found else pa.nulls(count, f.type) for f in fields]
+        table = pa.table(columns, schema=pa.schema(fields))
         table.validate(full=True)
         return table
     except (pa.ArrowException, OSError, ValueError):
         notes.append(f"{file.parent.name}/{file.name} could not be read and is left out.")
-        return schema.empty_table()
+        return pa.schema(fields).empty_table()
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+def _is_numbers(kind: pa.DataType) -> bool:
+    return (
+        pa.types.is_list(kind) and pa.types.is_primitive(kind.value_type) and not pa.types.is_temporal(kind.value_type)
+    )
 
 
 def _lengths(lists: pa.Array) -> np.ndarray:
@@ -188,16 +184,19 @@ def _lengths(lists: pa.Array) -> np.ndarray:
     return np.asarray(lists.value_lengths().fill_null(0).to_numpy(), dtype=np.int64)
 
 
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Where each of them begins, and the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
 def _align(lists: pa.Array, lengths: np.ndarray) -> np.ndarray:
     """The lists one behind another, each cut or filled up to its length: a missing or short one doesn't shift the rest."""
     dtype, fill = FILL[lists.type.value_type]
     values = lists.flatten().cast(pa.float64()).fill_null(fill).to_numpy()
     own = _lengths(lists)
-    copied = np.minimum(own, lengths)
-    inner = np.arange(copied.sum()) - np.repeat(np.cumsum(copied) - copied, copied)
-    aligned = np.full(lengths.sum(), fill, dtype=dtype)
-    target, source = (np.repeat(np.cumsum(n) - n, copied) + inner for n in (lengths, own))
-    aligned[target] = values[source]
+    aligned = np.full(lengths.sum(), fill, dtype)
+    for start, source, count in zip(_starts(lengths), _starts(own), np.minimum(own, lengths), strict=False):
+        aligned[start : start + count] = values[source : source + count]
     return aligned
 
 
