@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,81 +28,69 @@ from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 log = logging.getLogger("rlinf_vl")
 
 
+#: Errors that mean a mistake in what a verb was asked for, beside ConfigError.
+MISTAKES = {"export": (FileNotFoundError, FileExistsError), "timeline": (ValueError,), "report": (ValueError,)}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 0 on success, 2 for a mistake in what was asked, 1 for a failure."""
     arguments = _parse(argv)
-    arguments.stop_request = stop_request = StopRequest()
-    arguments.trains_in = None  # the run's folder, from when it is ready
+    stop_request = StopRequest()
     setup_logging()
     stop_request.install()  # both signals unwind, so that nothing is left running
     try:
-        return arguments.run(arguments) or 0
-    except (ConfigError, *arguments.mistakes) as error:
+        return _train(arguments, stop_request) if arguments.verb == "train" else _run_verb(arguments)
+    except (ConfigError, *MISTAKES.get(arguments.verb, ())) as error:
         print(f"error: {reason_of(error) if isinstance(error, ConfigError) else error}", file=sys.stderr)
         return 2
     except RunError as error:
         print(f"error: {reason_of(error)}", file=sys.stderr)
         return 1
+    except OSError as error:  # it names the file that can't be read or written
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 128 + (stop_request.number or signal.SIGINT)
-    except Exception as error:
-        if not arguments.trains_in:
-            if not isinstance(error, OSError):  # a file that can't be read or written is told by its name
-                raise
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        path = arguments.trains_in / "error.txt"
-        try:
-            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        except OSError:
-            raise error from None
-        print(f"error: {reason_of(error)}\nThe whole of it is in {path}", file=sys.stderr)
-        return 1
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rlinf_vl", description="Reinforcement learning for vision-language models.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(name: str, run: Callable[[argparse.Namespace], int | None], about: str, *mistakes: type[Exception]) -> Any:
-        """Returns the method that adds an argument to a new verb. `mistakes`: errors that mean a mistake in what was asked."""
-        added = verbs.add_parser(name, help=about)
-        added.set_defaults(run=run, mistakes=mistakes)
-        return added.add_argument
+    def verb(name: str, about: str) -> Any:
+        """Returns the method that adds an argument to a new verb."""
+        return verbs.add_parser(name, help=about).add_argument
 
-    argument = verb("train", _train, "run one experiment")
+    argument = verb("train", "run one experiment")
     argument("config", help="name of a config in examples/reasoning/config/vqa, or a path to a YAML file")
     argument("overrides", nargs="*", help="Hydra overrides, such as runner.max_steps=3")
     argument("--check", action="store_true", help="only say whether it could run: config, data, model, folders")
 
-    argument = verb("toy", _toy, "make the toy dataset and its warm-started checkpoint (cached)")
+    argument = verb("toy", "make the toy dataset and its warm-started checkpoint (cached)")
     argument("--seed", type=int, default=None, help="seed of the checkpoint; the default is the one configs use")
 
-    argument = verb(
-        "export", _export, "turn a checkpoint into a Hugging Face model folder", FileNotFoundError, FileExistsError
-    )
+    argument = verb("export", "turn a checkpoint into a Hugging Face model folder")
     argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or checkpoints/global_step_N")
     argument("output", type=Path, help="folder to write; must be empty or absent")
     argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="dtype of the weights")
 
-    argument = verb("watch", _watch, "follow a run on this terminal")
+    argument = verb("watch", "follow a run on this terminal")
     argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
     argument("--once", action="store_true", help="print one page and end")
 
-    about = "merge what every process did when into a trace for ui.perfetto.dev"
-    argument = verb("timeline", _timeline, about, ValueError)
+    argument = verb("timeline", "merge what every process did when into a trace for ui.perfetto.dev")
     argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
     argument("--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json")
 
-    argument = verb("report", _report, "one HTML file on a run, or on several side by side", ValueError)
+    argument = verb("report", "one HTML file on a run, or on several side by side")
     argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, still going or ended")
     argument("--output", type=Path, default=None, help="the file; the default is report.html in the first run's folder")
 
-    argument = verb("doctor", _doctor, "what this machine has, and what a config would need")
+    argument = verb("doctor", "what this machine has, and what a config would need")
     argument("config", nargs="?", help="as for train; without one, the machine alone")
     argument("overrides", nargs="*", help="as for train")
 
-    argument = verb("preflight", _preflight, "what a config takes of each GPU's memory; needs no GPU")
+    argument = verb("preflight", "what a config takes of each GPU's memory; needs no GPU")
     argument("config", help="as for train")
     argument("overrides", nargs="*", help="as for train")
     argument("--gpus", type=int, default=1, help="GPUs in each machine (default 1)")
@@ -119,7 +107,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     from rlinf_vl.preflight.inputs import packages_missing, problems_here
 
     rules = [problems_here] if arguments.check else [packages_missing, problems_here]
@@ -139,8 +127,17 @@ def _train(arguments: argparse.Namespace) -> int:
         doctor.refuse(config)
         events = EventLog(run_dir)
         checkpoint = folders.open_folder(config, run_dir, checkpoint, partial(events.add, level=logging.INFO))
-        arguments.trains_in = run_dir
-        return _run(config, run_dir, checkpoint, arguments.stop_request)
+        try:
+            return _run(config, run_dir, checkpoint, stop_request)
+        except (ConfigError, RunError):
+            raise
+        except Exception as error:
+            path = run_dir / "error.txt"
+            try:
+                path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            except OSError:
+                raise error from None
+            raise RunError(f"{reason_of(error)}\nThe whole of it is in {path}") from error
 
 
 def _run(config: Config, run_dir: Path, checkpoint: Path | None, stop_request: StopRequest) -> int:
@@ -174,14 +171,10 @@ def _run(config: Config, run_dir: Path, checkpoint: Path | None, stop_request: S
 @contextmanager
 def _report_at_end(run_dir: Path) -> Iterator[None]:
     """Make the run's report when it has ended, well or not; a person in a hurry (Ctrl-C twice) gets none."""
-    in_a_hurry = False
     try:
         yield
-    except KeyboardInterrupt:
-        in_a_hurry = True
-        raise
     finally:
-        if not in_a_hurry and (run_dir / "metrics.jsonl").exists():
+        if not isinstance(sys.exception(), KeyboardInterrupt) and (run_dir / "metrics.jsonl").exists():
             from rlinf_vl.report import build_report
 
             try:
@@ -192,66 +185,56 @@ def _report_at_end(run_dir: Path) -> Iterator[None]:
 
 def _prepare_toy(config: Config) -> str:
     """Make the toy's data and checkpoint if the config asks for them; returns the model's path."""
-    if "toy" in config.data.train_data_paths + config.data.val_data_paths:
-        from rlinf_vl.toy.drawings import toy_dataset_path
-
-        for split in ("train", "val"):
-            toy_dataset_path(split)
-    if config.rollout.model.model_path != "toy":
-        return config.rollout.model.model_path
+    from rlinf_vl.toy.drawings import toy_dataset_path
     from rlinf_vl.toy.model import toy_checkpoint_path
 
-    return str(toy_checkpoint_path())
+    if "toy" in config.data.train_data_paths + config.data.val_data_paths:
+        for split in ("train", "val"):
+            toy_dataset_path(split)
+    model_path = config.rollout.model.model_path
+    return str(toy_checkpoint_path()) if model_path == "toy" else model_path
 
 
-def _toy(arguments: argparse.Namespace) -> None:
-    from rlinf_vl.toy.drawings import toy_dataset_path
-    from rlinf_vl.toy.model import toy_checkpoint_path, toy_summary
+def _run_verb(arguments: argparse.Namespace) -> int:
+    """Run a verb other than `train`; each imports what it needs."""
+    match arguments.verb:
+        case "toy":
+            from rlinf_vl.toy.drawings import toy_dataset_path
+            from rlinf_vl.toy.model import toy_checkpoint_path, toy_summary
 
-    print(toy_summary())
-    for split in ("train", "val"):
-        print(f"{split} data: {toy_dataset_path(split)}")
-    seed = {} if arguments.seed is None else {"seed": arguments.seed}
-    print(f"checkpoint: {toy_checkpoint_path(**seed)}")
+            print(toy_summary())
+            for split in ("train", "val"):
+                print(f"{split} data: {toy_dataset_path(split)}")
+            seed = {} if arguments.seed is None else {"seed": arguments.seed}
+            print(f"checkpoint: {toy_checkpoint_path(**seed)}")
+        case "export":
+            from rlinf_vl.controller.export import export_checkpoint
 
+            export_checkpoint(arguments.checkpoint, arguments.output, arguments.dtype)
+            log.info(
+                "wrote %s, for AutoModelForImageTextToText, AutoTokenizer and AutoImageProcessor; AutoProcessor wants torchvision "
+                "besides, for videos (pip install torchvision)",
+                arguments.output,
+            )
+        case "watch":
+            from rlinf_vl.report.watch import watch
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    from rlinf_vl.preflight import doctor
+            return watch(arguments.run_dir, once=arguments.once)
+        case "timeline":
+            print(write_timeline(arguments.run_dir, arguments.output))
+        case "report":
+            from rlinf_vl.report import build_report
 
-    return doctor.main(arguments)
+            print(build_report(arguments.runs, arguments.output))
+        case "doctor":
+            from rlinf_vl.preflight import doctor
 
+            return doctor.main(arguments)
+        case "preflight":
+            from rlinf_vl.preflight import table
 
-def _preflight(arguments: argparse.Namespace) -> int:
-    from rlinf_vl.preflight import table
-
-    return table.main(arguments)
-
-
-def _report(arguments: argparse.Namespace) -> None:
-    from rlinf_vl.report import build_report
-
-    print(build_report(arguments.runs, arguments.output))
-
-
-def _watch(arguments: argparse.Namespace) -> int:
-    from rlinf_vl.report.watch import watch
-
-    return watch(arguments.run_dir, once=arguments.once)
-
-
-def _timeline(arguments: argparse.Namespace) -> None:
-    print(write_timeline(arguments.run_dir, arguments.output))
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    from rlinf_vl.controller.export import export_checkpoint
-
-    export_checkpoint(arguments.checkpoint, arguments.output, arguments.dtype)
-    log.info(
-        "wrote %s, for AutoModelForImageTextToText, AutoTokenizer and AutoImageProcessor; AutoProcessor wants torchvision besides, "
-        "for videos (pip install torchvision)",
-        arguments.output,
-    )
+            return table.main(arguments)
+    return 0
 
 
 if __name__ == "__main__":

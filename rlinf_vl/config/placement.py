@@ -84,9 +84,10 @@ def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, tuple[i
     Raises:
         ConfigError: an unknown, repeated or missing component; malformed or repeated slots.
     """
+    slots: dict[str, tuple[int, ...] | None] = {}
     entries: dict[str, str] = {}  # component → its entry's names
-    for names in (names for names, value in component_placement.items() if value is not None):
-        for component in (name.strip() for name in str(names).split(",")):
+    for names, value in component_placement.items():
+        for component in (name.strip() for name in str(names).split(",") if value is not None):
             if component not in COMPONENTS:
                 hint = nearest(component, COMPONENTS)
                 raise ConfigError(f"{_KEY}: unknown component {component!r}; components are actor and rollout;{hint}")
@@ -94,13 +95,14 @@ def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, tuple[i
                 both = f"by {entries[component]!r} and by {names!r}"
                 raise ConfigError(f"{_KEY}: '{component}' is placed twice, {both}; set one of the two to null")
             entries[component] = names
+            slots[component] = _parse_slots(f"{_KEY}: '{names}: {value}'", str(value).replace(" ", ""))
     for component in COMPONENTS:
-        if component not in entries:
+        if component not in slots:
             raise ConfigError(
                 f"{_KEY}: {dict(component_placement)} has no place for '{component}'; for example {{actor: all, rollout: all}}, or "
                 "{actor: 0-3, rollout: 4-7}"
             )
-    return {name: _parse_slots(entries[name], component_placement[entries[name]]) for name in COMPONENTS}
+    return {component: slots[component] for component in COMPONENTS}
 
 
 def slots_named(component_placement: Mapping[str, Any]) -> int:
@@ -114,8 +116,7 @@ def shares_slots(component_placement: Mapping[str, Any]) -> bool:
     return actor is None or rollout is None or bool(set(actor) & set(rollout))
 
 
-def _parse_slots(names: str, value: Any) -> tuple[int, ...] | None:
-    text, entry = str(value).replace(" ", ""), f"{_KEY}: '{names}: {value}'"
+def _parse_slots(entry: str, text: str) -> tuple[int, ...] | None:
     if text == "all":
         return None
     slots: list[int] = []
