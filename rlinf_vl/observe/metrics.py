@@ -93,14 +93,12 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
     bytes; the other metrics are over those without. What has nothing to be computed from (no groups, no versions, no time) is
     left out.
     """
-    per_group = [[i for i, error in enumerate(s.errors) if error is None] for s in summaries]
-    kept = [(s, i) for s, indices in zip(summaries, per_group, strict=True) for i in indices]
+    kept = [(s, i) for s in summaries for i, error in enumerate(s.errors) if error is None]
+    rewards_of = [{s.rewards[i] for i, error in enumerate(s.errors) if error is None} for s in summaries]
     images = {name: size for s in summaries for name, size in s.image_bytes.items()}
     kinds = [error.partition(": ")[0] for s in summaries for error in s.errors if error is not None]
     metrics: dict[str, float] = {
-        "reward/zero_std_groups": sum(
-            len({s.rewards[i] for i in indices}) == 1 for s, indices in zip(summaries, per_group, strict=True)
-        ),
+        "reward/zero_std_groups": sum(len(rewards) == 1 for rewards in rewards_of),
         "reward/ungradable": sum(s.ungradable for s in summaries),
         "rollout/errors": len(kinds),
         "rollout/engine_errors": kinds.count(ENGINE_FAULT),

@@ -63,9 +63,10 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """
     try:
         status = dict(json.loads((run_dir / "status.json").read_bytes()))
-        if status["state"] in ("starting", "running") and status["host"] == platform.node() and not _lives(status):
+        going = status["state"] in ("starting", "running")
+        if going and status["host"] == platform.node() and not _lives(status["pid"], status["started"]):
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["time"]))
-            status |= {"state": "gone"}
+            status["state"] = "gone"
             status["reason"] = (
                 f"process {status['pid']} on {status['host']} ended without a word: killed (kill -9, out of memory) or lost "
                 f"with its host. Its last news are of {since}, in step {status['step']}, phase {status['phase'] or 'unknown'}"
@@ -75,11 +76,11 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def _lives(status: dict[str, Any]) -> bool:
+def _lives(pid: int, started: float) -> bool:
     """Whether that process runs, and not another one that has got its id since."""
     try:
-        process = psutil.Process(status["pid"])
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < status["started"] + 60
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < started + 60
     except psutil.NoSuchProcess:
         return False
 

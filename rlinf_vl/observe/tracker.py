@@ -187,8 +187,7 @@ class Trackers:
         return self._metrics.last_step if self._metrics else None
 
     def open(self) -> None:
-        for name in self._openers:
-            self._call(name, "open")
+        self._call("open")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the scalars of a step. metrics.jsonl gets them sorted; NaN and infinities are null there.
@@ -201,32 +200,30 @@ class Trackers:
         if self._metrics:
             numbers = {name: x if isinstance(x, int) else float(x) for name, x in sorted(metrics.items())}
             self._metrics.append(step, {name: x if math.isfinite(x) else None for name, x in numbers.items()})
-        for name in self._openers:
-            self._call(name, "log", step, metrics)
+        self._call("log", step, metrics)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log some of these rows, which have the keys split, images (encoded bytes) and those in `FACTS` and `TEXTS`."""
         for split in dict.fromkeys(row["split"] for row in rows) if self._openers else ():
             samples = choose_samples([row for row in rows if row["split"] == split])
-            for name in self._openers:
-                self._call(name, "log_samples", step, split, samples)
+            self._call("log_samples", step, split, samples)
 
     def close(self) -> None:
-        for name in self._open:
-            self._call(name, "close")
+        self._call("close")
 
-    def _call(self, name: str, method: str, *args: Any) -> None:
-        """Open the tracker if it is not, and call it; one that could not start is left alone from then on."""
-        try:
-            if name not in self._open and name not in self._warned:
-                self._open[name] = self._openers[name]()
-            if name in self._open and method != "open":
-                getattr(self._open[name], method)(*args)
-        except Exception as error:
-            if name not in self._warned:
-                self._warned.add(name)
-                about = "failed" if name in self._open else "could not start"
-                logger.warning("tracker %s %s (%r); training goes on without it", name, about, error)
+    def _call(self, method: str, *args: Any) -> None:
+        """Call every tracker, opened first if it is not; one that could not start is left alone from then on."""
+        for name, opener in self._openers.items():
+            try:
+                if name not in self._open and name not in self._warned and method != "close":
+                    self._open[name] = opener()
+                if name in self._open and method != "open":
+                    getattr(self._open[name], method)(*args)
+            except Exception as error:
+                if name not in self._warned:
+                    self._warned.add(name)
+                    about = "failed" if name in self._open else "could not start"
+                    logger.warning("tracker %s %s (%r); training goes on without it", name, about, error)
 
 
 def make_trackers(

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,15 @@ class TrajectoryStore:
         self._max_bytes = max_bytes
         self._folder = run_dir / "trajectories"
         images = run_dir / "images"
+        self._bytes = 0
         for folder in (self._folder, images):
             folder.mkdir(parents=True, exist_ok=True)
-        self._bytes = sum(file.stat().st_size for file in (*self._folder.iterdir(), *images.iterdir()))
+            self._bytes += sum(file.stat().st_size for file in folder.iterdir())
         self._paths = {file.stem: f"images/{file.name}" for file in images.glob("[!.]*")}
         local = Path(model_path) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(local)) if local.exists() else Tokenizer.from_pretrained(model_path)
         self._image = re.compile(f"({re.escape(image_token)})+")
-        self._pieces: dict[int, str] = {}
+        self._piece = cache(lambda token: self._tokenizer.decode([token], skip_special_tokens=False))
         self._rows: list[dict[str, Any]] = []
 
     def add(
@@ -102,17 +104,17 @@ class TrajectoryStore:
         arrays = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
         ids = arrays.pop("ids", np.zeros(0, np.int32)).tolist()
         mask = arrays.pop("loss_mask", np.zeros(0, bool))
+        train_logprobs = None
         if train is not None:
-            everywhere = np.full(len(ids), np.nan, np.float32)
-            everywhere[mask] = train
-            train = everywhere
+            train_logprobs = np.full(len(ids), np.nan, np.float32)
+            train_logprobs[mask] = train
         return {
             "response": self._tokenizer.decode(ids, skip_special_tokens=True),
             "tokens": [self._piece(i) for i in ids],
             "response_ids": ids,
             "response_mask": mask,
             "rollout_logprobs": arrays.pop("logprobs", None),
-            "train_logprobs": train,
+            "train_logprobs": train_logprobs,
             "turns": json.dumps(layout(t, prompt)),
             "reward": t.reward,
             "reward_parts": json.dumps(t.reward_parts),
@@ -121,11 +123,6 @@ class TrajectoryStore:
             "finish_reason": t.status,
             "weight_versions": arrays.pop("versions", np.zeros(0, np.int32)),
         } | arrays
-
-    def _piece(self, token: int) -> str:
-        if token not in self._pieces:
-            self._pieces[token] = self._tokenizer.decode([token], skip_special_tokens=False)
-        return self._pieces[token]
 
     def _image_path(self, image: ImageRef) -> str:
         if image.hash not in self._paths:
