@@ -9,7 +9,8 @@ from pathlib import Path
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.preflight.doctor import Machine, check
 from rlinf_vl.preflight.doctor import render as render_lines
-from rlinf_vl.preflight.ledger import Hardware, Ledger, Model, ledger
+from rlinf_vl.preflight.ledger import Hardware, Ledger, ledger
+from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.table import render
 
 PAGE = Path(__file__).with_name("memory.md")

@@ -217,7 +217,7 @@ def _host(machine: Machine, object_store: int | None) -> Iterator[Line]:
 def _wanted(machine: Machine, config: Config, cuda: bool) -> Iterator[Line]:
     """What depends on the model and on how many processes there are."""
     from rlinf_vl.models.loading import DTYPES
-    from rlinf_vl.preflight.ledger import Model
+    from rlinf_vl.preflight.model import Model
 
     nodes, slots = config.cluster.num_nodes, max(1, len(machine.gpus) if cuda else machine.cores)
     try:

@@ -6,7 +6,8 @@ import ray
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.ledger import Hardware, Model, ledger
+from rlinf_vl.preflight.ledger import Hardware, ledger
+from rlinf_vl.preflight.model import Model
 from rlinf_vl.runtime.launch import Reservation
 
 log = logging.getLogger(__name__)

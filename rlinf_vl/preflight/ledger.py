@@ -14,17 +14,15 @@ What no reading tells is a constant here, with its reason.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import release_tags
-from rlinf_vl.errors import ConfigError
-from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES
-from rlinf_vl.preflight.model import Weights, meta_model, model_config
-from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
+from rlinf_vl.preflight.model import Model
+from rlinf_vl.preflight.trace import Trace
 from rlinf_vl.transport import resolve_weight_sync
 from rlinf_vl.transport.buckets import BUCKET_BYTES
 
@@ -42,9 +40,6 @@ RESIDUE_BYTES = int(0.5 * GIB)
 RESERVE_BYTES = GIB
 #: Above this, SGLang's activations and graphs have too little room by its own rules.
 MOST_SHARE = 0.85
-
-#: More in a micro-batch are not even traced, which would take as many steps of the CPU.
-MOST_TOKENS = 2**21
 
 #: What a phase is made of, as a table has it: a rank's, then an engine's.
 PARTS = (
@@ -92,54 +87,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a config takes on some hardware. `share`: `rollout.gpu_memory_utilization`, `auto` resolved; `kv_tokens`: what an
-    engine's KV cache then holds; `said`: where the model's shape is from."""
+    """What a config takes on some hardware."""
 
     config: Config
     hardware: Hardware
     gpus: tuple[Gpu, ...]
-    share: float
-    kv_tokens: int
+    share: float  # `rollout.gpu_memory_utilization`, `auto` resolved
+    kv_tokens: int  # what an engine's KV cache then holds
     trace: Trace
-    said: str
-    #: Why it can't run, each with the way out.
-    problems: tuple[str, ...] = ()
-
-
-class Model:
-    """The config's model as ledgers see it: shapes, and traces at any budget, each made once."""
-
-    def __init__(self, config: Config, path: str | None = None) -> None:
-        """`path`: of the checkpoint where it isn't the config's own name (the toy's)."""
-        rollout, fsdp = config.rollout.model, config.actor.fsdp_config
-        self.shape, self.said = model_config(path or rollout.model_path, trust_remote_code=rollout.trust_remote_code)
-        self.family = family_of(rollout.model_type)
-        frozen, checkpointing = config.actor.model.freeze_vision_tower, fsdp.gradient_checkpointing
-        dtype = DTYPES[fsdp.mixed_precision.param_dtype]
-        made = meta_model(self.shape, self.family, dtype, freeze_tower=frozen, checkpointing=checkpointing)
-        self.weights = Weights(made, self.family)
-        longest, chunk = config.runner.seq_length, config.actor.logprob_chunk_tokens
-
-        @cache
-        def step(tokens: int) -> Trace:
-            if tokens > MOST_TOKENS:
-                raise ConfigError(
-                    f"runner.max_tokens_per_mbs: {tokens} tokens in a micro-batch are more than any GPU holds; set it to "
-                    "16384, or to what 'python -m rlinf_vl preflight' then says is the largest that fits"
-                )
-            with pretend_cuda():
-                return trace_step(made, self.family, tokens, longest=longest, chunk=chunk)
-
-        @cache
-        def images(tokens: int) -> Trace:
-            with pretend_cuda():
-                return trace_images(made, self.family, tokens, config.data.max_prompt_length)
-
-        self.step, self.images = step, images
-
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Keys and values of all layers."""
-        return self.family.decode_state(self.shape).token_bytes(DTYPES[dtype])
+    said: str  # where the model's shape is from
+    problems: tuple[str, ...] = ()  # why it can't run, each with the way out
 
 
 def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Ledger:
@@ -159,27 +116,26 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     weights = fixed.pop("engine weights")
     per_token = math.ceil(model.kv_bytes_per_token(config.rollout.model.precision) / tp)
     base = hardware.gpu_bytes - fixed["engine contexts"]  # what SGLang measures its share of
-    beside = sum(fixed.values())
-    if shared:
-        beside += sum(rank["generate"].values())
+    beside = sum(fixed.values()) + (sum(rank["generate"].values()) if shared else 0)
     fits = math.floor(100 * (hardware.usable - beside) / base) / 100
     written = config.rollout.gpu_memory_utilization
     share = max(0.0, min(MOST_SHARE, fits)) if isinstance(written, str) else written
     kv = max(0, int(share * base) - weights)
     least = (weights + config.algorithm.group_size * config.runner.seq_length * per_token) / base
-    awake = {"engine weights": weights, "KV cache": kv} | fixed
-    asleep = fixed if "weights" in release_tags(weights, hardware.gpu_bytes) else {"engine weights": weights} | fixed
-    engines = dict.fromkeys(rank, asleep) | {"generate": awake, "sync": {"engine weights": weights} | fixed}
+    loaded = {"engine weights": weights} | fixed
+    awake = {"KV cache": kv} | loaded
     gpus = []
     if shared:
-        gpus.append(Gpu("collocated", {phase: parts | engines[phase] for phase, parts in rank.items()}))
+        asleep = fixed if "weights" in release_tags(weights, hardware.gpu_bytes) else loaded
+        engines = {"generate": awake, "sync": loaded}
+        gpus.append(Gpu("collocated", {phase: parts | engines.get(phase, asleep) for phase, parts in rank.items()}))
     if set(placed.actor) - set(placed.rollout):
         gpus.append(Gpu("actor", rank))
     if not placed.beside_actors:
         gpus.append(Gpu("rollout", {"generate": awake, "sync": awake | {"buckets in flight": 2 * BUCKET_BYTES}}))
     trace = model.step(config.runner.max_tokens_per_mbs)
     made = Ledger(config, hardware, tuple(gpus), share, kv // per_token, trace, model.said)
-    return _judged(made, model, fits, least)
+    return replace(made, problems=tuple(_problems(made, model, fits, least)))
 
 
 def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -> dict[str, Parts]:
@@ -188,47 +144,46 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     compute, reduce = (_bytes(d) for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype))
     on_device = 0 if fsdp.cpu_offload else 1
     keeps = not fsdp.reshard_after_forward or ranks == 1
+    frozen, reference = actor.model.freeze_vision_tower, config.algorithm.kl_beta > 0
     shards = {"parameters": 4 * weights.shard(shard) * on_device}
-    if config.algorithm.kl_beta > 0:
+    if reference:
         shards["reference"] = compute * weights.shard(shard) * on_device
     optimizer = {"optimizer": 8 * weights.shard(shard, trained=True) * on_device}
     sharded_gradients = 4 * weights.shard(shard, trained=True) * on_device
-    frozen = actor.model.freeze_vision_tower
     # A gathered unit and the buffer that it came in, for the block in use and the one fetched ahead; the root stays whole.
     blocks = 4 * max(weights.block, 0 if frozen else weights.tower_unit)
     gathered = weights.total - frozen * weights.tower if keeps else weights.root + blocks
-    if config.algorithm.kl_beta > 0:
+    if reference:
         gathered += weights.total - weights.tower if keeps else weights.root + blocks
-    unit = max(weights.root, weights.block)
-    process = {"rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1)}
-    step = model.step(config.runner.max_tokens_per_mbs)
     train = {
         "gathered weights": compute * gathered,
         # Kept gathered, gradients add up whole, in the dtype they are reduced in, until the last micro-batch.
         "gradients": max(sharded_gradients, reduce * weights.trained) if keeps else sharded_gradients,
-        "gradients in flight": (compute + reduce) * unit,  # a unit's own, and the buffer of its reduction
-        "activations": step.peak,
+        # A unit's own, and the buffer of its reduction.
+        "gradients in flight": (compute + reduce) * max(weights.root, weights.block),
+        "activations": model.step(config.runner.max_tokens_per_mbs).peak,
     }
-    cache = {"vision cache": int(actor.vision_cache_gb * GIB) if frozen else 0}
     images = {}
     if frozen:
         tower = weights.tower if keeps else 4 * weights.tower_unit
-        images = {"gathered weights": compute * (weights.root + tower)}
+        images["gathered weights"] = compute * (weights.root + tower)
         images["activations"] = model.images(config.runner.max_tokens_per_mbs).peak
     sent = _bytes(config.rollout.model.precision)
     # In shared memory, what was sent stays until engines have copied it. Otherwise: a bucket that is sent, and one made meanwhile.
     flight = sent * weights.trained if strategy == "shared_memory" else 2 * BUCKET_BYTES
     sync = {"gathered weights": (4 + sent) * weights.largest, "buckets in flight": flight}
-    rest = {"allocator": RESIDUE_BYTES}
+    process = {"rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1), "allocator": RESIDUE_BYTES}
+    cache = {"vision cache": int(actor.vision_cache_gb * GIB) if frozen else 0}
+    training = process | shards | optimizer | cache
     resident = {} if actor.enable_offload else shards | optimizer
-    state = {"gradients": sharded_gradients}  # to make an optimizer's state, which is then overwritten, a step is taken
     return {
-        "load": process | {"parameters": max(shards["parameters"], 4 * weights.total * on_device)} | rest,
-        "resume": process | shards | optimizer | state | rest,
-        "generate": process | resident | cache | rest,
-        "images": _with_slack(process | shards | optimizer | cache, images),
-        "train": _with_slack(process | shards | optimizer | cache, train),
-        "sync": _with_slack(process | shards | ({} if actor.enable_offload else optimizer) | cache, sync),
+        "load": process | {"parameters": max(shards["parameters"], 4 * weights.total * on_device)},
+        # An optimizer's state is made by a step, and then overwritten.
+        "resume": process | shards | optimizer | {"gradients": sharded_gradients},
+        "generate": process | resident | cache,
+        "images": _with_slack(training, images),
+        "train": _with_slack(training, train),
+        "sync": _with_slack(process | shards | cache | resident, sync),
     }
 
 
@@ -260,37 +215,40 @@ def _bytes(dtype: str) -> int:
     return DTYPES[dtype].itemsize
 
 
-def _judged(made: Ledger, model: Model, fits: float, least: float) -> Ledger:
-    """Add what is wrong, each with the way out. `fits`: the largest share that there is room for; `least`: the smallest of use."""
-    usable, problems, fsdp = made.hardware.usable, [], made.config.actor.fsdp_config
-    larger_share = f"set rollout.gpu_memory_utilization to {fits:.2f} or auto"
-    more_room = "set actor.enable_offload=true, lower actor.vision_cache_gb, or take more GPUs"
-    share = larger_share if fits >= least else more_room
-    unset = [f"{key}=true" for key in ("gradient_checkpointing", "cpu_offload") if not getattr(fsdp, key)]
+def _problems(made: Ledger, model: Model, fits: float, least: float) -> Iterator[str]:
+    """What is wrong, each with the way out. `fits`: the largest share that there is room for; `least`: the smallest of use."""
+    config, usable = made.config, made.hardware.usable
+    share = "set actor.enable_offload=true, lower actor.vision_cache_gb, or take more GPUs"
+    if fits >= least:
+        share = f"set rollout.gpu_memory_utilization to {fits:.2f} or auto"
+    full = False
     for gpu in made.gpus:
         totals = {phase: sum(parts.values()) for phase, parts in gpu.phases.items()}
         for phases in (("generate",), ("images", "train"), ("load", "resume", "sync")):
             phase = max(phases, key=lambda name: totals.get(name, 0))
             if totals.get(phase, 0) <= usable:
                 continue
-            if "generate" in phases:
+            full = True
+            way_out = "lower actor.vision_cache_gb, or take more GPUs"
+            if phase == "generate":
                 way_out = share
-            elif "load" in phases:
-                way_out = "lower actor.vision_cache_gb, or take more GPUs"
-            elif budget := largest_budget(made, model):
-                way_out = f"set runner.max_tokens_per_mbs to {budget}"
-            elif unset:
-                way_out = f"set actor.fsdp_config.{' and '.join(unset)}, or take more GPUs"
-            else:
-                way_out = "take more or larger GPUs"
-            needs = f"{totals[phase] / GIB:.1f} of {usable / GIB:.1f} GiB on a GPU ({gpu.role})"
-            problems.append(f"{phase} needs {needs}; {way_out}")
-    if made.share < least and not problems:
-        problems.append(
+            elif "train" in phases:
+                way_out = _way_to_train(made, model)
+            yield f"{phase} needs {totals[phase] / GIB:.1f} of {usable / GIB:.1f} GiB on a GPU ({gpu.role}); {way_out}"
+    if made.share < least and not full:
+        yield (
             f"rollout.gpu_memory_utilization: {made.share:.2f} holds the engine's weights and less than one group of "
-            f"{made.config.algorithm.group_size} responses, which takes {least:.2f}; {share}"
+            f"{config.algorithm.group_size} responses, which takes {least:.2f}; {share}"
         )
-    return replace(made, problems=tuple(problems))
+
+
+def _way_to_train(made: Ledger, model: Model) -> str:
+    if budget := largest_budget(made, model):
+        return f"set runner.max_tokens_per_mbs to {budget}"
+    fsdp = made.config.actor.fsdp_config
+    if unset := [f"{key}=true" for key in ("gradient_checkpointing", "cpu_offload") if not getattr(fsdp, key)]:
+        return f"set actor.fsdp_config.{' and '.join(unset)}, or take more GPUs"
+    return "take more or larger GPUs"
 
 
 def largest_budget(made: Ledger, model: Model) -> int:

@@ -1,4 +1,4 @@
-"""A model's shape without its weights: from its folder, the hub's cache, or a table of the examples' models."""
+"""A model without its weights: its shape, from its folder, the hub's cache or a table of the examples' models, and its traces."""
 
 import copy
 import json
@@ -11,12 +11,57 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
+from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.models.families import Family
-from rlinf_vl.models.loading import checkpoint_blocks, freeze_vision, use_packed_attention
+from rlinf_vl.models.families import Family, family_of
+from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, freeze_vision, use_packed_attention
+from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
 
 #: config.json of hub models that the examples name, as far as it decides on memory.
 KNOWN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("known_models.json").read_text())
+#: More tokens in a micro-batch are not even traced, which would take as many steps of the CPU.
+MOST_TOKENS = 2**21
+
+
+class Model:
+    """A config's model: its shape, numbers of parameters, and traces at any budget."""
+
+    def __init__(self, config: Config, path: str | None = None) -> None:
+        """`path`: of the checkpoint where it isn't the config's own name (the toy's)."""
+        rollout, fsdp = config.rollout.model, config.actor.fsdp_config
+        self.shape, self.said = model_config(path or rollout.model_path, trust_remote_code=rollout.trust_remote_code)
+        self.family = family_of(rollout.model_type)
+        self._made = meta_model(
+            self.shape,
+            self.family,
+            DTYPES[fsdp.mixed_precision.param_dtype],
+            freeze_tower=config.actor.model.freeze_vision_tower,
+            checkpointing=fsdp.gradient_checkpointing,
+        )
+        self.weights = Weights(self._made, self.family)
+        self._config = config
+
+    @cache  # noqa: B019  # a model or two in a process
+    def step(self, tokens: int) -> Trace:
+        """`trace_step` on CUDA, of so many tokens."""
+        if tokens > MOST_TOKENS:
+            raise ConfigError(
+                f"runner.max_tokens_per_mbs: {tokens} tokens in a micro-batch are more than any GPU holds; set it to "
+                "16384, or to what 'python -m rlinf_vl preflight' then says is the largest that fits"
+            )
+        longest, chunk = self._config.runner.seq_length, self._config.actor.logprob_chunk_tokens
+        with pretend_cuda():
+            return trace_step(self._made, self.family, tokens, longest=longest, chunk=chunk)
+
+    @cache  # noqa: B019
+    def images(self, tokens: int) -> Trace:
+        """`trace_images` on CUDA, of so many tokens."""
+        with pretend_cuda():
+            return trace_images(self._made, self.family, tokens, self._config.data.max_prompt_length)
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Keys and values of all layers."""
+        return self.family.decode_state(self.shape).token_bytes(DTYPES[dtype])
 
 
 def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, str]:
@@ -45,13 +90,9 @@ def meta_model(
     config: PretrainedConfig, family: Family, dtype: torch.dtype, *, freeze_tower: bool, checkpointing: bool
 ) -> PreTrainedModel:
     """The model as a rank trains it, on the meta device: shapes, and no memory."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(copy.deepcopy(config), attn_implementation="sdpa")
-    finally:
-        torch.set_default_dtype(before)
+    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model = use_packed_attention(model, family).train()
     if freeze_tower:
         freeze_vision(model, family)
@@ -73,24 +114,20 @@ class Weights:
     def __init__(self, model: nn.Module, family: Family) -> None:
         self.parameters = list(model.parameters())
         tower = model.get_submodule(family.vision_tower)
-        text_blocks, vision_blocks = (
-            [_numel(block) for block in model.get_submodule(path).children()]
-            for path in (family.text_blocks, family.vision_blocks)
-        )
-        self.total, self.tower = _numel(model), _numel(tower)
+        text_blocks = [_numel(block) for block in model.get_submodule(family.text_blocks).children()]
+        vision_blocks = [_numel(block) for block in model.get_submodule(family.vision_blocks).children()]
+        self.total = _numel(model)
         self.trained = sum(p.numel() for p in self.parameters if p.requires_grad)
+        self.tower = _numel(tower)
         self.largest = max(p.numel() for p in self.parameters)
-        self.block, self.root = max(text_blocks), self.total - self.tower - sum(text_blocks)
+        self.root = self.total - self.tower - sum(text_blocks)
+        self.block = max(text_blocks)
         self.tower_unit = max(*vision_blocks, self.tower - sum(vision_blocks))
 
-    @cache  # noqa: B019  # one model, a few numbers of ranks
     def shard(self, ranks: int, trained: bool = False) -> int:
         """Elements that rank 0 of so many has: FSDP2 cuts dimension 0, the last rank's part may be short."""
-        return sum(
-            math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:])
-            for p in self.parameters
-            if p.requires_grad or not trained
-        )
+        counted = [p.shape for p in self.parameters if p.requires_grad or not trained]
+        return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in counted)
 
 
 def _numel(module: nn.Module) -> int:

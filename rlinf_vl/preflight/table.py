@@ -6,33 +6,30 @@ from collections.abc import Iterable
 
 from rlinf_vl.config.load import load_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.ledger import GIB, PARTS, Gpu, Hardware, Ledger, Model, largest_budget, ledger
+from rlinf_vl.preflight.ledger import GIB, PARTS, Gpu, Hardware, Ledger, largest_budget, ledger
+from rlinf_vl.preflight.model import Model
 
 
 def render(made: Ledger, largest: int = 0) -> str:
     """What `preflight` prints, as Markdown: a table for each kind of GPU (GiB by part and phase), and what follows from it.
     `largest`: the largest token budget that fits, where it is known."""
     config, hardware = made.config, made.hardware
-    longest = config.runner.seq_length
     lines = [f"{config.runner.experiment_name} on {hardware}; the model's shape is from {made.said}", ""]
     for gpu in made.gpus:
-        lines += [*_table(gpu), ""]
         peak, phase = gpu.peak
-        lines += [f"- {gpu.role}: at most {peak / GIB:.1f} of {hardware.usable / GIB:.1f} GiB, in {phase}", ""]
+        said = f"- {gpu.role}: at most {peak / GIB:.1f} of {hardware.usable / GIB:.1f} GiB, in {phase}"
+        lines += [*_table(gpu), "", said, ""]
+    auto = " (auto)" if config.rollout.gpu_memory_utilization == "auto" else ""
     lines += [
-        f"- rollout.gpu_memory_utilization {made.share:.2f}"
-        + (" (auto)" if config.rollout.gpu_memory_utilization == "auto" else "")
-        + f": a KV cache of {made.kv_tokens} tokens, {made.kv_tokens // longest} responses of the longest at once, of"
+        f"- rollout.gpu_memory_utilization {made.share:.2f}{auto}: a KV cache of {made.kv_tokens} tokens,"
+        f" {made.kv_tokens // config.runner.seq_length} responses of the longest at once, of"
         f" rollout.max_running_requests {config.rollout.max_running_requests}",
         f"- runner.max_tokens_per_mbs {config.runner.max_tokens_per_mbs}: {made.trace.operations} operations, of which"
         f" {sum(made.trace.synchronising.values())} wait for the GPU, in a micro-batch's forward and backward",
-        *(
-            [f"- the largest runner.max_tokens_per_mbs that fits, up to four times this one, is {largest}"]
-            if largest
-            else []
-        ),
-        *(f"- does not fit: {problem}" for problem in made.problems),
     ]
+    if largest:
+        lines.append(f"- the largest runner.max_tokens_per_mbs that fits, up to four times this one, is {largest}")
+    lines += [f"- does not fit: {problem}" for problem in made.problems]
     return "\n".join(lines) + "\n"
 
 

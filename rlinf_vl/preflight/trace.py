@@ -28,42 +28,34 @@ _SYNCHRONISING = (_aten._local_scalar_dense.default, _aten.nonzero.default, _ate
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered, counts operations, synchronising ones by name, and the bytes of living storages.
-
-    Storages of `known` tensors are left out.
-    """
+    """While entered, counts operations, synchronising ones by name, and the bytes of living storages but those of `known`."""
 
     def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.operations, self.synchronising, self.now, self.peak = 0, Counter(), 0, 0
+        self.operations = 0
+        self.synchronising: Counter[str] = Counter()
+        self.now = 0
+        self.peak = 0
         self._live: dict[int, int] = {}
-        self._known = [t.untyped_storage() for t in known]  # alive, so that no other gets their address
-        self._ignored = {s._cdata for s in self._known}
+        # Referenced, so that no other storage gets their address.
+        self._known = {storage._cdata: storage for storage in (t.untyped_storage() for t in known)}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.operations += 1
         self.synchronising[str(operation)] += operation in _SYNCHRONISING
         on_meta = any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs)))
-        if (
-            on_meta and operation is not _aten._to_copy.default
-        ):  # small tables that stand on the CPU join the others there
+        if on_meta and operation is not _aten._to_copy.default:  # small tables on the CPU join the others there
             args = tree_map_only(torch.Tensor, lambda x: x if x.is_meta or not x.ndim else x.to("meta"), args)
         out = operation(*args, **kwargs)
-        for value in tree_leaves(out):
-            if isinstance(value, torch.Tensor):
-                self._count(value)
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+            key = storage._cdata
+            if key not in self._live and key not in self._known:
+                self._live[key] = storage.nbytes()
+                self.now += self._live[key]
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, key)
         return out
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live or key in self._ignored:
-            return
-        self._live[key] = size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
         self.now -= self._live.pop(key)
@@ -105,9 +97,7 @@ class Trace:
     peak: int
 
 
-def trace_step(
-    model: PreTrainedModel, family: Family, tokens: int, *, longest: int, chunk: int | None, entropy: bool = True
-) -> Trace:
+def trace_step(model: PreTrainedModel, family: Family, tokens: int, *, longest: int, chunk: int | None) -> Trace:
     """Forward, head and backward of one micro-batch of `tokens`, in sequences of `longest`.
 
     An upper bound of what a row of that length takes: each token but the first of a sequence is an image's, and each is
@@ -117,28 +107,26 @@ def trace_step(
         model: on any device; `pretend_cuda` makes a meta model a GPU's.
         chunk: `actor.logprob_chunk_tokens`.
     """
-    tower = model.get_submodule(family.vision_tower)
     device = next(model.parameters()).device
     images = np.setdiff1d(np.arange(tokens), np.arange(0, tokens, longest))
     policy = PolicyModel(model, family, np.zeros(8, bool), temperature=1.0, chunk=chunk).to(device)
-    hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in model.parameters() if p.requires_grad]
     live = LiveBytes([*model.parameters(), *policy.buffers()])
-    try:
-        with live:
-            if is_trained(tower):
-                features = _encode(model, family, len(images), longest)
-            else:
-                features = _features(model, family, len(images), device)
-            logprobs, entropies = policy(_row(tokens, longest, images), features)
-            kept = live.now
-            loss = logprobs.sum()
-            if entropy and entropies is not None:
-                loss = loss + entropies.sum()
-            loss.backward()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with live:
+        if is_trained(model.get_submodule(family.vision_tower)):
+            features = _encode(model, family, len(images), longest)
+        else:
+            features = _features(model, family, len(images), device)
+        logprobs, entropy = policy(_row(tokens, longest, images), features)
+        kept = live.now
+        (logprobs.sum() + entropy.sum()).backward()
+    for hook in hooks:
+        hook.remove()
     return Trace(live.operations, +live.synchronising, kept, live.peak)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def trace_images(model: PreTrainedModel, family: Family, tokens: int, longest: int) -> Trace:
@@ -170,16 +158,15 @@ def _features(model: PreTrainedModel, family: Family, tokens: int, device: torch
 
 
 def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
-    starts = np.arange(0, tokens, longest)
-    zeros = np.zeros(tokens, np.int64)
+    at, starts, zeros = np.arange(tokens), np.arange(0, tokens, longest), np.zeros(tokens, np.int64)
     return MicroBatch(
         ids=zeros,
-        positions=np.tile(np.arange(tokens) % longest, (4, 1)),
+        positions=np.tile(at % longest, (4, 1)),
         cu_seqlens=np.append(starts, tokens),
         prefix=np.full(len(starts), -1),
-        predict=np.arange(tokens),
+        predict=at,
         targets=zeros,
-        trajectories=np.arange(tokens) // longest,
+        trajectories=at // longest,
         advantages=np.zeros(tokens, np.float32),
         rollout_logprobs=None,
         columns={},
@@ -189,7 +176,3 @@ def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
         image_positions=images,
         image_features=np.arange(len(images)),
     )
-
-
-def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None

@@ -66,7 +66,8 @@ def processes():
 
 @pytest.mark.parametrize(("ranks", "reshard"), [(1, True), (2, True), (2, False)])
 def test_a_ranks_bytes_are_the_ledgers(ranks, reshard, processes, tmp_path):
-    from rlinf_vl.preflight.ledger import Hardware, Model, ledger
+    from rlinf_vl.preflight.ledger import Hardware, ledger
+    from rlinf_vl.preflight.model import Model
 
     found, *_ = processes.run(ranks, measure, reshard)
     tiny_model().config.save_pretrained(tmp_path)

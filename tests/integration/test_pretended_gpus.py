@@ -6,7 +6,8 @@ import ray
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight import gpu_share
-from rlinf_vl.preflight.ledger import Hardware, Model, ledger
+from rlinf_vl.preflight.ledger import Hardware, ledger
+from rlinf_vl.preflight.model import Model
 from rlinf_vl.runtime.launch import reserve
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"

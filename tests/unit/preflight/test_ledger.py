@@ -7,7 +7,8 @@ import pytest
 from rlinf_vl.__main__ import main
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.ledger import Hardware, Model, largest_budget, ledger
+from rlinf_vl.preflight.ledger import Hardware, largest_budget, ledger
+from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.table import render
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
