@@ -61,11 +61,11 @@ class _Head(torch.autograd.Function):
             hidden, weight = _operands(saved, saved_weight)
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                logits = _logits(hidden[part], weight, ctx.temperature, banned)
                 columns = (
                     x if x is None else x[part, None] for x in (targets, lse, entropy, grad_logprobs, grad_entropy)
                 )
-                grad = _grad_logits(logits, banned, *columns)
+                # No name for the logits: it would hold 0.6 GiB of the flagship's into the next chunk.
+                grad = _grad_logits(_logits(hidden[part], weight, ctx.temperature, banned), banned, *columns)
                 if ctx.temperature != 1.0:
                     grad.div_(ctx.temperature)
                 grad_hidden[part] = matmul(grad.to(saved.dtype), saved_weight)
