@@ -40,13 +40,12 @@ def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
         TooManyFaults: they are more than `MAX_FAULTS` of all.
     """
     errors = [error for summary in summaries for error in summary.errors]
-    faults = [error for error in errors if error is not None and _is_fault(error)]
+    faults = [error for error in errors if error and _is_fault(error)]
     if not faults:
         return None
-    reasons = Counter(shorten(fault, 3 * SHOWN) for fault in faults).most_common(3)
-    line = f"{len(faults)} of {len(errors)} trajectories failed, by no fault of their rows: " + "; ".join(
-        f"{n} × {reason}" for reason, n in reasons
-    )
+    frequent = Counter(shorten(fault, 3 * SHOWN) for fault in faults).most_common(3)
+    reasons = "; ".join(f"{n} × {reason}" for reason, n in frequent)
+    line = f"{len(faults)} of {len(errors)} trajectories failed, by no fault of their rows: {reasons}"
     if len(faults) > MAX_FAULTS * len(errors):
         raise TooManyFaults(
             f"{line}. That is more than half of the rollout. If requests are not answered in time, raise "
@@ -84,10 +83,10 @@ class BadRows:
         """Record the rows of groups that have an error, "kind: reason", of the row's own."""
         failed = []
         for summary in summaries:
-            error = next((error for error in summary.errors if error and not _is_fault(error)), None)
-            if error:
-                kind, _, reason = error.partition(": ")
-                failed.append(BadRow(kind, summary.problem_id, reason or error))
+            own = [error for error in summary.errors if error and not _is_fault(error)]
+            if own:
+                kind, _, reason = own[0].partition(": ")
+                failed.append(BadRow(kind, summary.problem_id, reason or own[0]))
         self.add(split, failed, step)
 
     def counts(self) -> dict[str, int]:

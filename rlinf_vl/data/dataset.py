@@ -32,7 +32,7 @@ class FilterResult:
 
 
 class ProblemDataset:
-    """`len(dataset)` rows; `dataset[i]` is a `Problem` or raises `RowError`."""
+    """`len(dataset)` rows; `dataset[i]` is a `Problem`."""
 
     def __init__(self, paths: Sequence[str], split: str, form: RowFormat = _DEFAULT) -> None:
         """Open the sources (see `open_source`) one after the other; no row is converted yet.
@@ -45,31 +45,24 @@ class ProblemDataset:
         if not paths:
             raise ValueError(f"data.{split}_data_paths: no path given")
         self._form = form
-        self._sources: list[Source] = []
+        self._sources: list[Source] = [open_source(str(path), split) for path in paths]
+        self._ends = list(accumulate(len(source.rows) for source in self._sources))
         self._ids: list[str] = []
         self._decodable: set[str] = set()  # hashes of images that were decoded before
         stems: set[str] = set()
-        for path in paths:
-            source = open_source(str(path), split)
+        for source in self._sources:
             if missing := form.missing_column(source.rows.column_names, source.name):
                 raise ValueError(missing)
             names = (f"{source.stem}-{n}" if n > 1 else source.stem for n in count(1))
             stem = next(name for name in names if name not in stems)  # several may be called `train`
             stems.add(stem)
-            self._sources.append(source)
             self._ids += source.ids(stem)
-        self._ends = list(accumulate(len(source.rows) for source in self._sources))
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def __getitem__(self, i: int) -> Problem:
-        """The problem of row i, 0 ≤ i < len.
-
-        Raises:
-            IndexError: no such row.
-            RowError: the row can't become a problem; it names the row and the reason.
-        """
+        """The problem of row i. Raises RowError: it can't become one; IndexError: no such row, which a negative i is, too."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         k = bisect_right(self._ends, i)

@@ -29,7 +29,8 @@ MAX_ASPECT_RATIO = 200
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8")
 _ORIENTATION_TAG = 0x0112
-_TILE_TAGS = (0x0142, 0x0143)
+_TILE_WIDTH_TAG = 0x0142
+_TILE_LENGTH_TAG = 0x0143
 _T = Image.Transpose
 #: What puts a picture of EXIF orientation 2, 3, … 8 upright.
 _UPRIGHT = (
@@ -123,7 +124,8 @@ def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
         # Pillow turns TIFFs itself, and would decode a whole PNG to look for an EXIF block behind the pixels.
         no_exif = image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info)
         orientation = 1 if no_exif else image.getexif().get(_ORIENTATION_TAG, 1)
-        tile = [int(image.tag_v2.get(tag, 1)) for tag in _TILE_TAGS] if isinstance(image, TiffImageFile) else (1, 1)
+        tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+        tile = int(tags.get(_TILE_WIDTH_TAG, 1)), int(tags.get(_TILE_LENGTH_TAG, 1))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise ImageError(TOO_LARGE, f"{e}; at most {MAX_PIXELS:,} pixels are accepted") from e
     except Exception as e:  # as above: a malformed header can raise anything
@@ -133,8 +135,7 @@ def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
         if begin.startswith(_SIGNATURES):
             raise ImageError(UNDECODABLE, f"{what} are the damaged or truncated header of an image{why}") from e
         raise ImageError(NOT_AN_IMAGE, f"{what} are no image ({', '.join(FORMATS)}){why}") from e
-    _check_area(*tile)  # a tile is decoded whole, even if it is larger than the image
-    _check_size(*image.size)
+    _check_size(*image.size, tile)
     return image, orientation
 
 
@@ -143,13 +144,10 @@ def _check_bytes(n: int) -> None:
         raise ImageError(TOO_LARGE, f"an image of {n:,} bytes; at most {MAX_BYTES:,} are accepted")
 
 
-def _check_area(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise ImageError(TOO_LARGE, f"an image of {width}×{height} pixels; at most {MAX_PIXELS:,} are accepted")
-
-
-def _check_size(width: int, height: int) -> None:
-    _check_area(width, height)
+def _check_size(width: int, height: int, tile: tuple[int, int] = (1, 1)) -> None:
+    for w, h in (tile, (width, height)):  # a tile is decoded whole, even if it is larger than the image
+        if w * h > MAX_PIXELS:
+            raise ImageError(TOO_LARGE, f"an image of {w}×{h} pixels; at most {MAX_PIXELS:,} are accepted")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         reason = f"an image of {width}×{height} pixels: one side is over {MAX_ASPECT_RATIO} times the other"
         raise ImageError("image too narrow", reason)

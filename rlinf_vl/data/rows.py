@@ -22,21 +22,15 @@ class RowFormat:
 
     The prompt is a string or a list of chat messages whose content is a string or parts (`text`, `image`); `<image>` in a text
     marks where an image stands. Without any placeholder all images stand first.
-
-    Attributes:
-        system_prompt: replaces the row's own, and the images shown there.
-        prompt_suffix: appended to the last message.
-        blank_images: replace each image by a grey one of its size.
-        image_hosts: hosts that images may be fetched from.
     """
 
     prompt_key: str = "problem"
     answer_key: str = "answer"
     image_keys: Sequence[str] = ("images",)
-    system_prompt: str | None = None
-    prompt_suffix: str = ""
-    blank_images: bool = False
-    image_hosts: Sequence[str] = ()
+    system_prompt: str | None = None  # replaces the row's own, and the images shown there
+    prompt_suffix: str = ""  # appended to the last message
+    blank_images: bool = False  # replace each image by a grey one of its size
+    image_hosts: Sequence[str] = ()  # which images may be fetched from
 
     @property
     def columns(self) -> dict[str, str]:

@@ -6,11 +6,7 @@ import numpy as np
 
 
 class EpochSampler:
-    """Endless batches of `batch_size` rows; rows left at an epoch's end that can't fill a batch are dropped.
-
-    Raises:
-        ValueError: fewer rows than one batch.
-    """
+    """Endless batches of `batch_size` rows; rows left at an epoch's end that can't fill a batch are dropped."""
 
     def __init__(self, indices: Sequence[int], batch_size: int, *, shuffle: bool, seed: int) -> None:
         if batch_size < 1:
@@ -41,6 +37,6 @@ class EpochSampler:
         return {"epoch": epoch, "rows": batch * self.batch_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from `state_dict()`. After a change of batch size, a batch that was begun is handed out again."""
+        """Go on from `state_dict()`. After a change of batch size, rows of a batch that was begun are handed out again."""
         batches = min(state["rows"] // self.batch_size, self.batches_per_epoch)
         self._batch = state["epoch"] * self.batches_per_epoch + batches

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HUB_PREFIX = "hf://"
-#: Embedded tasks → "module:function" that returns the file of a split, made on first use.
-EMBEDDED = {"toy": "rlinf_vl.toy.drawings:toy_dataset_path"}
 FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 #: Bytes of a JSON file that `peek` reads before a run; a damaged line beyond them is found when the file is loaded.
 SCANNED = 2**25
@@ -47,18 +46,12 @@ TOY = {split: Peek(["id", "problem", "images", "answer"], rows) for split, rows 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The rows of one entry of data.train_data_paths.
+    """The rows of one entry of data.train_data_paths."""
 
-    Attributes:
-        name: that entry, as errors show it.
-        stem: the beginning of its rows' ids.
-        root: the folder that image paths in rows are relative to; None for the hub.
-    """
-
-    name: str
-    stem: str
+    name: str  # that entry, as errors show it
+    stem: str  # the beginning of its rows' ids
     rows: "datasets.Dataset"
-    root: Path | None
+    root: Path | None  # the folder that image paths in rows are relative to; None for the hub
 
     def row(self, i: int, columns: Sequence[str]) -> dict[str, Any]:
         """The wanted columns of row i as Python values: bytes, strings, numbers, lists and dicts."""
@@ -67,15 +60,13 @@ class Source:
 
     def ids(self, stem: str) -> list[str]:
         """One unique id per row: `<stem>:<value of column id>`, or the row's number where there is no such column."""
-        values: list[Any] = list(range(len(self.rows)))
         if "id" in self.rows.column_names:
             column = self.rows.with_format("arrow", columns=["id"])[:]["id"].to_pylist()
             named = [_python(self.rows.features["id"], value) for value in column]
             if all(isinstance(value, (str, int)) for value in named) and len(set(map(str, named))) == len(named):
-                values = named
-            else:
-                log.warning("%s: column 'id' has missing or repeated values; rows are named by number", self.name)
-        return [f"{stem}:{value}" for value in values]
+                return [f"{stem}:{value}" for value in named]
+            log.warning("%s: column 'id' has missing or repeated values; rows are named by number", self.name)
+        return [f"{stem}:{number}" for number in range(len(self.rows))]
 
 
 def open_source(name: str, split: str) -> Source:
@@ -99,15 +90,13 @@ def open_source(name: str, split: str) -> Source:
         except Exception as e:  # the hub's client raises its own, the network's and the builders' errors
             raise ValueError(f"{name}: can't be loaded from the hub: {type(e).__name__}: {e}") from e
         return Source(name, repository, rows, None)
-    if name in EMBEDDED:
-        module, _, function = EMBEDDED[name].partition(":")
-        path = getattr(importlib.import_module(module), function)(split)
-    else:
-        path = Path(name).expanduser()
+    if name == "toy":  # its file is made on first use, by a room that imports this one
+        path: Path = importlib.import_module("rlinf_vl.toy.drawings").toy_dataset_path(split)
+        return Source(name, name, _load(name, path, split), path.parent)
+    path = Path(name).expanduser()
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder (hub datasets are named {HUB_PREFIX}owner/name[:split])")
-    rows = _load(name, path, split)
-    return Source(name, name if name in EMBEDDED else path.stem, rows, path if path.is_dir() else path.parent)
+    return Source(name, path.stem, _load(name, path, split), path if path.is_dir() else path.parent)
 
 
 def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
@@ -168,8 +157,9 @@ def peek(path: Path, scanned: int = SCANNED) -> Peek:
     try:
         if path.is_dir():
             return _peek_folder(path)
-        found = Peek([], 0)
-        if path.stat().st_size:
+        if not path.stat().st_size:
+            found = Peek([], 0)
+        else:
             found = _peek_parquet(path) if path.suffix == ".parquet" else _peek_json(path, scanned)
     except OSError as error:
         raise ValueError(f"can't be read: {error.strerror or error}") from error
@@ -209,14 +199,11 @@ def _peek_json(path: Path, scanned: int) -> Peek:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
             if not rows and whole:
-                try:
+                with suppress(ValueError):
                     return Peek(_columns([json.loads(start)], "line"), 1)
-                except ValueError:
-                    pass
             shown = shorten(line.decode(errors="replace").strip(), 60)
-            raise ValueError(
-                f"line {number} is not JSON ({_why(error)}): {shown}; repair or delete that line"
-            ) from error
+            reason = f"line {number} is not JSON ({_why(error)}): {shown}; repair or delete that line"
+            raise ValueError(reason) from error
     return Peek(_columns(rows, "line"), len(rows) if whole else None)
 
 
