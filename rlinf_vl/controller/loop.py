@@ -17,12 +17,12 @@ from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.mismatch import MismatchGuard
 from rlinf_vl.controller.parts import Learner, Pool
+from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.state import RunState, newest_checkpoint
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.data.bad_rows import check_faults
-from rlinf_vl.data.usable import RunData
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rollout.submission import Task

@@ -9,11 +9,11 @@ from pathlib import Path
 from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.loop import train
+from rlinf_vl.controller.run_data import find_usable_rows
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.state import newest_checkpoint
 from rlinf_vl.controller.weight_sync import WeightSync
-from rlinf_vl.data.usable import RunData, find_usable_rows
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.pool import RolloutPool
@@ -73,7 +73,8 @@ def run(
         replaced = partial(log.event, "worker_replaced")
         pool = RolloutPool(config, model_path, device, reservation.rollout, report=replaced, check=stop.check)
         learner = ActorGroup(config, model_path, device, reservation.actor)
-        data = usable_rows(config, run_dir, pool, progress)
+        data = find_usable_rows(config, run_dir, pool, progress)
+        write_baselines(run_dir, data.answers)
         gpu = SharedGpu(pool, shared=reservation.collocated, offload=config.actor.enable_offload)
         sync = load_model(learner)
         logger.info("started in %.0f s; training to step %d", time.monotonic() - began, data.total_steps)
@@ -102,27 +103,6 @@ def run(
     if isinstance(outcome, Interrupted):
         raise outcome
     return outcome
-
-
-def usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress: RunProgress) -> RunData:
-    """Wait for the workers, let them check all rows, and note what a model that sees nothing would score."""
-    data, runner = config.data, config.runner
-    found = find_usable_rows(
-        run_dir,
-        pool.start(),
-        pool.filter_rows,
-        progress.phase,
-        val_samples=data.val_samples,
-        batch_size=data.rollout_batch_size,
-        max_prompt_length=data.max_prompt_length,
-        max_bad_rows=data.max_bad_rows,
-        shuffle=data.shuffle,
-        seed=data.seed,
-        max_epochs=runner.max_epochs,
-        max_steps=runner.max_steps,
-    )
-    write_baselines(run_dir, found.answers)
-    return found
 
 
 def count_restart(lost: ActorsLost, limit: int, checkpoint: Path | None, log: RunLog) -> None:

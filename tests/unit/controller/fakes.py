@@ -20,12 +20,12 @@ from rich.console import Console
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.loop import train
+from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.data.sampler import EpochSampler
-from rlinf_vl.data.usable import RunData
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.status import StatusFile
 from rlinf_vl.runtime.stop_request import StopRequest

@@ -1,0 +1,76 @@
+"""Which rows of each split a run uses, in which order, and how many training steps they make."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.data.bad_rows import BadRows
+from rlinf_vl.data.dataset import FilterResult
+from rlinf_vl.data.sampler import EpochSampler
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.rollout.pool import RolloutPool
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The rows of a run. `answers` counts the reference answers of the validation rows."""
+
+    sampler: EpochSampler
+    val_rows: list[int]
+    answers: Counter[str]
+    total_steps: int
+    bad_rows: BadRows
+
+
+def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress: RunProgress) -> RunData:
+    """Wait for the workers, and let them check the rows of each split. Bad rows are left out, and recorded in `run_dir`.
+
+    Raises:
+        ConfigError: too few rows are left. TooManyBadRows: too many are bad.
+    """
+    data, runner = config.data, config.runner
+    rows = {"val": 0} | pool.start()
+    val = rows["val"] if data.val_samples < 0 else min(data.val_samples, rows["val"])
+    totals = {"train": rows["train"], "val": val}
+    bad_rows = BadRows(run_dir, data.max_bad_rows, totals)
+    kept: dict[str, dict[int, str]] = {}
+    for split, n in totals.items():
+        result = pool.filter_rows(split, range(n), partial(progress.phase, f"checking rows of {split}", total=n))
+        too_long, bad = len(result.too_long), result.bad
+        log.info("%s: %d rows, %d of them longer than data.max_prompt_length, %d bad", split, n, too_long, len(bad))
+        if bad:
+            bad_rows.add(split, bad.values())
+            log.warning("bad rows of %s, left out (%s):\n%s", split, bad_rows.path, bad_rows.table(split))
+            bad_rows.check()
+        if len(result.kept) < (data.rollout_batch_size if split == "train" else min(n, 1)):
+            raise ConfigError(_too_few(config, split, n, result, bad_rows.path.name))
+        kept[split] = result.kept
+    sampler = EpochSampler(list(kept["train"]), data.rollout_batch_size, shuffle=data.shuffle, seed=data.seed)
+    steps = sampler.batches_per_epoch * runner.max_epochs
+    total_steps = steps if runner.max_steps < 0 else min(steps, runner.max_steps)
+    answers = Counter(map(str.strip, kept["val"].values()))
+    return RunData(sampler, list(kept["val"]), answers, total_steps, bad_rows)
+
+
+def _too_few(config: Config, split: str, n: int, result: FilterResult, bad_file: str) -> str:
+    why = [f"{len(result.bad)} are bad (see {bad_file})"] if result.bad else []
+    if result.too_long:
+        tokens = sorted(result.too_long.values())
+        why.append(
+            f"{len(tokens)} have prompts of {tokens[0]} to {tokens[-1]} tokens, above "
+            f"data.max_prompt_length={config.data.max_prompt_length}: raise that, and runner.seq_length"
+        )
+    short, lower = "nothing could be validated", ""
+    if split == "train":
+        short = f"data.rollout_batch_size={config.data.rollout_batch_size} needs more"
+        lower = "; or lower data.rollout_batch_size" if result.kept else ""
+    return (
+        f"data.{split}_data_paths: of {n} rows {len(result.kept)} can be used; {short}. "
+        f"{'; '.join(why) or 'There are no more'}{lower}"
+    )

@@ -1,0 +1,70 @@
+"""Rows that a run uses: bad and long ones are left out, and too few are refused with the keys to change."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from rlinf_vl.config import load_config
+from rlinf_vl.controller.run_data import RunData, find_usable_rows
+from rlinf_vl.data.bad_rows import TooManyBadRows
+from rlinf_vl.data.dataset import FilterResult
+from rlinf_vl.data.unusable import BadRow
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.observe.status import StatusFile
+
+BAD, LONG = {1: BadRow("not an image", "t:1", "3 bytes")}, {3: 90, 7: 70}
+
+
+class Pool:
+    """Workers that find rows `bad` and `long` of the training split."""
+
+    def __init__(self, train: int = 12, val: int | None = 5, *, bad=BAD, long=LONG) -> None:
+        self.rows = {"train": train} | ({} if val is None else {"val": val})
+        self.bad, self.long = bad, long
+
+    def start(self) -> dict[str, int]:
+        return self.rows
+
+    def filter_rows(self, split, rows, progress) -> FilterResult:
+        progress(len(rows))
+        if split == "val":
+            return FilterResult({row: f" {row % 2}" for row in rows})
+        return FilterResult({row: "1" for row in rows if row not in self.bad | self.long}, self.long, self.bad)
+
+
+def found(tmp_path, pool: Pool, *overrides: str) -> RunData:
+    sizes = ["data.rollout_batch_size=4", "algorithm.n_minibatches=1", "data.max_bad_rows=0.1", "runner.max_epochs=3"]
+    config = load_config("toy-grpo-cpu", [*sizes, "runner.max_steps=-1", "data.shuffle=false", *overrides])
+    progress = RunProgress(StatusFile(tmp_path), console=Console(file=io.StringIO()))
+    return find_usable_rows(config, tmp_path, pool, progress)  # pyright: ignore[reportArgumentType]
+
+
+def test_bad_and_long_rows_are_left_out(tmp_path):
+    data = found(tmp_path, Pool())
+    assert data.sampler.next_batch() == (0, [0, 2, 4, 5]) and data.val_rows == [0, 1, 2, 3, 4]
+    assert data.answers == {"0": 3, "1": 2} and data.total_steps == 6
+    assert data.bad_rows.counts() == {"train": 1, "val": 0} and '"id": "t:1"' in data.bad_rows.path.read_text()
+
+
+def test_steps_and_validation_rows_are_limited_by_the_config(tmp_path):
+    data = found(tmp_path, Pool(), "runner.max_steps=5", "data.val_samples=2")
+    assert data.total_steps == 5 and data.val_rows == [0, 1]
+    assert found(tmp_path, Pool(val=None), "data.val_samples=2").val_rows == []
+
+
+def test_too_many_bad_rows_stop_the_run(tmp_path):
+    with pytest.raises(TooManyBadRows, match="1 of the 12 rows of train are bad"):
+        found(tmp_path, Pool(), "data.max_bad_rows=0.05")
+
+
+def test_too_few_rows_are_refused_with_the_keys_to_change(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        found(tmp_path, Pool(train=6, long={0: 90, 3: 70, 5: 80}), "data.max_bad_rows=1")
+    limit = load_config("toy-grpo-cpu").data.max_prompt_length
+    assert str(caught.value) == (
+        "data.train_data_paths: of 6 rows 2 can be used; data.rollout_batch_size=4 needs more. 1 are bad (see "
+        f"bad_rows.jsonl); 3 have prompts of 70 to 90 tokens, above data.max_prompt_length={limit}: raise that, and "
+        "runner.seq_length; or lower data.rollout_batch_size"
+    )
