@@ -29,7 +29,12 @@ log = logging.getLogger("rlinf_vl")
 
 
 #: Errors that mean a mistake in what a verb was asked for, beside ConfigError.
-MISTAKES = {"export": (FileNotFoundError, FileExistsError), "timeline": (ValueError,), "report": (ValueError,)}
+MISTAKES = {
+    "export": (FileNotFoundError, FileExistsError),
+    "watch": (ValueError,),
+    "timeline": (ValueError,),
+    "report": (ValueError,),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -219,7 +224,7 @@ def _run_verb(arguments: argparse.Namespace) -> int:
         case "watch":
             from rlinf_vl.report.watch import watch
 
-            return watch(arguments.run_dir, once=arguments.once)
+            watch(arguments.run_dir, once=arguments.once)
         case "timeline":
             print(write_timeline(arguments.run_dir, arguments.output))
         case "report":

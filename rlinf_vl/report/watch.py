@@ -1,14 +1,13 @@
 """`python -m rlinf_vl watch RUN_DIR`: a run on a terminal, drawn from the files in its folder while it goes on."""
 
 import math
-import sys
 import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -71,11 +70,7 @@ class Curve:
 
 
 class RunPage:
-    """The files of a run's folder, as far as they are there and whole, as lines for a terminal.
-
-    Raises:
-        ValueError: the folder isn't there, or isn't a run's.
-    """
+    """The files of a run's folder, as far as they are there and whole, as lines for a terminal."""
 
     def __init__(self, run_dir: Path) -> None:
         check_is_run(run_dir)
@@ -95,10 +90,10 @@ class RunPage:
             rows = self._metrics = read_metrics(self._run_dir, [])
             logged = set().union(*rows)
             self._curves = {label: Curve(rows, metric) for label, metric in CURVES.items() if metric in logged}
-            times = [
-                {k.removeprefix("time/"): v for k, v in row.items() if k.startswith("time/")} for row in rows[-WINDOW:]
+            self._times = [
+                {name.removeprefix("time/"): x for name, x in row.items() if name.startswith("time/") and x is not None}
+                for row in rows[-WINDOW:]
             ]
-            self._times = [{phase: seconds for phase, seconds in row.items() if seconds is not None} for row in times]
         if self._changed("events.jsonl"):
             with suppress(OSError):
                 rows, _ = read_lines(self._run_dir / "events.jsonl")
@@ -149,8 +144,8 @@ class RunPage:
         if status and self.ended:
             parts = [f"{_duration(status['time'] - status['started'])} in all", *parts]
         elif status:
-            left = [f"{_duration(seconds * (total - step))} left"] if seconds and total else []
-            parts = [f"{_duration(now - status['started'])} so far", *left, *parts]
+            parts = [f"{_duration(seconds * (total - step))} left", *parts] if seconds and total else parts
+            parts = [f"{_duration(now - status['started'])} so far", *parts]
         parts += [f"process {status['pid']} on {status['host']}"] if status else []
         lines = [Text.assemble(line, " ", badge), Text(f" {' · '.join(parts)}", "dim")]
         reason = status.get("reason", "") if self.ended else ""
@@ -172,8 +167,7 @@ class RunPage:
         return lines
 
     def _phase_lines(self, width: int, now: float) -> list[Text]:
-        times = self._times
-        lines = [_rule(f"phases now and in the last {len(times)} steps" if times else "phases", width)]
+        lines = [_rule(f"phases now and in the last {len(self._times)} steps" if self._times else "phases", width)]
         phase, progress = self._status.get("phase"), self._status.get("progress")
         if phase and not self.ended:
             took, usual = _duration(now - self._status["phase_since"]), self._usual(phase)
@@ -181,24 +175,27 @@ class RunPage:
             lines.append(Text.assemble(" now  ", (phase, "bold"), f"  {took}", usually))
             if progress and (total := progress["total"]):
                 _bar(lines[-1].append("  "), progress["done"] / total, 20).append(f" {progress['done']:,} of {total:,}")
-        sums: Any = sum(map(Counter, times), Counter[str]())  # of floats
-        whole, parts = max(sums.pop("step", 0.0), sums.total()), sums.most_common(len(_PHASE_LOOKS) - 1)
-        parts.append(("other", whole - sum(seconds for _, seconds in parts)))
-        used, end, bar, legend = 0.0, 0, Text(" last "), Text(" ")
-        for (name, seconds), (glyph, color) in zip(parts, _PHASE_LOOKS, strict=False):
-            start, used = end, used + seconds
-            end = round(used / (whole or 1.0) * min(120, width - 7))
+        sums: Any = sum(map(Counter, self._times), Counter[str]())  # of floats
+        whole = max(sums.pop("step", 0.0), sums.total())
+        if not whole:
+            return lines
+        shares = {name: seconds / whole for name, seconds in sums.most_common(len(_PHASE_LOOKS) - 1)}
+        shares["other"] = 1 - sum(shares.values())
+        edges = [round(x * min(120, width - 7)) for x in accumulate(shares.values(), initial=0.0)]
+        bar, legend = Text(" last "), Text(" ")
+        for (name, share), (glyph, color), (start, end) in zip(
+            shares.items(), _PHASE_LOOKS, pairwise(edges), strict=False
+        ):
             bar.append(glyph * (end - start), color)
-            legend.append(glyph, color).append(f" {name} {seconds / (whole or 1.0):.0%} ")
-        return lines + [bar, legend] * (whole > 0)
+            legend.append(glyph, color).append(f" {name} {share:.0%} ")
+        return [*lines, bar, legend]
 
     def _worker_lines(self, width: int, height: int) -> list[Text]:
         """A line on each kind of worker, and one on each worker as far as there is room, the troubled first."""
-        kinds, workers = {}, self._status.get("workers", [])
+        workers = self._status.get("workers", [])
         lines = [_rule("workers" if workers else "workers: none yet", width)]
-        for w in workers:
-            kinds.setdefault(w["name"].split()[0], []).append(w)
-        for kind, members in kinds.items():
+        for kind in dict.fromkeys(w["name"].split()[0] for w in workers):
+            members = [w for w in workers if w["name"].split()[0] == kind]
             states, restarts = Counter(w["state"] for w in members), sum(w["restarts"] for w in members)
             looks = [_WORKER_LOOKS[w["state"]] for w in members[: max(8, width - 50)]]
             about = ", ".join(f"{n} {state}" for state, n in states.most_common())
@@ -233,14 +230,14 @@ class RunPage:
         return _fit(head + lines, width, min(height, len(head) + len(lines)))
 
 
-def watch(run_dir: Path, *, once: bool = False, console: Console | None = None) -> int:
-    """Follow a run until it ends or Ctrl-C; one page only if `once` or without a terminal. The exit code: 2 if it is no run."""
+def watch(run_dir: Path, *, once: bool = False, console: Console | None = None) -> None:
+    """Follow a run until it ends or Ctrl-C; print one page only if `once` or without a terminal.
+
+    Raises:
+        ValueError: the folder isn't there, or isn't a run's.
+    """
     console = console or Console(highlight=False)
-    try:
-        page = RunPage(run_dir)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    page = RunPage(run_dir)
 
     def drawn(height: int) -> Group:
         lines = page.draw(console.width, height, time.time())
@@ -256,7 +253,6 @@ def watch(run_dir: Path, *, once: bool = False, console: Console | None = None) 
                     time.sleep(REFRESH_S)
                     page.poll()
         console.print(drawn(console.height - 1))
-    return 0
 
 
 def _fit(lines: Sequence[Text], width: int, height: int) -> list[Text]:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 
 import pytest
@@ -164,10 +165,12 @@ def terminal(width=80, height=24):
     return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, highlight=False)
 
 
-def test_a_folder_that_is_no_run_is_an_error(tmp_path, capsys):
-    for folder in (tmp_path, tmp_path / "absent"):
-        assert watch(folder) == 2
-        assert f"{folder} is not a run's folder" in capsys.readouterr().err
+def test_a_folder_that_is_no_run_is_an_error(tmp_path):
+    command = [sys.executable, "-m", "rlinf_vl", "watch", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} is not a run's folder")
+    with pytest.raises(ValueError, match="absent is not a run's folder"):
+        watch(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("state", ["done", "stopped", "failed"])
@@ -181,7 +184,7 @@ def test_it_stops_when_the_run_has_ended(run, monkeypatch, state):
 
     monkeypatch.setattr(watch_module.time, "sleep", end)
     console = terminal()
-    assert watch(run, console=console) == 0
+    watch(run, console=console)
     assert len(rounds) == 2
     last = console.file.getvalue().split("\x1b[?1049l")[-1]  # after the alternate screen is left
     assert f"ended: {state}" in last and "0:10:00 in all" in last and "left" not in last
@@ -192,7 +195,7 @@ def test_a_process_that_is_gone_has_ended(run):
     gone.wait()
     write_status(run, pid=gone.pid)
     console = terminal()
-    assert watch(run, console=console) == 0
+    watch(run, console=console)
     assert "ended: its process is gone" in console.file.getvalue()
     write_status(run, pid=gone.pid, host="elsewhere")
     assert "running" in text(run)
@@ -204,7 +207,7 @@ def test_ctrl_c_leaves_cleanly(run, monkeypatch):
 
     monkeypatch.setattr(watch_module.time, "sleep", interrupt)
     console = terminal()
-    assert watch(run, console=console) == 0
+    watch(run, console=console)
     assert (
         "\x1b[?1049l" in console.file.getvalue() and "\x1b[?25h" in console.file.getvalue()
     )  # the screen is given back
@@ -213,10 +216,10 @@ def test_ctrl_c_leaves_cleanly(run, monkeypatch):
 def test_once_and_pipes_get_one_page(run, monkeypatch):
     monkeypatch.setattr(watch_module.time, "sleep", lambda seconds: pytest.fail("it waited"))
     console = terminal(80, 25)
-    assert watch(run, once=True, console=console) == 0
+    watch(run, once=True, console=console)
     assert "?1049" not in console.file.getvalue()
     pipe = Console(file=io.StringIO(), width=80, height=25)
-    assert watch(run, console=pipe) == 0
+    watch(run, console=pipe)
     assert "step 40/60" in pipe.file.getvalue() and "\x1b" not in pipe.file.getvalue()
 
 
@@ -232,7 +235,7 @@ def test_a_long_run_stays_cheap(tmp_path):
 def test_a_terminal_without_unicode_gets_ascii(run):
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), width=80, height=25)
-    assert watch(run, once=True, console=console) == 0
+    watch(run, once=True, console=console)
     assert b"step 40/60" in raw.getvalue()
 
 
