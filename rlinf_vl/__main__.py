@@ -40,20 +40,15 @@ MISTAKES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 0 on success, 2 for a mistake in what was asked, 1 for a failure."""
     arguments = _parse(argv)
+    mistakes = (ConfigError, *MISTAKES.get(arguments.verb, ()))
     stop_request = StopRequest()
     setup_logging()
     stop_request.install()  # both signals unwind, so that nothing is left running
     try:
         return _train(arguments, stop_request) if arguments.verb == "train" else _run_verb(arguments)
-    except (ConfigError, *MISTAKES.get(arguments.verb, ())) as error:
-        print(f"error: {reason_of(error) if isinstance(error, ConfigError) else error}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"error: {reason_of(error)}", file=sys.stderr)
-        return 1
-    except OSError as error:  # it names the file that can't be read or written
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (*mistakes, RunError, OSError) as error:  # an OSError names the file that can't be read or written
+        print(f"error: {reason_of(error) if isinstance(error, ConfigError | RunError) else error}", file=sys.stderr)
+        return 2 if isinstance(error, mistakes) else 1
     except KeyboardInterrupt:
         return 128 + (stop_request.number or signal.SIGINT)
 

@@ -4,9 +4,9 @@ import ast
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, get_type_hints
 
 import rlinf_vl.config.schema as schema
@@ -31,48 +31,36 @@ def config_keys() -> dict[str, Key]:
 @cache
 def config_sections() -> dict[str, tuple[str, ...]]:
     """Dotted names of the sections (`runner`, `actor.optim`, …), each with its leaves' dotted names."""
-    sections: dict[str, list[str]] = {}
-    for key in config_keys():
-        parts = key.split(".")
-        for depth in range(1, len(parts)):
-            sections.setdefault(".".join(parts[:depth]), []).append(key)
-    return {section: tuple(keys) for section, keys in sections.items()}
+    parents = (accumulate(key.split(".")[:-1], "{}.{}".format) for key in config_keys())
+    sections = dict.fromkeys(chain.from_iterable(parents))
+    return {section: tuple(key for key in config_keys() if key.startswith(f"{section}.")) for section in sections}
 
 
-def suggestion(key: str, limit: int = 2) -> str:
+def suggestion(key: str) -> str:
     """ " did you mean 'runner.seed'?" for a dotted name that isn't a key; the keys there are, if nothing is near.
 
     The same leaf in other sections comes first, then names that look alike, then leaves that do.
     """
-    known = config_keys()
+    known, sections = config_keys(), config_sections()
     section, _, leaf = key.rpartition(".")
-    matches = sorted((k for k in known if _leaf(k) == leaf), key=lambda k: -_likeness(k, key))
-    alike = difflib.get_close_matches(key, known, n=limit, cutoff=0.7)
-    matches += [k for k in alike if _likeness(_leaf(k), leaf) > 0.5]
-    matches = matches or [k for k in known if _likeness(_leaf(k), leaf) > 0.7]
-    if section in known and not matches:  # a name below a leaf
-        matches = [section]
+    alike = {k: (_likeness(k.rpartition(".")[2], leaf), _likeness(k, key)) for k in known}
+    matches = [k for k, (leaves, names) in alike.items() if leaves == 1 or (leaves > 0.5 and names > 0.7)]
+    matches = matches or [k for k, (leaves, _) in alike.items() if leaves > 0.7]
+    matches = matches or [k for k in known if k == section]  # a name below a leaf
     if matches:
-        return did_you_mean(dict.fromkeys(matches), limit)
-    if section in config_sections():
-        names = (k.removeprefix(f"{section}.") for k in config_sections()[section])
-        return f" the keys of '{section}' are {', '.join(names)}"
-    return f" the sections are {', '.join(name for name in config_sections() if '.' not in name)}"
-
-
-def did_you_mean(names: Iterable[str], limit: int = 2) -> str:
-    """ " did you mean 'a' or 'b'?" of the first so many names; "" if there are none."""
-    quoted = [repr(name) for name in names][:limit]
-    return f" did you mean {' or '.join(quoted)}?" if quoted else ""
+        return _did_you_mean(sorted(matches, key=lambda k: alike[k], reverse=True)[:2])
+    if section in sections:
+        return f" the keys of '{section}' are {', '.join(k.removeprefix(f'{section}.') for k in sections[section])}"
+    return f" the sections are {', '.join(name for name in sections if '.' not in name)}"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`did_you_mean` of the one known name that looks most like this one."""
-    return did_you_mean(difflib.get_close_matches(name, known, n=1))
+    """ " did you mean 'a'?" of the one known name that looks most like this one; "" if none does."""
+    return _did_you_mean(difflib.get_close_matches(name, known, n=1))
 
 
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]
+def _did_you_mean(names: Sequence[str]) -> str:
+    return f" did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
 def _likeness(a: str, b: str) -> float:

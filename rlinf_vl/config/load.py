@@ -226,5 +226,3 @@ def _normalise(config: Config) -> None:
     for paths in (config.data.train_data_paths, config.data.val_data_paths):
         paths[:] = [path if path in ("", "toy") or "://" in path else _absolute(path) for path in paths]
     config.runner.output_dir = os.path.expanduser(config.runner.output_dir)
-    placement = config.cluster.component_placement
-    config.cluster.component_placement = {names: slots for names, slots in placement.items() if slots is not None}

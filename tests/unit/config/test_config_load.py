@@ -8,6 +8,7 @@ import pytest
 
 from rlinf_vl.config import Config, load_config, save_config
 from rlinf_vl.config.load import EXAMPLES_DIR
+from rlinf_vl.config.placement import parse_placement
 from rlinf_vl.errors import ConfigError
 
 TOY = "toy-grpo-cpu"
@@ -90,7 +91,7 @@ def test_a_local_file_can_be_named_in_an_override(tmp_path):
 
 def test_placement_entry_is_dropped_by_null():
     overrides = [r"cluster.component_placement={actor\,rollout: all, actor: null}"]
-    assert load_config(TOY, overrides).cluster.component_placement == {"actor,rollout": "all"}
+    assert parse_placement(load_config(TOY, overrides).cluster.component_placement) == {"actor": None, "rollout": None}
 
 
 @pytest.mark.parametrize(
