@@ -21,9 +21,7 @@ from rlinf_vl.toy.files import (
     EOS_TOKEN,
     PAD_TOKEN,
     special_ids,
-    write_toy_generation_config,
-    write_toy_processor,
-    write_toy_tokenizer,
+    write_toy_files,
 )
 from rlinf_vl.types import Group, ImageRef, Problem, Request, Sample, SamplingParams, TokenSequence, Trajectory
 
@@ -76,9 +74,7 @@ def write_model(folder: Path, shape: str, dtype: torch.dtype = torch.float32) ->
     )
     torch.manual_seed(0)
     Qwen3VLForConditionalGeneration(config).to(dtype).save_pretrained(folder)
-    write_toy_tokenizer(folder)
-    write_toy_processor(folder)
-    write_toy_generation_config(folder)
+    write_toy_files(folder)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         settings = json.loads((folder / name).read_text())
         settings |= {"patch_size": PATCH, "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}}

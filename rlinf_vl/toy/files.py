@@ -64,12 +64,13 @@ def special_ids() -> dict[str, int]:
     return {token: first + index for index, token in enumerate(SPECIAL_TOKENS)}
 
 
-def write_toy_tokenizer(folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`."""
+def write_toy_files(folder: Path) -> None:
+    """Write the tokenizer with its chat template, image and video settings, and what to stop at and how to sample."""
     vocabulary, merges = toy_vocabulary()
+    ids = special_ids()
     make: Any = Qwen2Tokenizer  # annotated for file names alone
     tokenizer = make(
-        vocabulary | special_ids(),
+        vocabulary | ids,
         merges,
         unk_token=None,
         eos_token=EOS_TOKEN,
@@ -79,11 +80,10 @@ def write_toy_tokenizer(folder: Path) -> None:
         model_max_length=4096,
     )
     tokenizer.save_pretrained(folder)
-
-
-def write_toy_processor(folder: Path) -> None:
-    """Write preprocessor_config.json and video_preprocessor_config.json into `folder`."""
-    common = dict.fromkeys(("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True) | {
+    GenerationConfig(
+        do_sample=True, eos_token_id=[ids[EOS_TOKEN]], pad_token_id=ids[PAD_TOKEN], temperature=1.0, top_k=0, top_p=1.0
+    ).save_pretrained(folder)
+    pixels = dict.fromkeys(("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True) | {
         "image_mean": [0.9] * 3,
         "image_std": [0.2] * 3,
         "merge_size": MERGE_SIZE,
@@ -95,15 +95,7 @@ def write_toy_processor(folder: Path) -> None:
         "size": {"shortest_edge": 32 * 32, "longest_edge": 192 * 192},
         "temporal_patch_size": TEMPORAL_PATCH_SIZE,
     }
-    image = common | {"image_processor_type": "Qwen2VLImageProcessor"}
-    video = common | {"video_processor_type": "Qwen3VLVideoProcessor"}
-    for name, content in (("preprocessor_config.json", image), ("video_preprocessor_config.json", video)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def write_toy_generation_config(folder: Path) -> None:
-    """Write generation_config.json into `folder`: what to stop at and how to sample."""
-    ids = special_ids()
-    GenerationConfig(
-        do_sample=True, eos_token_id=[ids[EOS_TOKEN]], pad_token_id=ids[PAD_TOKEN], temperature=1.0, top_k=0, top_p=1.0
-    ).save_pretrained(folder)
+    image = pixels | {"image_processor_type": "Qwen2VLImageProcessor"}
+    video = pixels | {"video_processor_type": "Qwen3VLVideoProcessor"}
+    for name, settings in (("preprocessor_config.json", image), ("video_preprocessor_config.json", video)):
+        (folder / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

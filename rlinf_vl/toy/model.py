@@ -15,8 +15,9 @@ import torch
 from rich.progress import Progress, TextColumn
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.data.cache import build_once, cache_root, source_version
@@ -76,14 +77,15 @@ def toy_config() -> Qwen3VLConfig:
         | {"temporal_patch_size": files.TEMPORAL_PATCH_SIZE, "num_position_embeddings": task.GRID**2}
         | {"deepstack_visual_indexes": [0, 1], "initializer_range": VISION_INIT_STD}
     )
-    names = (
-        ("image_pad", "image"),
-        ("video_pad", "video"),
-        ("vision_start", "vision_start"),
-        ("vision_end", "vision_end"),
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=True,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
     )
-    tokens: dict[str, Any] = {f"{key}_token_id": ids[f"<|{name}|>"] for name, key in names}
-    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
 
 
 def new_toy_model(seed: int) -> Qwen3VLForConditionalGeneration:
@@ -94,8 +96,7 @@ def new_toy_model(seed: int) -> Qwen3VLForConditionalGeneration:
         if isinstance(module, nn.Linear | nn.Embedding | nn.Conv3d) and name != "lm_head":  # tied to the embeddings
             std = VISION_INIT_STD if ".visual." in name else TEXT_INIT_STD
             nn.init.normal_(module.weight, std=std, generator=generator)
-            bias = getattr(module, "bias", None)
-            if bias is not None:
+            if (bias := getattr(module, "bias", None)) is not None:
                 nn.init.zeros_(bias)
     return model
 
@@ -117,13 +118,12 @@ def demonstration_batch(
     placements. The prompt is the one that inference renders. Sequences are padded on the right; `labels` is -100
     outside the answer.
     """
-    kinds = list(task.QUESTIONS)
     by_size = [list(same) for _, same in groupby(task.training_placements(), key=lambda p: (p.width, p.height))]
     pictures, sequences, labels = [], [], []
     for _ in range(size):
         placements = by_size[rng.integers(len(by_size))]
         placement = placements[rng.integers(len(placements))]
-        kind = kinds[rng.integers(len(kinds))]
+        kind = list(task.QUESTIONS)[rng.integers(len(task.QUESTIONS))]
         pictures.append(task.draw(placement, rng))
         parts = [{"type": "image"}, {"type": "text", "text": task.QUESTIONS[kind]}]
         messages: Any = [{"role": "user", "content": parts}]  # transformers' annotation knows text alone
@@ -189,8 +189,7 @@ def build_toy_checkpoint(
     """
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_toy_tokenizer(folder)
-    files.write_toy_processor(folder)
+    files.write_toy_files(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     model = new_toy_model(seed)
@@ -201,15 +200,12 @@ def build_toy_checkpoint(
     finally:
         torch.set_num_threads(threads)
     disable_progress_bar()  # transformers' bar for one file of 4 MB
+    model.generation_config = GenerationConfig.from_pretrained(folder)
     save_model(model, folder)
-    files.write_toy_generation_config(folder)
-    parameters = sum(p.numel() for p in model.parameters())
-    (folder / "README.md").write_text(
-        f"# Toy checkpoint\n\n{toy_summary()}\n\nSeed {seed}, {steps} steps of warm start, last loss {loss:.3f}, "
-        f"{parameters:,} parameters in float32.\n",
-        encoding="utf-8",
-    )
-    logger.info("toy checkpoint made: seed %d, %d steps of warm start, last loss %.3f", seed, steps, loss)
+    made = f"Seed {seed}, {steps} steps of warm start, last loss {loss:.3f}"
+    text = f"# Toy checkpoint\n\n{toy_summary()}\n\n{made}, {model.num_parameters():,} parameters in float32.\n"
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    logger.info("toy checkpoint made: %s", made)
 
 
 def toy_checkpoint_path(
