@@ -124,6 +124,7 @@ def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
         # Pillow turns TIFFs itself, and would decode a whole PNG to look for an EXIF block behind the pixels.
         no_exif = image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info)
         orientation = 1 if no_exif else image.getexif().get(_ORIENTATION_TAG, 1)
+        orientation = orientation if isinstance(orientation, int) else 1  # a damaged tag may be of any type
         tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
         tile = int(tags.get(_TILE_WIDTH_TAG, 1)), int(tags.get(_TILE_LENGTH_TAG, 1))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:

@@ -323,8 +323,8 @@ def test_a_run_across_both_hosts(cluster, second, tmp_path):
 
 def test_an_environment_that_a_host_lacks_is_named_with_the_host(cluster, local):
     joining = (
-        "from rlinf_vl.config.load import load_config; from rlinf_vl.runtime import interpreter, launch\n"
-        "interpreter.WORKER_S = 20\n"
+        "from rlinf_vl.config.load import load_config; from rlinf_vl.runtime import launch\n"
+        "launch.WORKER_S = 20\n"
         "with launch.ray_cluster(load_config('toy-grpo-cpu', [])): pass"
     )
     said = cluster[0].run(str(local), "-c", joining, expect=1, PYTHONPATH=str(ROOT))

@@ -102,3 +102,9 @@ def test_a_part_replaced(format: str, start: int, end: int, by: bytes) -> None:
     data = picture(format)
     start, end = sorted((start % len(data), end % len(data)))
     look(data[:start] + by + data[end:])
+
+
+def test_an_orientation_that_is_no_number_is_none():
+    damaged = bytearray(picture("JPEG"))
+    damaged[43] ^= 1  # the tag's type: a text
+    assert look(bytes(damaged)) is None
