@@ -33,7 +33,7 @@ class ActorGroup:
             for rank, option in enumerate(options)
         ]
         self._strategy = config.actor.fsdp_config.strategy
-        self._heartbeat_timeout = config.runner.heartbeat_timeout
+        self.heartbeat_timeout = config.runner.heartbeat_timeout
         self._processes = [rank.process.remote() for rank in self.ranks]
 
     def start(self, total_steps: int) -> None:
@@ -54,7 +54,7 @@ class ActorGroup:
     def wait(self, pending: Sequence[ray.ObjectRef], beating: bool = True) -> list[Any]:
         """What these calls of ranks return: `wait_for_all`, with an eye on the heartbeats of all ranks if `beating`."""
         ranks = {f"actor rank {rank}": actor for rank, actor in enumerate(self.ranks)}
-        return wait_for_all(pending, ranks, heartbeat_timeout=self._heartbeat_timeout if beating else math.inf)
+        return wait_for_all(pending, ranks, heartbeat_timeout=self.heartbeat_timeout if beating else math.inf)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """What a method returns in each rank: see `ActorRank.call`."""

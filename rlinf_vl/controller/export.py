@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from rlinf_vl.actor.checkpoint import load_weights_only
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, copy_processor_files, load_model, save_model
-from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, checkpoints
+from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, newest_checkpoint
 
 
 def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
@@ -23,9 +23,7 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
     """
     if (source / STATE_FILE).is_file():
         folder = source
-    elif found := checkpoints(source):
-        folder = found[-1][1]
-    else:
+    elif (folder := newest_checkpoint(source)) is None:
         raise FileNotFoundError(f"{source} is neither a complete checkpoint nor a run's folder that holds one")
     if output.exists() and any(output.iterdir()):
         raise FileExistsError(f"{output} exists and is not empty; name another folder, or empty it")

@@ -7,9 +7,10 @@ the actor ranks through the object store, and weights travel back.
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import ray
 
@@ -20,13 +21,12 @@ from rlinf_vl.controller.parts import Learner, Pool
 from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
-from rlinf_vl.controller.state import RunState, newest_checkpoint
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.data.bad_rows import check_faults
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rollout.submission import Task
-from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, CheckpointFailed, save_checkpoint
+from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, CheckpointFailed, load_state, newest_checkpoint, save_checkpoint
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.types import GroupSummary
 
@@ -35,6 +35,29 @@ logger = logging.getLogger(__name__)
 
 class TooManyBadSteps(RunError):
     """The gradient stays not finite."""
+
+
+@dataclass(slots=True)
+class RunState:
+    """A run after `step`, the last one done; `controller.json` of a checkpoint is this as JSON.
+
+    Attributes:
+        sampler: position of the `EpochSampler`.
+        best: the best val/accuracy, and its step.
+        bad_steps: steps in a row up to this one whose gradient was not finite.
+        metrics: of this step. A checkpoint is written before its step is logged, and a crash may come between the two.
+    """
+
+    step: int = 0
+    sampler: dict[str, int] = field(default_factory=lambda: {"epoch": 0, "rows": 0})
+    best: dict[str, float] = field(default_factory=lambda: {"val/accuracy": -1.0, "step": 0})
+    bad_steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, checkpoint: Path | None) -> Self:
+        """The state in a checkpoint; None: that of a run that has not begun."""
+        return cls() if checkpoint is None else cls(**load_state(checkpoint))
 
 
 def train(
@@ -107,7 +130,10 @@ def train(
             pool.release(log.end_step(state.step, state.metrics | log.timings))
         if state.step != RunState.read(newest_checkpoint(run_dir, start)).step:
             save(state, learner, run_dir, runner.keep_last, log, last=state.step == total)
-        log.event("interrupted", f"{request}; {how_to_resume(run_dir, start)}")
+        back = newest_checkpoint(run_dir, start)
+        where = "auto" if back and back.is_relative_to(run_dir) else back
+        how = f"resume from {back} with runner.resume_dir={where}" if back else "nothing was trained yet"
+        log.event("interrupted", f"{request}; {how}")
         raise
     return state.metrics
 
@@ -274,7 +300,7 @@ def validate(state: RunState, config: Config, pool: Pool, data: RunData, log: Ru
 
 def save(state: RunState, learner: Learner, run_dir: Path, keep_last: int, log: RunLog, *, last: bool) -> None:
     """Write a checkpoint. If that fails, training goes on without it; only the last one of a run must not fail."""
-    content = replace(state, metrics=state.metrics | log.timings).to_json()
+    content = asdict(replace(state, metrics=state.metrics | log.timings))
     try:
         with log.timed("checkpoint"):
             folder = save_checkpoint(run_dir, state.step, learner.save, content, keep_last)
@@ -284,11 +310,3 @@ def save(state: RunState, learner: Learner, run_dir: Path, keep_last: int, log: 
             raise
     else:
         logger.info("saved %s", folder)
-
-
-def how_to_resume(run_dir: Path, start: Path | None) -> str:
-    checkpoint = newest_checkpoint(run_dir, start)
-    if checkpoint is None:
-        return "nothing was trained yet"
-    where = "auto" if checkpoint.is_relative_to(run_dir) else checkpoint
-    return f"resume from {checkpoint} with runner.resume_dir={where}"

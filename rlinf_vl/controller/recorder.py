@@ -36,9 +36,8 @@ class TrajectoryWriter:
             experiment_name=runner.experiment_name,
         )
 
-    def drop_after(self, step: int) -> bool:
+    def drop_after(self, step: int) -> None:
         self._store.drop_after(step)
-        return True
 
     def write(self, step: int, batches: Sequence[Batch]) -> bool:
         """Write the step's file; of a validation, samples go to the trackers. False when the disk limit is reached."""
@@ -54,20 +53,13 @@ class TrajectoryWriter:
             self._samples.log_samples(step, samples)
         return not self._store.full
 
-    def close(self) -> bool:
+    def close(self) -> None:
         self._samples.close()
-        return True
 
 
 class Recorder:
     """The loop's handle of the writer: `choose` groups, train, `record` them, `end_step`. It says when recorded groups may be
     released: until then they must stay in the object store. A failure ends the recording, never the run."""
-
-    _writer: Any  #: handle of the Ray actor; None where nothing is recorded, or no longer
-    _batches: list[Batch]  #: of the current step
-    _groups: list[GroupSummary]  #: in them
-    _call: ray.ObjectRef | None  #: the writer's last one, if nobody has waited for it
-    _read: list[GroupSummary]  #: groups that this call reads
 
     def __init__(self, config: Config, run_dir: Path, model_path: str, report: Callable[[str], None]) -> None:
         """`report` is called once if recording ends before the run does."""
@@ -75,11 +67,11 @@ class Recorder:
         self._timeout = config.runner.heartbeat_timeout
         self._seed = config.runner.seed
         self._report = report
-        self._writer = None
-        self._batches = []
-        self._groups = []
-        self._call = None
-        self._read = []
+        self._writer: Any = None  # handle of the Ray actor; None where nothing is recorded, or no longer
+        self._batches: list[Batch] = []  # of the current step
+        self._groups: list[GroupSummary] = []  # in them
+        self._call: ray.ObjectRef | None = None  # the writer's last one, if nobody has waited for it
+        self._read: list[GroupSummary] = []  # groups that this call reads
         if self._settings.interval > 0:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             actor = ray.remote(num_cpus=0)(TrajectoryWriter).options(scheduling_strategy=here)
@@ -138,10 +130,9 @@ class Recorder:
     def _wait(self) -> None:
         call, self._call = self._call, None
         try:
-            if call is not None and not ray.get(call, timeout=self._timeout):
-                reason = f"runner.trajectories.max_gb: {self._settings.max_gb} GB of trajectories are recorded"
-            else:
+            if call is None or ray.get(call, timeout=self._timeout) is not False:
                 return
+            reason = f"runner.trajectories.max_gb: {self._settings.max_gb} GB of trajectories are recorded"
         except Exception as error:  # the disk is full, the process died or hangs: a run is worth more than its record
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         self._writer = None

@@ -12,14 +12,13 @@ from rlinf_vl.controller.loop import train
 from rlinf_vl.controller.run_data import find_usable_rows
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
-from rlinf_vl.controller.state import newest_checkpoint
 from rlinf_vl.controller.weight_sync import WeightSync
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost
-from rlinf_vl.runtime.run_folder import write_baselines
+from rlinf_vl.runtime.run_folder import newest_checkpoint, write_baselines
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.transport import resolve_weight_sync
 
@@ -60,14 +59,8 @@ def run(
             progress.phase("sharding the policy")
             gpu.to_ranks()
             learner.start(data.total_steps)
-            return WeightSync(
-                strategy,
-                learner,
-                pool,
-                device=device,
-                engine_ranks=config.rollout.tensor_parallel_size,
-                heartbeat_timeout=config.runner.heartbeat_timeout,
-            )
+            engine_ranks = config.rollout.tensor_parallel_size
+            return WeightSync(strategy, learner, pool, device=device, engine_ranks=engine_ranks)
 
         progress.phase("starting rollout workers and actor ranks")
         replaced = partial(log.event, "worker_replaced")

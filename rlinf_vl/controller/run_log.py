@@ -23,21 +23,17 @@ logger = logging.getLogger(__name__)
 class RunLog:
     """`open` it at a step, then per step: `begin_step`, any number of `timed` and `event`, `end_step`."""
 
-    step: int  #: the step that what happens now belongs to: while it is trained, the next one
-    timings: dict[str, float]  #: of this step so far, seconds by `time/<phase>`
-    recorder: Recorder
-    ledger: StepLines  #: opened by `open`
-    _trackers: Trackers  #: none before `open`
+    ledger: StepLines  #: from `open` on
 
     def __init__(self, config: Config, run_dir: Path, model_path: str, progress: RunProgress) -> None:
-        self.step = 0
-        self.timings = {}
+        self.step = 0  # that what happens now belongs to: while it is trained, the next one
+        self.timings: dict[str, float] = {}  # of this step so far, seconds by `time/<phase>`
         self.progress = progress
         self.recorder = Recorder(config, run_dir, model_path, report=partial(self.event, "recording_ended"))
         self._config = config
         self._run_dir = run_dir
         self._events = EventLog(run_dir)
-        self._trackers = Trackers({})
+        self._trackers = Trackers({})  # none before `open`
         self._shown_workers: tuple[int, int] | None = None
 
     def close(self) -> None:

@@ -35,7 +35,6 @@ class WeightSync:
         *,
         device: str,
         engine_ranks: int,
-        heartbeat_timeout: float = 120.0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """
@@ -43,7 +42,6 @@ class WeightSync:
             strategy: as `resolve_weight_sync` returns it.
             actors, pool: have started.
             engine_ranks: processes of one engine that have weights.
-            heartbeat_timeout: seconds of silence after which a member counts as hung.
             bucket_bytes: how much is sent at once.
         """
         self.busy = False
@@ -52,7 +50,6 @@ class WeightSync:
         self._pool = pool
         self._backend = "nccl" if device == "cuda" else "gloo"
         self._engine_ranks = engine_ranks
-        self._heartbeat_timeout = heartbeat_timeout
         self._checked = False
         self._joined = -1  # replaced workers when the process group was made
         actors.call("set_weight_sync", strategy, bucket_bytes)
@@ -100,7 +97,7 @@ class WeightSync:
             wait_for_all(
                 pending,
                 ranks | workers,
-                heartbeat_timeout=self._heartbeat_timeout,
+                heartbeat_timeout=self._actors.heartbeat_timeout,
                 timeout=seconds,
                 own_faults=(EngineDied, WeightsDiffer),
             )

@@ -129,6 +129,12 @@ def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), folder) for match, folder in found if match and (folder / STATE_FILE).is_file())
 
 
+def newest_checkpoint(run_dir: Path, start: Path | None = None) -> Path | None:
+    """The newest complete checkpoint of a run; if it has none, the one that it started from."""
+    found = checkpoints(run_dir)
+    return found[-1][1] if found else start
+
+
 def save_checkpoint(
     run_dir: Path, step: int, write_actor: Callable[[str], None], state: dict[str, Any], keep_last: int
 ) -> Path:
@@ -152,12 +158,12 @@ def save_checkpoint(
             finally:
                 needed = max(needed, _size(aside))
     except OSError as error:
-        free, complete = shutil.disk_usage(run_dir).free, [folder for _, folder in checkpoints(run_dir)]
+        free = shutil.disk_usage(run_dir).free
         raise CheckpointFailed(
             f"the checkpoint of step {step} could not be written to {final.parent}: {str(error).strip().splitlines()[-1]}. "
             f"It needs {'' if former else 'at least '}{needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free; with "
             f"runner.keep_last: {keep_last} there must be room for {keep_last + 1 if keep_last > 0 else 'every'} "
-            f"checkpoint{'s' if keep_last else ''}. The last good one is {complete[-1] if complete else 'none'}"
+            f"checkpoint{'s' if keep_last else ''}. The last good one is {newest_checkpoint(run_dir) or 'none'}"
         ) from error
     if keep_last > 0:
         others = [folder for _, folder in checkpoints(run_dir) if folder != final]
@@ -181,9 +187,9 @@ def find_checkpoint(run_dir: Path, resume_dir: str | None) -> Path | None:
     if resume_dir is None:
         return None
     if resume_dir == "auto":
-        found = [folder for _, folder in checkpoints(run_dir)]
-        log.info("runner.resume_dir: auto found %s", found[-1] if found else "no complete checkpoint; starting afresh")
-        return found[-1] if found else None
+        found = newest_checkpoint(run_dir)
+        log.info("runner.resume_dir: auto found %s", found or "no complete checkpoint; starting afresh")
+        return found
     if not (Path(resume_dir) / STATE_FILE).is_file():
         raise ConfigError(
             f"runner.resume_dir: {resume_dir!r} is not a complete checkpoint (no {STATE_FILE} in it); "

@@ -74,8 +74,8 @@ def waiting():
     members = [Member.remote(), Member.remote()]
     ray.get([member.process.remote() for member in members])
     sync = object.__new__(WeightSync)
-    sync._actors, sync._pool = SimpleNamespace(ranks=members[:1]), SimpleNamespace(workers=members[1:])
-    sync._heartbeat_timeout = 2.0
+    sync._actors = SimpleNamespace(ranks=members[:1], heartbeat_timeout=2.0)
+    sync._pool = SimpleNamespace(workers=members[1:])
     yield sync._wait, members
     for member in members:
         ray.kill(member)

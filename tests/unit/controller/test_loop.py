@@ -3,13 +3,13 @@
 import json
 import math
 import signal
+from dataclasses import asdict
 
 import pytest
 from unit.controller.fakes import START, FakeLearner, FakePool, FakeRun
 
-from rlinf_vl.controller.loop import TooManyBadSteps, make_tasks
+from rlinf_vl.controller.loop import RunState, TooManyBadSteps, make_tasks
 from rlinf_vl.controller.mismatch import EngineMismatch
-from rlinf_vl.controller.state import RunState
 from rlinf_vl.data.bad_rows import TooManyBadRows
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe import spans
@@ -76,7 +76,7 @@ def test_what_a_checkpoint_holds_is_the_run_after_its_step(folder):
     assert state.best["val/accuracy"] == max(row["val/accuracy"] for row in run.rows()[:4] if "val/accuracy" in row)
     logged = run.rows()[3]
     assert {name: logged[name] for name in state.metrics} == state.metrics
-    assert RunState(**json.loads(json.dumps(state.to_json()))) == state
+    assert RunState(**json.loads(json.dumps(asdict(state)))) == state
 
 
 def test_a_checkpoint_of_the_first_release_loads(folder):
