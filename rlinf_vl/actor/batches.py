@@ -25,7 +25,7 @@ Advantages = Mapping[int, Sequence[float]] | Sequence[Sequence[float]]
 
 
 def prefetched(items: Iterable[T]) -> Iterator[T]:
-    """`items`, the next one made on another thread while the caller works on the last."""
+    """Yield `items`; another thread makes the next one while the caller works on the last."""
     source = iter(items)
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, source, None)
@@ -36,23 +36,22 @@ def prefetched(items: Iterable[T]) -> Iterator[T]:
 
 @dataclass(frozen=True, slots=True)
 class RankMiniBatch:
-    """What one rank trains in one optimizer step. `micro_batches[i]` names trajectories by group and index; `run_vision[i]`
-    says if any rank has images then; `denominator` is that of the loss, a count over all ranks."""
+    """What one rank trains on in one optimizer step."""
 
-    micro_batches: tuple[tuple[Item, ...], ...]
-    run_vision: tuple[bool, ...]
-    denominator: int
+    micro_batches: tuple[tuple[Item, ...], ...]  #: trajectories, by group and index
+    run_vision: tuple[bool, ...]  #: of each micro-batch, whether any rank has images in it
+    denominator: int  #: of the loss, a count over all ranks
 
 
 class BatchMaker:
     """Makes the micro-batches of one rank.
 
-    With a `cache`, the vision tower does not change: `prepare` encodes each image once, and micro-batches come with its
-    features. Without, they come with pixels, and the tower runs in each micro-batch.
+    With a `cache`, the vision tower does not change: `prepare` encodes each image once, and each micro-batch comes with the
+    features of its images. Without a cache, it comes with pixels, and the tower runs in each micro-batch.
     """
 
     def __init__(self, policy: PolicyModel, collate: Collator, cache: VisionCache | None, max_patches: int) -> None:
-        """`collate.pixels` is called from several threads; `max_patches` are encoded at once, one image at least."""
+        """`collate.pixels` is called from several threads. At most `max_patches` patches are encoded at once, or one image."""
         assert collate.pixels is not None
         self.policy = policy
         self.collate = collate
@@ -62,13 +61,12 @@ class BatchMaker:
         self._collate = replace(collate, pixels=None if cache else PixelCache(collate.pixels))
 
     def without_cache(self) -> "BatchMaker":
-        """Makes the same micro-batches with pixels."""
         return BatchMaker(self.policy, self.collate, None, self.max_patches)
 
     def __call__(
         self, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Advantages
     ) -> Iterator[tuple[MicroBatch, VisionFeatures | None]]:
-        """Each micro-batch and, with a cache, the features of its images (`prepare` must have seen its groups)."""
+        """Each micro-batch of `mini` and, with a cache, the features of its images; call `prepare` with its groups before."""
 
         def made() -> Iterator[MicroBatch]:
             for items, vision in zip(mini.micro_batches, mini.run_vision, strict=True):
@@ -79,10 +77,8 @@ class BatchMaker:
             yield batch, self.cache.get(batch.images) if self.cache and batch.images else None
 
     def prepare(self, groups: Iterable[Group]) -> None:
-        """Encode the images of `groups` that the cache has not, the next pixels made meanwhile. Collective.
-
-        Ranks call the tower equally often, one with less to do on a blank image.
-        """
+        """Encode the images of `groups` that the cache lacks, while another thread makes the next pixels. Collective: all ranks call
+        the tower equally often, those with less to do on a blank image."""
         if self.cache is None:
             return
         images = {image.hash: (image, grid) for group in groups for image, grid in group.images}
@@ -110,7 +106,7 @@ class BatchMaker:
 
 
 def _chunks(images: Sequence[tuple[ImageRef, Grid]], max_patches: int) -> list[list[tuple[ImageRef, Grid]]]:
-    """The images in order, divided where `max_patches` would be exceeded."""
+    """The images in order, in chunks of at most `max_patches` patches, or of one image."""
     out: list[list[tuple[ImageRef, Grid]]] = []
     room = 0
     for image, grid in images:

@@ -11,12 +11,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 
 def save(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the sharded state, and this rank's random states, under `folder`. Collective. The learning rate is not part of it:
-    it follows from the config and the step.
-
-    Raises:
-        OSError: some rank could not write.
-    """
+    """Write the sharded state, and this rank's random states, under `folder`; OSError if some rank can't. Collective. The learning
+    rate is not part of it: it follows from the config and the step."""
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     random = {"cpu": torch.get_rng_state()}  # torch's generators are the only ones that training may draw from
     if torch.cuda.is_available():

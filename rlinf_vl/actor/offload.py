@@ -1,8 +1,8 @@
 """What a rank moves from its device to host memory while collocated engines use the device, and back before it trains.
 
-There are two parts: `optimizer` (its state, and the reference) and `weights` (the policy's parameters; a weight sync wants them
-on the device, so they go last). Host memory is page-locked beside a GPU, where it is filled several times as fast, and is
-allocated once: page-locking costs more than the copy.
+The part `optimizer` is the optimizer's state and the reference; `weights` is the policy's parameters, which move last, because a
+weight sync reads them on the device. Beside a GPU, host memory is page-locked, which makes copies several times as fast; it is
+allocated once, because page-locking costs more than a copy.
 """
 
 import gc
@@ -15,7 +15,7 @@ PARTS = ("optimizer", "weights")
 
 
 class Offload:
-    """Moves the parts of one rank. Between steps only: no gradient may be alive."""
+    """Moves the parts of one rank, between steps only: there may be no gradients."""
 
     def __init__(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module | None, device: str
@@ -24,11 +24,11 @@ class Offload:
         self._optimizer = optimizer
         self._reference = reference
         self._device = device
-        self._away: set[str] = set()
-        self._host: dict[object, torch.Tensor] = {}
+        self._away: set[str] = set()  # parts in host memory
+        self._host: dict[object, torch.Tensor] = {}  # memory for each tensor, by what names it
 
     def release(self, parts: Iterable[str]) -> None:
-        """Move these `PARTS` to host memory, unless they are there; then give the device's cached memory back."""
+        """Move those of these `PARTS` to host memory that are not there; then give the device's cached memory back."""
         for part in set(parts) - self._away:
             self._move(part, self._to_host)
             self._away.add(part)

@@ -11,15 +11,14 @@ from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, newest_checkpo
 
 
 def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
-    """Write the weights of a checkpoint in HF format.
+    """Write the weights of a checkpoint in HF format into the folder `output`, which is empty or absent.
 
     Args:
-        source: a run's folder (its newest complete checkpoint is taken) or one of its checkpoints/global_step_N.
-        output: folder to write, empty or absent.
+        source: a run's folder, which stands for its newest complete checkpoint, or one of its checkpoints/global_step_N.
         dtype: fp32, bf16 or fp16.
 
     Raises:
-        FileNotFoundError: no complete checkpoint there. FileExistsError: `output` holds something.
+        FileNotFoundError, FileExistsError: no complete checkpoint is there; `output` is not empty.
     """
     if (source / STATE_FILE).is_file():
         folder = source

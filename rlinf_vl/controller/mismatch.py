@@ -18,7 +18,9 @@ from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item, plan_micro_batches
 from rlinf_vl.types import GroupSummary
 
-#: Trajectories scored per class of image count.
+#: By number of images. An engine can fail on the second image only, so each class is judged apart.
+CLASSES = ("no_image", "one_image", "more_images")
+#: Trajectories scored of each class.
 PER_CLASS = 4
 #: Mean |rollout - train logprob| that the arithmetic explains, in nats, by the lower precision of the two sides.
 NOISE = {"fp32": 1e-3, "bf16": 0.08, "fp16": 0.04}
@@ -75,9 +77,8 @@ class MismatchGuard:
         return metrics if step == 1 or step % self._interval == 0 else {}
 
 
-def image_class(images: int) -> str:
-    """An engine can fail on the second image only, so each class is judged apart."""
-    return {0: "no_image", 1: "one_image"}.get(images, "more_images")
+def class_of(images: int) -> str:
+    return CLASSES[min(images, 2)]
 
 
 def pick(summaries: Sequence[GroupSummary]) -> list[Item]:
@@ -85,28 +86,24 @@ def pick(summaries: Sequence[GroupSummary]) -> list[Item]:
     picked: Counter[str] = Counter()
     items = []
     for g, summary in enumerate(summaries):
-        kind = image_class(summary.images)
         usable = trainable(summary)
-        if usable and picked[kind] < PER_CLASS:
-            picked[kind] += 1
+        if usable and picked[class_of(summary.images)] < PER_CLASS:
+            picked[class_of(summary.images)] += 1
             items.append(item_of(g, usable[0], summary))
     return items
 
 
 def judge(scores: Sequence[Score], precision: str) -> dict[str, float]:
-    """Metrics of the comparison, token means in nats: `mismatch/{no_image,one_image,more_images}`, and
-    `mismatch/blank_images`, what it would be if the engine saw nothing.
-
-    Args:
-        precision: a key of `NOISE`, the lower precision of engine and trainer.
+    """Metrics of the comparison, token means in nats: `mismatch/CLASS`, and `mismatch/blank_images`, what it would be if the engine
+    saw nothing. `precision`, a key of `NOISE`: the lower one of engine and trainer.
 
     Raises:
         EngineMismatch: the engine is blind, has other weights, or logprobs are not finite; with the figures.
     """
     metrics = {}
     noise = NOISE[precision]
-    for kind in ("no_image", "one_image", "more_images"):
-        chosen = [score for score in scores if image_class(score.images) == kind]
+    for kind in CLASSES:
+        chosen = [score for score in scores if class_of(score.images) == kind]
         if not chosen:
             continue
         tokens = sum(score.tokens for score in chosen)

@@ -24,17 +24,13 @@ MARK = "RLINF_VL_RAY_NODE"
 class NodeRecord:
     """A Ray node that start_ray.sh started in this network namespace."""
 
-    address: str
-    """host:port of the head's GCS."""
+    address: str  #: host:port of the head's GCS
     node_ip: str
     node_id: str
     raylet_pid: int
-    mark: str
-    """Value of `MARK` in the environment of the node's processes."""
-    token_path: str
-    """File of the cluster's token."""
-    head_file: str | None = None
-    """RAY_HEAD_FILE that this node wrote, being the head."""
+    mark: str  #: value of `MARK` in the environment of the node's processes
+    token_path: str  #: file of the cluster's token
+    head_file: str | None = None  #: RAY_HEAD_FILE that this node wrote, being the head
 
     def runs(self) -> bool:
         """Whether the raylet lives: a process of that id which carries the mark, not another one that got its id."""
@@ -44,7 +40,6 @@ class NodeRecord:
             return False
 
     def save(self) -> None:
-        """Write it to `record_path()`, readable by this user only."""
         write_private(record_path(), json.dumps(asdict(self)))
 
 

@@ -42,14 +42,11 @@ def run_folder(config: Config) -> Path:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Reserve the run's folder for this process, by a lock of the operating system on `.<experiment>.lock` beside it, which ends
-    with the process, however that ends. The file stays.
+    """Reserve the run's folder for this process, or raise ConfigError: by a lock of the operating system on `.<experiment>.lock`
+    beside it, which ends with the process, however that ends. The file stays.
 
     Other hosts see the lock where the file system has locks between hosts (NFS 4, Lustre with `-o flock`, Ceph, GPFS). On one
     that has none, a warning names the run that the file names.
-
-    Raises:
-        ConfigError: another process has the lock, or the file can't be written.
     """
     path, here = run_dir.with_name(f".{run_dir.name}.lock"), platform.node()
     try:
@@ -88,11 +85,7 @@ def open_folder(
 ) -> Path | None:
     """Prepare the folder for a run that starts from `checkpoint`, write its `config.yaml`, and return the checkpoint's path, which
     may have changed. At the end, `report(step, kind, message)` is called for everything set aside, and for keys that differ
-    from the resumed run's.
-
-    Raises:
-        ConfigError: the folder can't be renamed or written.
-    """
+    from the resumed run's. ConfigError: the folder can't be renamed or written."""
     step = load_state(checkpoint)["step"] if checkpoint else 0
     changed = changed_keys(config, checkpoint.parents[1] / "config.yaml") if checkpoint else []
     changed = [line for line in changed if not line.startswith("runner.resume_dir:")]
@@ -101,9 +94,8 @@ def open_folder(
         found = checkpoint.resolve() if checkpoint else None
         if found and found.parent == run_dir.resolve() / "checkpoints":
             if newer := _set_newer_aside(run_dir, step):
-                events.append(
-                    ("branch_set_aside", f"what came after step {step} is now in {newer}, checkpoints included")
-                )
+                message = f"what came after step {step} is now in {newer}, checkpoints included"
+                events.append(("branch_set_aside", message))
             if changed and (run_dir / "config.yaml").exists():
                 os.rename(run_dir / "config.yaml", _numbered(run_dir / "config.previous", ".yaml"))
         elif any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
@@ -139,11 +131,8 @@ def save_checkpoint(
     run_dir: Path, step: int, write_actor: Callable[[str], None], state: dict[str, Any], keep_last: int
 ) -> Path:
     """Write `checkpoints/global_step_{step}`: the actors' part by `write_actor(folder)`, then the controller's `state`. Then delete
-    others, those of the earliest steps first, until `keep_last` are left (-1: delete none).
-
-    Raises:
-        CheckpointFailed: the disk is full, or refuses. Earlier checkpoints are as they were.
-    """
+    others, those of the earliest steps first, until `keep_last` are left (-1: delete none). CheckpointFailed: the disk is full, or
+    refuses."""
     final = run_dir / "checkpoints" / f"global_step_{step}"
     former = [_size(folder) for _, folder in checkpoints(run_dir)[-1:]]
     needed = sum(former)
@@ -179,11 +168,8 @@ def recover_checkpoints(run_dir: Path) -> None:
 
 
 def find_checkpoint(run_dir: Path, resume_dir: str | None) -> Path | None:
-    """The checkpoint to start from: None for null, the newest complete one (if any) for `auto`, else the folder named.
-
-    Raises:
-        ConfigError: the folder named is not a complete checkpoint.
-    """
+    """The checkpoint to start from: None for null, the newest complete one (if any) for `auto`, else the folder named, or
+    ConfigError if that is not a complete checkpoint."""
     if resume_dir is None:
         return None
     if resume_dir == "auto":
@@ -199,11 +185,7 @@ def find_checkpoint(run_dir: Path, resume_dir: str | None) -> Path | None:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """The controller's part of a checkpoint.
-
-    Raises:
-        ConfigError: it can't be read.
-    """
+    """The controller's part of a checkpoint; ConfigError if it can't be read."""
     try:
         return json.loads((checkpoint / STATE_FILE).read_text())
     except ValueError as error:
