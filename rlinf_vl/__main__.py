@@ -111,7 +111,7 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     from rlinf_vl.preflight.inputs import packages_missing, problems_here
 
     rules = [problems_here] if arguments.check else [packages_missing, problems_here]
-    config = load_config(arguments.config, arguments.overrides, further=rules)
+    config = load_config(arguments.config, arguments.overrides, rules)
     if arguments.check:
         return 0
     run_dir = folders.run_folder(config)

@@ -37,28 +37,25 @@ _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 ConfigStore.instance().store(name=SCHEMA_NAME, node={})
 
 
-def load_config(
-    config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None, further: Sequence[Rule] = ()
-) -> Config:
+def load_config(config_name: str, overrides: Sequence[str] = (), further: Sequence[Rule] = ()) -> Config:
     """Compose, type-check, normalise and validate one run's configuration.
 
     Args:
         config_name: path of a YAML file, or its name (with or without `.yaml`) in the examples or the working directory.
         overrides: Hydra overrides, such as `runner.max_steps=3` or `data.train_data_paths=[/a/b.parquet]`.
-        config_dir: the only folder to look a name up in.
         further: rules beside those of `validate_config`.
 
     Raises:
         ConfigError: with every problem found.
     """
-    config = parse_config(config_name, overrides, config_dir)
+    config = parse_config(config_name, overrides)
     validate_config(config, further)
     return config
 
 
-def parse_config(config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
+def parse_config(config_name: str, overrides: Sequence[str] = ()) -> Config:
     """`load_config` without validation: what a config says, whether or not it can work."""
-    written = _compose(_find(config_name, config_dir))
+    written = _compose(_find(config_name))
     problems = _override(written, overrides)
     typed = OmegaConf.structured(Config)
     problems += _fill(typed, written)
@@ -87,22 +84,20 @@ def changed_keys(config: Config, path: Path) -> list[str]:
     return [f"{key}: {_shown(old)} → {_shown(new)}" for key, (old, new) in pairs.items() if old != new]
 
 
-def _find(config_name: str, config_dir: Path | None) -> Path:
+def _find(config_name: str) -> Path:
     named = Path(os.path.expanduser(config_name))
     if named.name != config_name:  # a path, not a bare name
         if not os.path.isfile(named) or named.suffix != ".yaml":
             raise ConfigError(f"config {config_name!r}: no such .yaml file")
         return named.resolve()
-    folders = [Path(config_dir)] if config_dir else [EXAMPLES_DIR, Path.cwd()]
     name = config_name.removesuffix(".yaml")
-    for folder in folders:
+    for folder in (EXAMPLES_DIR, Path.cwd()):
         if (folder / f"{name}.yaml").is_file():
             return (folder / f"{name}.yaml").resolve()
-    files = [path for folder in folders for path in folder.glob("*.yaml")]  # the working directory has others, too
+    files = [*EXAMPLES_DIR.glob("*.yaml"), *Path.cwd().glob("*.yaml")]  # the working directory has others, too
     there = sorted(path.stem for path in files if SCHEMA_NAME in path.read_text(encoding="utf-8", errors="ignore"))
-    where = " or ".join(str(folder) for folder in folders)
-    hint = nearest(name, there)
-    raise ConfigError(f"config {config_name!r}: not in {where};{hint} there are: {', '.join(there) or 'none'}")
+    where = f"not in {EXAMPLES_DIR} or {Path.cwd()}"
+    raise ConfigError(f"config {config_name!r}: {where};{nearest(name, there)} there are: {', '.join(there)}")
 
 
 def _compose(path: Path) -> dict[str, Any]:

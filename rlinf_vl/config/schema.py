@@ -30,11 +30,8 @@ AT_LEAST_1 = Limit("be at least 1", lambda x: x >= 1)
 OFF_OR_POSITIVE = Limit("be -1 or at least 1", lambda x: x == -1 or x >= 1)
 ALL_OR_NOT_NEGATIVE = Limit("be at least 0, or -1 for all", lambda x: x >= -1)
 SHARE = Limit("lie in [0, 1]", lambda x: 0 <= x <= 1)
-SHARE_NOT_0 = Limit("lie in (0, 1]", lambda x: 0 < x <= 1)
 SHARE_OR_AUTO = Limit("lie in (0, 1], or be auto", lambda x: 0 < x <= 1 if isinstance(x, float) else x == "auto")
 DECAY = Limit("lie in [0, 1)", lambda x: 0 <= x < 1)
-SEED = Limit("lie in [0, 2^63)", lambda x: 0 <= x < 2**63)  # as torch takes it
-DUAL_CLIP = Limit("be > 1, or null for no dual clip", lambda x: x > 1)
 STORE_BYTES = Limit("be at least 78643200, Ray's minimum of 75 MiB", lambda x: x >= 75 * 2**20)
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -98,7 +95,7 @@ class RunnerConfig:
     """Runs are written to ${runner.output_dir}/${runner.experiment_name}/."""
     experiment_name: str = MISSING
     """Name of the run's folder."""
-    seed: int = key(1234, SEED)
+    seed: int = key(1234, Limit("lie in [0, 2^63)", lambda x: 0 <= x < 2**63))  # as torch takes it
     """Seeds weights' initialisation, sampling and everything else but the data order (data.seed)."""
     seq_length: int = key(2048, AT_LEAST_1)
     """Longest trajectory in tokens: prompt with expanded image placeholders, and response."""
@@ -139,7 +136,7 @@ class RunnerConfig:
 class SamplingConfig:
     temperature: float = key(1.0, NOT_NEGATIVE)
     """Softmax temperature; training wants > 0. The trainer divides its logits by the same number."""
-    top_p: float = key(1.0, SHARE_NOT_0)
+    top_p: float = key(1.0, Limit("lie in (0, 1]", lambda x: 0 < x <= 1))
     """Nucleus mass; below 1 tokens are drawn from a truncated distribution, which TIS can't correct for. Logprobs, and with
     them the mismatch guard, are of the whole one, in engine and trainer alike."""
     top_k: int = key(0, NOT_NEGATIVE)
@@ -168,7 +165,7 @@ class AlgorithmConfig:
     """The probability ratio is clipped below at 1 - this."""
     clip_ratio_high: float = key(0.2, NOT_NEGATIVE)
     """The probability ratio is clipped above at 1 + this."""
-    clip_ratio_c: float | None = key(None, DUAL_CLIP)
+    clip_ratio_c: float | None = key(None, Limit("be > 1, or null for no dual clip", lambda x: x > 1))
     """Dual clip (> 1): bounds the loss of negative advantages at -c·A; null is off."""
     kl_beta: float = key(0.0, NOT_NEGATIVE)
     """Weight of KL(policy‖reference) in the loss; 0 loads no reference model."""

@@ -22,9 +22,9 @@ def write(folder: Path, body: str, name: str = "mine") -> str:
     return str(path)
 
 
-def refused(name: str, *overrides: str, **kwargs) -> str:
+def refused(name: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
-        load_config(name, overrides, **kwargs)
+        load_config(name, overrides)
     return str(error.value)
 
 
@@ -39,12 +39,13 @@ def test_the_two_examples_are_there():
     assert {"toy-grpo-cpu", "qwen3-vl-2b-grpo-fsdp-geo3k"} <= {path.stem for path in EXAMPLES_DIR.glob("*.yaml")}
 
 
-def test_name_with_suffix_path_and_config_dir(tmp_path):
+def test_name_with_suffix_and_path(tmp_path, monkeypatch):
     assert load_config(f"{TOY}.yaml") == load_config(TOY) == load_config(str(EXAMPLES_DIR / f"{TOY}.yaml"))
     write(
         tmp_path, "runner: {experiment_name: x}\nrollout: {model: {model_path: toy}}\ndata: {train_data_paths: [toy]}"
     )
-    assert load_config("mine", config_dir=tmp_path).runner.experiment_name == "x"
+    monkeypatch.chdir(tmp_path)
+    assert load_config("mine").runner.experiment_name == "x"
 
 
 def test_working_directory_is_searched_and_can_extend_an_example(tmp_path, monkeypatch):
@@ -167,7 +168,7 @@ def test_broken_yaml_and_unknown_default_name_the_file(tmp_path):
 
 def test_an_empty_section_is_none(tmp_path):
     (tmp_path / "mine.yaml").write_text(f"defaults: [{TOY}, _self_]\nreward:\n")
-    assert load_config("mine", config_dir=tmp_path).reward == load_config(TOY).reward
+    assert load_config(str(tmp_path / "mine.yaml")).reward == load_config(TOY).reward
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_recompute_logprobs_takes_booleans_and_words(tmp_path, given, kept):
     plain = "algorithm.importance_sampling_fix=false"
     assert load_config(TOY, [f"algorithm.recompute_logprobs={given}", plain]).algorithm.recompute_logprobs == kept
     (tmp_path / "mine.yaml").write_text(f"defaults: [{TOY}, _self_]\nalgorithm: {{recompute_logprobs: {given}}}")
-    assert load_config("mine", [plain], tmp_path).algorithm.recompute_logprobs == kept
+    assert load_config(str(tmp_path / "mine.yaml"), [plain]).algorithm.recompute_logprobs == kept
 
 
 @pytest.mark.parametrize(
