@@ -7,7 +7,6 @@ engine and the trainer use this one class with one setting of pixel limits, so b
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +31,9 @@ class Processor:
     ) -> None:
         """`min_pixels` and `max_pixels` bound an image's area after resizing; None means the checkpoint's own bound."""
         self.family = family
-        self.path = str(path)
-        self.trust_remote_code = trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        #: Ids that end a response, the end of a turn first.
+        self.stop_ids = family.stop_ids(self.tokenizer, str(path), trust_remote_code)
         self.image_processor = family.image_processor(path, min_pixels, max_pixels)
         self.merge_size = self.image_processor.merge_size
         self.image_token_id: int = self.tokenizer.convert_tokens_to_ids(family.image_token)
@@ -47,23 +46,16 @@ class Processor:
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else self.tokenizer.eos_token_id
 
-    @cached_property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a response, the end of a turn first."""
-        return self.family.stop_ids(self.tokenizer, self.path, self.trust_remote_code)
-
     def banned_ids(self, vocab_size: int) -> np.ndarray:
         """bool [vocab_size], True where an id may never be sampled: vision and padding ids, and ids without a token.
 
         The trainer's log-softmax leaves the same ids out.
         """
-        banned = np.ones(vocab_size, bool)
         known = self.tokenizer.get_vocab()
-        banned[[i for i in known.values() if i < vocab_size]] = False
-        banned[[known[t] for t in self.family.special_tokens if t in known]] = True
-        if self.tokenizer.pad_token_id is not None:
-            banned[self.tokenizer.pad_token_id] = True
-        banned[list(self.stop_ids)] = False
+        never = {self.tokenizer.pad_token_id, *map(known.get, self.family.special_tokens)}
+        allowed = set(known.values()) - never | set(self.stop_ids)
+        banned = np.ones(vocab_size, bool)
+        banned[[i for i in allowed if i < vocab_size]] = False
         return banned
 
     def grid(self, image: ImageRef) -> tuple[int, int, int]:
