@@ -4,7 +4,7 @@ Found before training (`FilterResult.bad`) or during it (groups of which a traje
 engine and of the environment are not the row's: `check_faults` describes and limits them.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -95,13 +95,12 @@ class BadRows:
 
     def table(self, split: str) -> str:
         """A line per kind of reason, the most frequent first: how many rows, and the first of them."""
-        kinds: defaultdict[str, list[BadRow]] = defaultdict(list)
-        for row in self._rows[split].values():
-            kinds[row.kind].append(row)
-        width = max(map(len, kinds), default=0)
+        rows = self._rows[split].values()
+        first = {row.kind: row for row in reversed(rows)}
+        width = max(map(len, first), default=0)
         return "\n".join(
-            f"{len(rows):6}  {kind:{width}}  {rows[0].id}: {shorten(rows[0].reason, SHOWN)}"
-            for kind, rows in sorted(kinds.items(), key=lambda item: -len(item[1]))
+            f"{n:6}  {kind:{width}}  {first[kind].id}: {shorten(first[kind].reason, SHOWN)}"
+            for kind, n in Counter(row.kind for row in rows).most_common()
         )
 
     def check(self) -> None:

@@ -104,14 +104,11 @@ def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
 
     try:
         peek(path)
-    except ValueError as e:
-        raise ValueError(f"{name} {e}") from e
-    try:
         if path.is_file():
             return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=[str(path)], split="train")
         saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
         loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
-    except Exception as e:  # builders raise Arrow's, pandas' and their own errors, few of which name a row
+    except Exception as e:  # `peek`'s, or Arrow's, pandas' and the builders' own, few of which name a row
         try:
             peek(path, scanned=2**32)
         except ValueError as known:

@@ -41,9 +41,6 @@ class BadRow:
     id: str
     reason: str
 
-    def __str__(self) -> str:
-        return f"row {self.id}: {self.kind}: {self.reason}"
-
 
 def kind_and_reason(error: Exception) -> tuple[str, str]:
     """What a bad row is counted under, and what is wrong with it; foreign errors are counted by their type."""
