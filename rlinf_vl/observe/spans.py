@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from rlinf_vl.runtime.files import read_lines
+from rlinf_vl.runtime.files import append_lines, read_lines
 
 FOLDER = "spans"
 MERGE_GAP_S = 0.005
@@ -19,25 +19,26 @@ MERGE_GAP_S = 0.005
 FLUSH_S = 1.0
 """Spans that have ended are on disk after this time."""
 
-_file: TextIO | None = None
+_path: Path | None = None
 _lock = threading.RLock()
-_last: dict[int, dict[str, Any]] = {}
+_rows: list[dict[str, Any]] = []  # that have ended and are not on disk
+_last: dict[int, dict[str, Any]] = {}  # the newest of them by thread
 _flushed = 0.0
 
 
 def record_spans(run_dir: Path, process: str) -> None:
     """From now on write spans as those of `process` (such as "actor 0"), if the run's folder has a folder for spans."""
-    global _file, _flushed
+    global _path, _flushed
     folder = run_dir / FOLDER
     if folder.is_dir():
         _flushed = time.time()
-        _file = (folder / f"{process.replace(' ', '-')}.jsonl").open("a", encoding="utf-8")
+        _path = folder / f"{process.replace(' ', '-')}.jsonl"
 
 
 @contextmanager
 def span(name: str, **about: Any) -> Iterator[None]:
     """Record the time that the block takes, with what else is worth knowing (JSON). Costs microseconds."""
-    if _file is None:
+    if _path is None:
         yield
         return
     start, clock = time.time(), time.perf_counter()
@@ -55,9 +56,8 @@ def _add(name: str, start: float, end: float, about: dict[str, Any]) -> None:
         if last is not None and last["name"] == name and last["about"] == about and start - last["end"] < MERGE_GAP_S:
             last["end"], last["count"] = end, last["count"] + 1
         else:
-            if last is not None:
-                _write(last)
             _last[thread] = {"name": name, "start": start, "end": end, "thread": thread, "count": 1, "about": about}
+            _rows.append(_last[thread])
         if end - _flushed > FLUSH_S:
             _flushed = end
             flush_spans()
@@ -65,18 +65,12 @@ def _add(name: str, start: float, end: float, about: dict[str, Any]) -> None:
 
 def flush_spans() -> None:
     """Write the spans that have ended."""
-    with _lock, suppress(OSError):
-        for row in _last.values():
-            _write(row)
+    with _lock, suppress(OSError):  # a full disk; a timeline is not worth a run
+        rows = list(_rows)
+        _rows.clear()
         _last.clear()
-        if _file is not None:
-            _file.flush()
-
-
-def _write(row: dict[str, Any]) -> None:
-    if _file is not None:
-        with suppress(OSError):  # a full disk; a timeline is not worth a run
-            _file.write(json.dumps(row | {"start": round(row["start"], 6), "end": round(row["end"], 6)}) + "\n")
+        if _path is not None and rows:
+            append_lines(_path, *rows)
 
 
 def read_spans(run_dir: Path) -> list[dict[str, Any]]:

@@ -276,7 +276,7 @@ def test_faults_of_the_engine_are_events_and_a_step_without_any_trajectory_ends_
 def test_whatever_happens_names_the_step_that_is_being_trained(folder, monkeypatch):
     """The step of the ledger and of metrics.jsonl, in events and spans alike."""
     (folder / "spans").mkdir()
-    monkeypatch.setattr(spans, "_file", None)
+    monkeypatch.setattr(spans, "_path", None)
     spans.record_spans(folder, "controller")
     run = FakeRun(folder, "runner.save_interval=1")
 
@@ -288,7 +288,7 @@ def test_whatever_happens_names_the_step_that_is_being_trained(folder, monkeypat
     run.pool.strike = strike
     run.train()
     spans.flush_spans()
-    monkeypatch.setattr(spans, "_file", None)
+    monkeypatch.setattr(spans, "_path", None)
     assert run.events() == [("worker_replaced", 4)]
     assert [row.get("rollout/worker_restarts") for row in run.rows()] == [None, 0, 0, 0, 1, 1, 1]
     assert read_status(folder)["workers"][1]["restarts"] == 1

@@ -11,15 +11,16 @@ from rlinf_vl.observe import spans
 
 @pytest.fixture
 def recording(tmp_path, monkeypatch):
-    monkeypatch.setattr(spans, "_file", None)
+    monkeypatch.setattr(spans, "_path", None)
     monkeypatch.setattr(spans, "_last", {})
+    monkeypatch.setattr(spans, "_rows", [])
     (tmp_path / spans.FOLDER).mkdir()
     spans.record_spans(tmp_path, "actor 3")
     return tmp_path
 
 
 def test_without_a_folder_nothing_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(spans, "_file", None)
+    monkeypatch.setattr(spans, "_path", None)
     spans.record_spans(tmp_path, "actor 0")
     with spans.span("forward"):
         pass
