@@ -5,7 +5,6 @@
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from rlinf_vl.config.placement import placement_of, slots_named
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.data.cache import cache_root
+from rlinf_vl.engines.sglang.machine import cuda_environment, missing_tools
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.inputs import gpu_memory, packages_missing, problems_here
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
@@ -123,15 +124,17 @@ def look(config: Config | None = None) -> Machine:
     """The facts of this machine, as a run of `config` would meet them. About a second beside the import of torch."""
     import torch
 
-    from rlinf_vl.engines.sglang.machine import missing_tools
-
     address = cluster_to_join(config.cluster.ray_address, dict(os.environ))[0] if config else None
     sglang = config is None or config.rollout.rollout_backend == "sglang"
+    driver, cuda = Path("/proc/driver/nvidia/version"), torch.version.cuda
+    found = re.search(r"\b\d{3,}\.[\d.]+\b", driver.read_text()) if driver.exists() else None
     return Machine(
         python=".".join(map(str, sys.version_info[:3])),
-        packages={name: _version(name) for name in TESTED if name != "python"},
-        cuda_major=int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None,
-        driver=_driver(),
+        packages={
+            name: next((d.version for d in distributions(name=name)), None) for name in TESTED if name != "python"
+        },
+        cuda_major=int(cuda.split(".")[0]) if cuda else None,
+        driver=found[0] if found else None,
         gpus=gpu_memory() or (),
         missing_tools=tuple(missing_tools()) if sglang else (),
         missing_libraries=_missing_libraries() if sglang else (),
@@ -149,35 +152,26 @@ def look(config: Config | None = None) -> Machine:
 
 def check(machine: Machine, config: Config | None = None) -> list[Line]:
     """What is to be said of the machine, for `config` if there is one; of GPUs where the config, or the machine, has them."""
-    device = config.cluster.device if config else "auto"
-    sglang = config.rollout.rollout_backend == "sglang" if config else machine.packages["sglang"] is not None
-    found = list(_versions(machine, sglang))
-    if device == "cuda" or (device == "auto" and machine.gpus):
-        found += _gpus(machine, sglang)
-    else:
-        found.append(line("GPUs", f"{len(machine.gpus)}, none needed"))
-    found += _host(machine, config.cluster.object_store_memory if config else None)
-    if config:
-        found += _wanted(machine, config, device == "cuda" or bool(machine.gpus))
-    return found
+    found = [line for judged in CHECKS for line in judged(machine, config)]
+    return found if config is None else [*found, *_of_model(machine, config)]
 
 
-# --- what is judged ---------------------------------------------------------------------------------------------------
-
-
-def _versions(machine: Machine, sglang: bool) -> Iterator[Line]:
-    needed = ["python", "torch", "transformers", "ray", *(["sglang"] if sglang else [])]
-    for name, tested in TESTED.items():
-        version = machine.python if name == "python" else machine.packages[name]
+def _versions(machine: Machine, config: Config | None) -> Iterator[Line]:
+    sglang = config is not None and config.rollout.rollout_backend == "sglang"
+    needed = {"torch", "transformers", "ray"} | ({"sglang"} if sglang else set())
+    for name, version in {"python": machine.python, **machine.packages}.items():
         if version:
-            same = any(re.fullmatch(rf"{re.escape(t)}([.+].*)?", version) for t in tested)
-            yield line(name, version, not same and f"not tested; tested: {', '.join(tested)}", "warn")
+            same = any(re.fullmatch(rf"{re.escape(t)}([.+].*)?", version) for t in TESTED[name])
+            yield line(name, version, not same and f"not tested; tested: {', '.join(TESTED[name])}", "warn")
         elif name in needed:
             install = f"bash requirements/install.sh{' --sglang' if sglang else ''}"
             yield line(name, "not installed", f"`{install}` makes an environment that has it")
 
 
-def _gpus(machine: Machine, sglang: bool) -> Iterator[Line]:
+def _gpus(machine: Machine, config: Config | None) -> Iterator[Line]:
+    if not _on_gpus(machine, config):
+        yield line("GPUs", f"{len(machine.gpus)}, none needed")
+        return
     here, cuda, missing = len(machine.gpus), machine.cuda_major, machine.missing_libraries
     # The head of a cluster needs no GPU of its own; what it lacks says nothing about the others.
     status = "warn" if machine.cluster and not here else "fail"
@@ -189,7 +183,7 @@ def _gpus(machine: Machine, sglang: bool) -> Iterator[Line]:
     old = not machine.driver or int(machine.driver.split(".")[0]) < least
     way_out = f"CUDA {cuda or 13} wants {least} or newer; update it"
     yield line("NVIDIA driver", machine.driver or "none loaded", old and way_out, status)
-    if sglang and machine.packages["sglang"]:
+    if machine.packages["sglang"] and (config is None or config.rollout.rollout_backend == "sglang"):
         yield line("SGLang's tools", "ninja, a C++ compiler, nvcc", "; ".join(machine.missing_tools), status)
         why = "libcuda comes with the driver, libcudart with torch's CUDA 13 wheels"
         problem = missing and f"the loader finds no {', '.join(missing)}; {why}"
@@ -200,8 +194,8 @@ def _gpus(machine: Machine, sglang: bool) -> Iterator[Line]:
             yield line("environment", setting, f"{why}; unset it", "warn")
 
 
-def _host(machine: Machine, object_store: int | None) -> Iterator[Line]:
-    wanted = object_store or int(0.3 * machine.total_memory)  # Ray's own choice
+def _host(machine: Machine, config: Config | None) -> Iterator[Line]:
+    wanted = (config and config.cluster.object_store_memory) or int(0.3 * machine.total_memory)  # Ray's own choice
     said = f"/dev/shm has {machine.shared_memory / GIB:.1f} GiB free, the object store takes {wanted / GIB:.1f}"
     problem = f"Ray would put it on disk; start the container with --shm-size={-(-wanted // GIB)}g, or lower it"
     yield line("shared memory", said, machine.shared_memory < wanted and problem, "warn")
@@ -214,11 +208,20 @@ def _host(machine: Machine, object_store: int | None) -> Iterator[Line]:
         yield line("cluster", f"Ray at {machine.cluster}", problem)
 
 
-def _wanted(machine: Machine, config: Config, cuda: bool) -> Iterator[Line]:
+CHECKS = (_versions, _gpus, _host)
+
+
+def _on_gpus(machine: Machine, config: Config | None) -> bool:
+    device = config.cluster.device if config else "auto"
+    return device == "cuda" or (device == "auto" and bool(machine.gpus))
+
+
+def _of_model(machine: Machine, config: Config) -> Iterator[Line]:
     """What depends on the model and on how many processes there are."""
     from rlinf_vl.models.loading import DTYPES
     from rlinf_vl.preflight.model import Model
 
+    cuda = config.cluster.device == "cuda" or bool(machine.gpus)
     nodes, slots = config.cluster.num_nodes, max(1, len(machine.gpus) if cuda else machine.cores)
     try:
         if not cuda and not machine.cluster:  # a private cluster of processes has as many as are asked for
@@ -285,27 +288,8 @@ def _join(config: Config) -> Line:
     return line("cluster", f"machines {nodes} with {has}, cluster.num_nodes {wanted}", missing)
 
 
-# --- what is looked at ------------------------------------------------------------------------------------------------
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    """Version of the NVIDIA driver that the kernel has loaded."""
-    loaded = Path("/proc/driver/nvidia/version")
-    version = re.search(r"\b\d{3,}\.[\d.]+\b", loaded.read_text()) if loaded.exists() else None
-    return version[0] if version else None
-
-
 def _missing_libraries() -> tuple[str, ...]:
     """What `ldd` misses for the memory saver's library as the engine's processes would load it, or the library itself."""
-    from rlinf_vl.engines.sglang.machine import cuda_environment
-
     library = next((path for folder in sys.path if (path := Path(folder) / HOOK).is_file()), None)
     if library is None:
         return (HOOK,)

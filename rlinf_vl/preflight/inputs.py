@@ -21,7 +21,7 @@ from rlinf_vl.config.keys import nearest
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
-from rlinf_vl.data.sources import TOY, peek
+from rlinf_vl.data.sources import TOY, Peek, peek
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.cluster import cluster_to_join
@@ -30,6 +30,7 @@ from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, run_folder
 log = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 5.0
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def problems_here(config: Config) -> Iterator[str]:
@@ -52,28 +53,27 @@ def packages_missing(config: Config) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    data, batch = config.data, "data.rollout_batch_size"
-    for key, paths in (("data.train_data_paths", data.train_data_paths), ("data.val_data_paths", data.val_data_paths)):
-        counts: list[int | None] = []
+    data = config.data
+    for split, paths in (("train", data.train_data_paths), ("val", data.val_data_paths)):
+        key, counts = f"data.{split}_data_paths", []
         for path in paths:
-            columns, rows = None, None
+            found = Peek(None, None)
             if path == "toy":
-                columns, rows = TOY["train" if key == "data.train_data_paths" else "val"]
+                found = TOY[split]
             elif path.startswith("hf://"):
                 yield from _hub_data(key, path)
             elif os.path.exists(path):
                 try:
-                    columns, rows = peek(Path(path))
+                    found = peek(Path(path))
                 except ValueError as error:
                     yield f"{key}: {path} {error}"
-            counts.append(rows)
-            if columns is not None:
-                yield from _columns(config, path, columns)
-        total = sum(rows or 0 for rows in counts)
-        if key == "data.train_data_paths" and None not in counts and 0 < total < data.rollout_batch_size:
+            counts.append(found.rows)
+            if found.columns is not None:
+                yield from _columns(config, path, found.columns)
+        if split == "train" and None not in counts and 0 < (total := sum(counts)) < data.rollout_batch_size:
             yield (
-                f"{batch}: {data.rollout_batch_size} problems a step, but {key} has {total} rows; set it to {total} or less (a "
-                f"multiple of algorithm.n_minibatches={config.algorithm.n_minibatches}), or add data"
+                f"data.rollout_batch_size: {data.rollout_batch_size} problems a step, but {key} has {total} rows; set it to {total} "
+                f"or less (a multiple of algorithm.n_minibatches={config.algorithm.n_minibatches}), or add data"
             )
 
 
@@ -89,7 +89,7 @@ def _columns(config: Config, path: str, columns: Sequence[str]) -> Iterator[str]
 
 def _hub_data(key: str, path: str) -> Iterator[str]:
     name = path.removeprefix("hf://").partition(":")[0]
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+    if not HUB_NAME.fullmatch(name):
         yield f"{key}: {path!r} is no data set's name on the hub; write hf://owner/name or hf://owner/name:split"
         return
     from huggingface_hub.constants import HF_HOME
@@ -104,6 +104,7 @@ def _model(config: Config) -> Iterator[str]:
     path, key = config.rollout.model.model_path, "rollout.model.model_path"
     way_out = "give a checkpoint's folder, a name on the Hugging Face hub (owner/name), or toy"
     folder = Path(path)
+    in_a_folder = folder.parent != Path(".") and os.path.isdir(folder.parent)
     if path == "toy":
         yield from _family(config, "qwen3_vl")
         yield from _pixels(config, {"patch_size": 8, "merge_size": 2})
@@ -111,11 +112,7 @@ def _model(config: Config) -> Iterator[str]:
         yield f"{key}: empty; {way_out}"
     elif os.path.isdir(path):
         yield from _model_folder(config, folder)
-    elif (
-        path.startswith((".", "/", "~"))
-        or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path)
-        or (folder.parent != Path(".") and os.path.isdir(folder.parent))
-    ):
+    elif path.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(path) or in_a_folder:
         yield f"{key}: no folder {path!r}{why_absent(path)}; {way_out}"
     else:
         known, problem = _ask_hub("model", path)
@@ -126,51 +123,53 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _model_folder(config: Config, folder: Path) -> Iterator[str]:
-    key = "rollout.model.model_path"
+    key = f"rollout.model.model_path: {folder}"
     try:
         known = json.loads((folder / "config.json").read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield (
-            f"{key}: {folder} has no config.json that names a model_type ({type(error).__name__}: {error}); name a checkpoint in "
+            f"{key} has no config.json that names a model_type ({type(error).__name__}: {error}); name a checkpoint in "
             "Hugging Face's format, such as 'python -m rlinf_vl export' writes"
         )
         return
     yield from _family(config, known)
+    missing, damaged = _missing_and_damaged(folder)
+    if missing:
+        yield f"{key} lacks {', '.join(missing)}; fetch or copy the checkpoint whole"
+    for name, why in damaged.items():
+        yield f"{key}: {name} is damaged or fetched in part ({why}); fetch or copy it anew"
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        yield from _pixels(config, json.loads((folder / "preprocessor_config.json").read_bytes()))
+
+
+def _missing_and_damaged(folder: Path) -> tuple[list[str], dict[str, object]]:
+    """What a checkpoint's folder lacks; and the files that their readers would stumble over, with what is wrong. Of weights only
+    what shows in the first bytes."""
     parts = {
         "weights (*.safetensors)": ("*.safetensors", "pytorch_model*.bin"),
         "a tokenizer (tokenizer.json)": ("tokenizer.json", "vocab.json"),
         "an image processor (preprocessor_config.json)": ("preprocessor_config.json", "processor_config.json"),
     }
     missing = [what for what, names in parts.items() if not any(any(folder.glob(name)) for name in names)]
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
-        missing += [file for file in sorted(set(index["weight_map"].values())) if not (folder / file).is_file()]
-    if missing:
-        yield f"{key}: {folder} lacks {', '.join(missing)}; fetch or copy the checkpoint whole"
-    for damaged, why in _damaged(folder):
-        yield f"{key}: {folder}: {damaged} is damaged or fetched in part ({why}); fetch or copy it anew"
-    with suppress(OSError, ValueError, TypeError, AttributeError):
-        yield from _pixels(config, json.loads((folder / "preprocessor_config.json").read_bytes()))
-
-
-def _damaged(folder: Path) -> Iterator[tuple[str, str]]:
-    """(name, what is wrong) of files of a checkpoint's folder that their readers would stumble over; of weights only what shows
-    in the first bytes."""
+    damaged: dict[str, object] = {}
     for name in ("tokenizer.json", "preprocessor_config.json", "model.safetensors.index.json"):
         try:
-            json.loads((folder / name).read_bytes())
+            read = json.loads((folder / name).read_bytes())
+            if name.startswith("model"):
+                missing += [file for file in sorted(set(read["weight_map"].values())) if not (folder / file).is_file()]
         except FileNotFoundError:
             pass
-        except (OSError, ValueError) as error:
-            yield name, str(error)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            damaged[name] = error
     for weights in sorted(folder.glob("*.safetensors")):
         try:
             with weights.open("rb") as file:
                 start = file.read(20)
             if len(start) < 8 or start.startswith(b"version https://"):
-                yield weights.name, "a pointer of Git LFS" if start else "it is empty"
+                damaged[weights.name] = "a pointer of Git LFS" if start else "it is empty"
         except OSError as error:
-            yield weights.name, str(error)
+            damaged[weights.name] = error
+    return missing, damaged
 
 
 def _family(config: Config, of_checkpoint: str) -> Iterator[str]:
@@ -206,32 +205,27 @@ def _ask_hub(kind: str, name: str, cached: bool = False) -> tuple[str | None, st
     """(model_type of a model where it is known, why a name can't be had). Where the hub can't be reached and the cache has what is
     named, the run is told to do without the hub: transformers would ask six times for each of a dozen files."""
     import huggingface_hub as hub
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return None, "neither a folder here nor a name that the hub allows; write owner/name"
     model_type = None
-    if kind == "model" and isinstance(config := hub.try_to_load_from_cache(name, "config.json"), str):
-        cached, model_type = True, json.loads(Path(config).read_bytes()).get("model_type")
     try:
-        if kind == "model":
-            found = hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
-            return model_type or (found.config or {}).get("model_type"), None
-        hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
-        return None, None
+        if kind == "data set":
+            hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
+            return None, None
+        if isinstance(config := hub.try_to_load_from_cache(name, "config.json"), str):
+            cached, model_type = True, json.loads(Path(config).read_bytes()).get("model_type")
+        found = hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        return model_type or (found.config or {}).get("model_type"), None
+    except hub.errors.HFValidationError:
+        return None, "neither a folder here nor a name that the hub allows; write owner/name"
     except hub.errors.GatedRepoError:
         return None, "the hub asks for an agreement first; accept it on its page, then 'hf auth login'"
     except hub.errors.RepositoryNotFoundError:
         return None, f"the hub has no {kind} of that name, or a private one; check it, or 'hf auth login'"
     except Exception as error:  # the client's own, and those of the HTTP library that it was built with
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if cached:
-            log.warning(
-                "%s: the hub can't be reached (%s); its copy in the cache is used (HF_HUB_OFFLINE=1)", name, reason
-            )
+            said = "%s: the hub can't be reached (%s); its copy in the cache is used (HF_HUB_OFFLINE=1)"
+            log.warning(said, name, reason)
             os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes of a private cluster
             hub.constants.HF_HUB_OFFLINE = True  # for this one, which has read it
             return model_type, None
@@ -331,12 +325,11 @@ def gpu_memory() -> tuple[int, ...] | None:
             return ()
     except OSError:
         return ()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    named = (
-        [] if visible is None else [one for one in visible.split(",") if one.strip() not in ("", "-1", "NoDevFiles")]
-    )
+    there, visible = count.value, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        there = min(there, sum(one.strip() not in ("", "-1", "NoDevFiles") for one in visible.split(",")))
     sizes = []
-    for i in range(count.value if visible is None else min(count.value, len(named))):
+    for i in range(there):
         nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(handle))
         nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
         sizes.append(memory[0])
