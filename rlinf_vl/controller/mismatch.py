@@ -18,9 +18,7 @@ from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item, plan_micro_batches
 from rlinf_vl.types import GroupSummary
 
-#: By number of images. An engine can fail on the second image only, so each class is judged apart.
-CLASSES = ("no_image", "one_image", "more_images")
-#: Trajectories scored of each class.
+#: Trajectories scored per class of image count.
 PER_CLASS = 4
 #: Mean |rollout - train logprob| that the arithmetic explains, in nats, by the lower precision of the two sides.
 NOISE = {"fp32": 1e-3, "bf16": 0.08, "fp16": 0.04}
@@ -77,8 +75,9 @@ class MismatchGuard:
         return metrics if step == 1 or step % self._interval == 0 else {}
 
 
-def class_of(images: int) -> str:
-    return CLASSES[min(images, 2)]
+def image_class(images: int) -> str:
+    """An engine can fail on the second image only, so each class is judged apart."""
+    return {0: "no_image", 1: "one_image"}.get(images, "more_images")
 
 
 def pick(summaries: Sequence[GroupSummary]) -> list[Item]:
@@ -86,9 +85,10 @@ def pick(summaries: Sequence[GroupSummary]) -> list[Item]:
     picked: Counter[str] = Counter()
     items = []
     for g, summary in enumerate(summaries):
+        kind = image_class(summary.images)
         usable = trainable(summary)
-        if usable and picked[class_of(summary.images)] < PER_CLASS:
-            picked[class_of(summary.images)] += 1
+        if usable and picked[kind] < PER_CLASS:
+            picked[kind] += 1
             items.append(item_of(g, usable[0], summary))
     return items
 
@@ -102,8 +102,8 @@ def judge(scores: Sequence[Score], precision: str) -> dict[str, float]:
     """
     metrics = {}
     noise = NOISE[precision]
-    for kind in CLASSES:
-        chosen = [score for score in scores if class_of(score.images) == kind]
+    for kind in ("no_image", "one_image", "more_images"):
+        chosen = [score for score in scores if image_class(score.images) == kind]
         if not chosen:
             continue
         tokens = sum(score.tokens for score in chosen)

@@ -73,8 +73,9 @@ def plan_step(
         denominator = max(1, tokens if aggregation == "token-mean" else len(items))
         minibatches.append(tuple(RankMiniBatch(micro, plan.run_vision, denominator) for micro in plan.micro_batches))
         plans.append(plan)
-    names = ("fill", "imbalance", "repeated")
-    metrics = {f"packing/{name}": float(np.mean([getattr(plan, name) for plan in plans])) for name in names}
+    metrics = {}
+    for name in ("fill", "imbalance", "repeated"):
+        metrics[f"packing/{name}"] = float(np.mean([getattr(plan, name) for plan in plans]))
     metrics["packing/micro_batches"] = float(sum(plan.steps for plan in plans))
     advantages = advantages_of(summaries, normalize=normalize_advantages, leave_one_out=leave_one_out)
     return StepPlan(tuple(minibatches), advantages, metrics)
