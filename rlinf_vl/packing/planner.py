@@ -90,9 +90,8 @@ def plan_micro_batches(
     sizes = _Sizes(items, share_prompts, prices)
     bins, count = _best_bins(sizes, ranks, budget, size or len(items))
     per_rank, costs = _deal(sizes, bins, count, ranks)
-    tokens = sizes.tokens_with(bins)
-    prompts = sum({item.group: item.prompt for item in items}.values())
-    distinct = prompts + sum(item.tokens for item in items)
+    tokens = float(sizes.sums(sizes.tokens, sizes.once_tokens, bins, count).sum())
+    distinct = sum({item.group: item.prompt for item in items}.values()) + sum(item.tokens for item in items)
     return Plan(
         micro_batches=per_rank,
         run_vision=tuple(any(i.patches for micro in step for i in micro) for step in zip(*per_rank, strict=True)),
@@ -129,15 +128,13 @@ class _Sizes:
             self.once_tokens, self.once_cost = 0 * self.once_tokens, 0 * self.once_cost
         self.once_cost = self.once_cost + prices.patch * patches[first]  # an image is in a micro-batch once, either way
 
-    def costs(self, bins: np.ndarray, count: int) -> np.ndarray:
-        """float64 [count], of each micro-batch."""
-        which, group = np.divmod(np.unique(bins * len(self.once_cost) + self.group), len(self.once_cost))
-        return np.bincount(bins, self.cost, count) + np.bincount(which, self.once_cost[group], count)
+    def sums(self, each: np.ndarray, once: np.ndarray, bins: np.ndarray, count: int) -> np.ndarray:
+        """float64 [count]: of each micro-batch, `each` of its trajectories and `once` for every group that it has."""
+        which, group = np.divmod(np.unique(bins * len(once) + self.group), len(once))
+        return np.bincount(bins, each, count) + np.bincount(which, once[group], count)
 
-    def tokens_with(self, bins: np.ndarray) -> int:
-        """Tokens of all micro-batches."""
-        group = np.unique(bins * len(self.once_tokens) + self.group) % len(self.once_tokens)
-        return int(self.tokens.sum() + self.once_tokens[group].sum())
+    def costs(self, bins: np.ndarray, count: int) -> np.ndarray:
+        return self.sums(self.cost, self.once_cost, bins, count)
 
 
 def _best_bins(sizes: _Sizes, ranks: int, budget: int, size: int) -> tuple[np.ndarray, int]:
@@ -147,7 +144,8 @@ def _best_bins(sizes: _Sizes, ranks: int, budget: int, size: int) -> tuple[np.nd
     With many groups, the first way that succeeds will do, and there are 2 % more micro-batches so that one soon does.
     """
     n, groups = len(sizes.items), len(sizes.once_tokens)
-    count = max(math.ceil(sizes.tokens_with(np.zeros(n, int)) / budget), math.ceil(n / size))
+    tokens = int(sizes.tokens.sum() + sizes.once_tokens.sum())
+    count = max(math.ceil(tokens / budget), math.ceil(n / size))
     if groups > FEW_GROUPS:
         ways = [("roomiest", 1, 0), ("tightest", 1, 0)]
         count += count // 50

@@ -28,7 +28,6 @@ MAX_NESTING = 12
 _EQUAL = Fraction(1, 10**12)
 """Relative difference below which two closed forms, evaluated to 30 digits, are the same number."""
 
-_SIGNED = re.compile("^([+-]) +")
 _DECIMAL = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*)(?:\\overline\{([0-9]+)\})?)?(?:[eE]([+-]?[0-9]{1,3}))?")
 _SCIENTIFIC = re.compile("[0-9.][eE]")
 _FRACTION = re.compile(
@@ -153,7 +152,7 @@ def _evaluate(text: str, formula) -> Number | None:
 
 def parse_number(text: str) -> Number | None:
     r"""An integer, decimal (also `0.\overline{3}`, 1e-05), fraction or mixed number; None for anything else."""
-    text = _SIGNED.sub(r"\1", text)
+    text = re.sub("^([+-]) +", r"\1", text)
     if match := _DECIMAL.fullmatch(text):
         sign, whole, behind, cycle, exponent = match[1], match[2], match[3] or "", match[4], int(match[5] or 0)
         if not whole + behind + (cycle or ""):
