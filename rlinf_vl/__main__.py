@@ -27,13 +27,9 @@ from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
 log = logging.getLogger("rlinf_vl")
 
-
-#: Errors that mean a mistake in what a verb was asked for, beside ConfigError.
-MISTAKES = {
-    "export": (FileNotFoundError, FileExistsError),
-    "watch": (ValueError,),
-    "timeline": (ValueError,),
-    "report": (ValueError,),
+#: Errors that mean a mistake in what a verb was asked for, beside ConfigError: a folder that is no run's, or not as it must be.
+MISTAKES = dict.fromkeys(("watch", "timeline", "report"), (ValueError,)) | {
+    "export": (FileNotFoundError, FileExistsError)
 }
 
 

@@ -56,9 +56,8 @@ def load_config(config_name: str, overrides: Sequence[str] = (), further: Sequen
 def parse_config(config_name: str, overrides: Sequence[str] = ()) -> Config:
     """`load_config` without validation: what a config says, whether or not it can work."""
     written = _compose(_find(config_name))
-    problems = _override(written, overrides)
     typed = OmegaConf.structured(Config)
-    problems += _fill(typed, written)
+    problems = [*_override(written, overrides), *_fill(typed, written)]
     if problems:
         raise ConfigError(*problems)
     config = OmegaConf.to_object(typed)

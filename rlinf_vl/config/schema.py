@@ -191,8 +191,7 @@ class AlgorithmConfig:
 @dataclass
 class RolloutModelConfig:
     model_path: str = MISSING
-    """Checkpoint folder in HF format, or hub name: the policy, the engine's first weights and the reference.
-    `toy` is the tiny warm-started model, built on first use."""
+    """Checkpoint folder (HF format) or hub name of policy and reference; `toy` is the tiny warm-started model, built on first use."""
     model_type: str = key("qwen3_vl", ("qwen3_vl",))  # rows of rlinf_vl.models.families, which imports torch
     """Model family: a row of rlinf_vl.models.families."""
     precision: str = key("bf16", DTYPES)
@@ -344,8 +343,7 @@ class ActorConfig:
     enable_offload: bool = False
     """Keep weights and optimizer state in host memory while collocated engines generate (CUDA only)."""
     share_prompts: bool = True
-    """A group's prompt stands once in a micro-batch, and every response attends to it; false repeats it for each
-    response. The loss is the same."""
+    """A group's prompt stands once in a micro-batch, for all its responses; false repeats it for each. The loss is the same."""
     vision_cache_gb: float = key(4.0, NOT_NEGATIVE)
     """Image features of a frozen vision tower kept on the device, in GiB; what a step needs beyond that is kept in host
     memory. Each image is then encoded once per step at most, and again only after its features had to go."""
