@@ -191,7 +191,7 @@ class AlgorithmConfig:
 @dataclass
 class RolloutModelConfig:
     model_path: str = MISSING
-    """Checkpoint folder (HF format) or hub name of policy and reference; `toy` is the tiny warm-started model, built on first use."""
+    """Checkpoint folder (HF format) or hub name, for policy and reference; `toy` is the tiny model, warm-started on first use."""
     model_type: str = key("qwen3_vl", ("qwen3_vl",))  # rows of rlinf_vl.models.families, which imports torch
     """Model family: a row of rlinf_vl.models.families."""
     precision: str = key("bf16", DTYPES)
