@@ -1,4 +1,4 @@
-"""A run's files of JSON lines: one line a step, which a resumed run takes back; and the log of events."""
+"""A run's files of JSON lines: one line for each step, of which a resumed run drops the later ones; and the log of events."""
 
 import logging
 import time
@@ -43,7 +43,7 @@ class StepLines:
 
 class EventLog:
     """What happened to a run beside its steps: in the log, and in `events.jsonl` as {time (Unix seconds), step, kind, message}.
-    Nothing is taken back: a step that is trained again after a crash has its events twice."""
+    Resuming drops nothing here: a step that is trained again after a crash has its events twice."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self._path = Path(run_dir) / "events.jsonl"

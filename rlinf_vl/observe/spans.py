@@ -21,7 +21,7 @@ FLUSH_S = 1.0
 
 _path: Path | None = None
 _lock = threading.RLock()
-_rows: list[dict[str, Any]] = []  # that have ended and are not on disk
+_rows: list[dict[str, Any]] = []  # spans that have ended and are not on disk
 _last: dict[int, dict[str, Any]] = {}  # the newest of them by thread
 _flushed = 0.0
 

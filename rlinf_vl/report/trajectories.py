@@ -41,7 +41,8 @@ class ImageStore:
 
     def __init__(self, sections: bytearray, max_bytes: int) -> None:
         self._sections = sections
-        self._bytes_left = max_bytes
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._known: dict[bytes, int] = {}
         self.images: list[dict[str, Any]] = []
 
@@ -63,10 +64,9 @@ class ImageStore:
                 shown, kind, size = _shrink(data)
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
                 raise ValueError("not an image that can be shown") from error
-            if len(shown) > self._bytes_left:
-                room = sum(image["data"]["count"] for image in self.images)
-                raise ValueError(f"there is room for {room:,} bytes only")
-            self._bytes_left -= len(shown)
+            if self._bytes + len(shown) > self._max_bytes:
+                raise ValueError(f"there is room for {self._max_bytes:,} bytes only")
+            self._bytes += len(shown)
             self._known[digest] = len(self.images)
             reference = add_section(self._sections, np.frombuffer(shown, np.uint8))
             self.images.append({"data": reference, "type": f"image/{kind.lower()}", "size": size})
