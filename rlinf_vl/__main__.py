@@ -104,9 +104,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
-    from rlinf_vl.preflight.inputs import packages_missing, problems_here
+    from rlinf_vl.preflight.inputs import RULES, packages_missing
 
-    rules = [problems_here] if arguments.check else [packages_missing, problems_here]
+    rules = RULES if arguments.check else (packages_missing, *RULES)
     config = load_config(arguments.config, arguments.overrides, rules)
     if arguments.check:
         return 0

@@ -27,7 +27,7 @@ from rlinf_vl.config.validate import validate_config
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.engines.sglang.machine import cuda_environment, missing_tools
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.inputs import gpu_memory, packages_missing, problems_here
+from rlinf_vl.preflight.inputs import RULES, gpu_memory, packages_missing
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
 
 GIB = 2**30
@@ -100,7 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
         if machine.cluster and machine.cluster_answers:
             found.append(_join(config))
         try:
-            validate_config(config, (packages_missing, problems_here))
+            validate_config(config, (packages_missing, *RULES))
         except ConfigError as error:
             found += [Line("fail", "config", problem) for problem in error.problems]
     sys.stdout.write(render(found))

@@ -21,7 +21,8 @@ def settle_gpu_share(config: Config, model_path: str, placement: Reservation) ->
     """
     rollout, automatic = config.rollout, config.rollout.gpu_memory_utilization == "auto"
     if placement.device != "cuda":
-        rollout.gpu_memory_utilization = 0.6 if automatic else rollout.gpu_memory_utilization
+        if automatic:
+            rollout.gpu_memory_utilization = 0.6
         return
     look = ray.remote(max_calls=1)(_gpu_bytes)  # in a process that ends: the GPU is the actors'
     seats = [look.options(**seat).remote() for seat in (*placement.actor, *placement.rollout)]

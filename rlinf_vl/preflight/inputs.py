@@ -33,12 +33,6 @@ HUB_TIMEOUT_S = 5.0
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def problems_here(config: Config) -> Iterator[str]:
-    """What of the things that a config names would stop its run on this machine, each with the key, its value and the way out."""
-    for rule in (_data, _model, _server_arguments, _folders, _object_store, _gpus):
-        yield from rule(config)
-
-
 def packages_missing(config: Config) -> Iterator[str]:
     """What this Python lacks for the run, and for SGLang on GPUs of this machine what compiles its kernels."""
     if config.rollout.rollout_backend != "sglang":
@@ -334,3 +328,7 @@ def gpu_memory() -> tuple[int, ...] | None:
         nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
         sizes.append(memory[0])
     return tuple(sizes)
+
+
+#: Rules that find what of the things that a config names would stop its run on this machine.
+RULES = (_data, _model, _server_arguments, _folders, _object_store, _gpus)

@@ -59,10 +59,6 @@ class Model:
         with pretend_cuda():
             return trace_images(self._made, self.family, tokens, self._config.data.max_prompt_length)
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Keys and values of all layers."""
-        return self.family.decode_state(self.shape).token_bytes(DTYPES[dtype])
-
 
 def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, str]:
     """(transformers config of the model at `path`, where it is from). Nothing is downloaded.

@@ -256,9 +256,9 @@ def test_what_may_not_be_read_is_named():
     keys += ["runner.resume_dir=%s/checkpoint"]
     program = (
         "import os, sys; from rlinf_vl.config.load import parse_config, validate_config\n"
-        "from rlinf_vl.preflight.inputs import problems_here\n"
+        "from rlinf_vl.preflight.inputs import RULES\n"
         "config = parse_config('toy-grpo-cpu', sys.argv[1:]); os.seteuid(65534)\n"
-        "try: validate_config(config, [problems_here])\n"
+        "try: validate_config(config, RULES)\n"
         "except ValueError as error: print(error)"
     )
     try:
