@@ -59,16 +59,13 @@ def placement_of(component_placement: Mapping[str, Any], n_slots: int, tensor_pa
     Raises:
         ConfigError: out-of-range slots; see also `parse_placement` and `Placement`.
     """
-    slots = {
-        component: tuple(range(n_slots)) if named is None else named
-        for component, named in parse_placement(component_placement).items()
-    }
+    named = parse_placement(component_placement)
+    if n_slots == 0:
+        raise ConfigError(
+            f"{_KEY}: no slots: the cluster has none of cluster.device; set that to cpu, or start Ray where there are GPUs"
+        )
+    slots = {component: tuple(range(n_slots)) if s is None else s for component, s in named.items()}
     for component, chosen in slots.items():
-        if n_slots == 0:
-            raise ConfigError(
-                f"{_KEY}: no slot for '{component}': the cluster has none of cluster.device; set that to cpu, or start Ray where "
-                "there are GPUs"
-            )
         if chosen[-1] >= n_slots:
             there = f"the cluster has {n_slots}, numbered 0 to {n_slots - 1}"
             raise ConfigError(f"{_KEY}: '{component}' wants slot {chosen[-1]}, but {there}")

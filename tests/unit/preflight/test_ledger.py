@@ -130,7 +130,7 @@ def test_the_verb(capsys):
         (["preflight", FLAGSHIP, "rollout.model.model_path=no/such"], "rollout.model.model_path"),
         (["preflight", FLAGSHIP, "rollout.model.model_type=foo"], "rollout.model.model_type"),
         (["preflight", FLAGSHIP, "runner.max_tokens_per_mbs=0"], "runner.max_tokens_per_mbs"),
-        (["preflight", FLAGSHIP, "--gpus", "0"], "no slot for 'actor'"),
+        (["preflight", FLAGSHIP, "--gpus", "0"], "no slots: the cluster has none"),
         (["preflight", FLAGSHIP, "cluster.component_placement={actor: 0-3, rollout: 4}"], "wants slot"),
     ):
         assert main(wrong) == 2
