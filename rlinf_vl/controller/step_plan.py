@@ -14,10 +14,8 @@ from rlinf_vl.types import GroupSummary, Prices
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`minibatches[m][data_rank]`, and `advantages[g][i]` of trajectory i of group g (0 where it is not trained on)."""
-
-    minibatches: tuple[tuple[RankMiniBatch, ...], ...]
-    advantages: tuple[tuple[float, ...], ...]
+    minibatches: tuple[tuple[RankMiniBatch, ...], ...]  #: by number and share of the trajectories (`Mesh.data_rank`)
+    advantages: tuple[tuple[float, ...], ...]  #: of each trajectory of each group; 0 where it is not trained on
     metrics: dict[str, float]
 
 

@@ -37,13 +37,8 @@ class WeightSync:
         engine_ranks: int,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """
-        Args:
-            strategy: as `resolve_weight_sync` returns it.
-            actors, pool: have started.
-            engine_ranks: processes of one engine that have weights.
-            bucket_bytes: how much is sent at once.
-        """
+        """`strategy` is what `resolve_weight_sync` returns; actors and pool have started. `engine_ranks`: processes of one engine
+        that have weights. `bucket_bytes` are sent at once."""
         self.busy = False
         self.strategy = strategy
         self._actors = actors

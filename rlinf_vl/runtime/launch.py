@@ -38,19 +38,13 @@ PLACEMENT_TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What the cluster has given a run.
-
-    Attributes:
-        actor, rollout: Ray options of each actor rank and of each rollout worker.
-        collocated: ranks and engines share slots.
-        beside_actors: every slot of rollout has an actor rank.
-    """
+    """What the cluster has given a run."""
 
     device: str
-    actor: tuple[dict[str, Any], ...]
-    rollout: tuple[dict[str, Any], ...]
-    collocated: bool
-    beside_actors: bool
+    actor: tuple[dict[str, Any], ...]  #: Ray options of each actor rank
+    rollout: tuple[dict[str, Any], ...]  #: and of each rollout worker
+    collocated: bool  #: ranks and engines share slots
+    beside_actors: bool  #: every slot of rollout has an actor rank
 
 
 @contextmanager
@@ -193,11 +187,7 @@ def _explain_versions(address: str) -> Iterator[None]:
 
 
 def _check_nodes() -> None:
-    """Start a worker with the run's interpreter on every node, and import this package there.
-
-    Raises:
-        ConfigError: some nodes can't, by their addresses.
-    """
+    """Start a worker with the run's interpreter on every node, and import this package there; ConfigError names nodes that can't."""
 
     @ray.remote(num_cpus=0, max_retries=0)
     def start() -> None:  # pickled whole: a node that lacks the package says so itself
