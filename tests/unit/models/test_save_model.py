@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from rlinf_vl.models.loading import copy_processor_files, save_model
-from rlinf_vl.toy.files import write_toy_processor
+from rlinf_vl.toy.files import write_toy_files
 from tests.tiny import tiny_model
 
 
@@ -27,7 +27,7 @@ def test_tokenizer_and_image_processor_load_without_torchvision(tmp_path):
     """AutoProcessor, as `export` says, wants torchvision for its video processor."""
     (source := tmp_path / "source").mkdir()
     (target := tmp_path / "target").mkdir()
-    write_toy_processor(source)
+    write_toy_files(source)
     copy_processor_files(source, target)
     (target / "config.json").write_text('{"model_type": "qwen3_vl"}')
     assert AutoTokenizer.from_pretrained(target).eos_token_id is not None
