@@ -6,6 +6,7 @@ are, never decoded and encoded again; an image travels once per group, named by 
 
 import hashlib
 import math
+import pickle
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
@@ -152,7 +153,7 @@ class Group:
     """The trajectories of one problem. All their sequences begin with the same `prefix_length` tokens, images and columns,
     none of them sampled, and have columns of the same names.
 
-    Pickled, the prefix and each distinct image are written once, and each per-token array of all sequences is one.
+    Pickled, the prefix and each distinct image are written once, and all arrays are one buffer.
     """
 
     id: str
@@ -162,11 +163,12 @@ class Group:
     answer: str = ""
 
     def __post_init__(self) -> None:
+        fields, prefix = self._fields(), self.prefix
         for sequence in self.sequences:
-            assert np.array_equal(sequence.ids[: self.prefix_length], self.prefix), "sequences have different prefixes"
+            assert np.array_equal(sequence.ids[: self.prefix_length], prefix), "sequences have different prefixes"
             assert not sequence.loss_mask[: self.prefix_length].any(), "a token of the prefix was sampled"
-            own, first = ({n: a.dtype.str for n, a in s.arrays().items()} for s in (sequence, self.sequences[0]))
-            assert own == first, f"one sequence has {first}, another {own}"
+            own = {name: array.dtype.str for name, array in sequence.arrays().items()}
+            assert own == fields, f"one sequence has {fields}, another {own}"
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -184,7 +186,7 @@ class Group:
 
     @property
     def array_bytes(self) -> int:
-        return sum(array.nbytes for array in self._columns().values())
+        return sum(array.nbytes for array in self._arrays())
 
     def with_images(self, images: Mapping[str, Any]) -> "Group":
         """The same group with these objects in place of its images, by hash."""
@@ -195,15 +197,15 @@ class Group:
         trajectories = (replace(t, sequences=tuple(map(changed, t.sequences))) for t in self.trajectories)
         return replace(self, trajectories=tuple(trajectories))
 
-    def _columns(self) -> dict[str, np.ndarray]:
-        """What is sent of each per-token array, by name: its prefix, then what follows the prefix in every sequence."""
-        arrays, start = [sequence.arrays() for sequence in self.sequences], self.prefix_length
-        return {
-            name: np.concatenate(
-                [first[: 0 if name in _NOT_SAMPLED else start], *(own[name][start:] for own in arrays)]
-            )
-            for name, first in (arrays[0] if arrays else {}).items()
-        }
+    def _fields(self) -> dict[str, str]:
+        """Per-token arrays: name → dtype."""
+        return {name: array.dtype.str for s in self.sequences[:1] for name, array in s.arrays().items()}
+
+    def _arrays(self) -> list[np.ndarray]:
+        """Everything that is sent of the arrays: the prefix, then what follows it in each sequence."""
+        sequences, fields, start = self.sequences, self._fields(), self.prefix_length
+        prefix = [sequences[0].arrays()[name][:start] for name in fields if name not in _NOT_SAMPLED]
+        return prefix + [s.arrays()[name][start:] for s in sequences for name in fields]
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         images = tuple(image for image, _ in self.images)
@@ -217,29 +219,32 @@ class Group:
                 sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
             turns = tuple(map(astuple, t.turns))
             rows.append((sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error))
+        buffer = np.concatenate([np.zeros(0, np.uint8), *(array.view(np.uint8) for array in self._arrays())])
+        packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
         head = (self.id, self.problem_id, self.answer, self.prefix_length)
-        return _load_group, (*head, self._columns(), images, tuple(rows))
+        return _load_group, (*head, self._fields(), images, tuple(rows), packed)
 
 
-def _load_group(
-    group_id: str, problem_id: str, answer: str, prefix_length: int, columns: dict[str, np.ndarray], images, rows
-) -> Group:
+def _load_group(group_id: str, problem_id: str, answer: str, prefix_length: int, fields, images, rows, packed) -> Group:
     """The inverse of `Group.__reduce_ex__`."""
-    ends = np.cumsum([n for lengths, *_ in rows for n, _ in lengths])
-    whole = []  # of each per-token array, every sequence's with its prefix
-    for name, column in columns.items():
-        start = 0 if name in _NOT_SAMPLED else prefix_length
-        prefix = column[:start] if start else np.full(prefix_length, _NOT_SAMPLED.get(name, 0), column.dtype)
-        whole.append([np.concatenate([prefix, tail]) for tail in np.split(column[start:], ends[:-1])])
-    arrays = zip(*whole, strict=True)
+    offset = 0
+
+    def read(dtype: str, n: int) -> np.ndarray:
+        nonlocal offset
+        array = np.frombuffer(packed, dtype, n, offset)
+        offset += array.nbytes
+        return array
+
+    prefix = {name: read(dtype, prefix_length) for name, dtype in fields.items() if name not in _NOT_SAMPLED}
+    prefix |= {name: np.full(prefix_length, _NOT_SAMPLED[name], fields[name]) for name in fields.keys() & _NOT_SAMPLED}
     trajectories = []
     for lengths, turns, *rest in rows:
         sequences = []
-        for _, places in lengths:
-            own: dict[str, Any] = dict(zip(columns, next(arrays), strict=True))
-            known = {name: own.pop(name, None) for name in ("ids", *_NOT_SAMPLED)}
+        for n, places in lengths:
+            columns = {name: np.concatenate([prefix[name], read(dtype, n)]) for name, dtype in fields.items()}
+            own: dict[str, Any] = {name: columns.pop(name, None) for name in ("ids", *_NOT_SAMPLED)}
             shown = tuple((images[i], grid) for i, grid in places)
-            sequences.append(TokenSequence(**known, images=shown, columns=own))
+            sequences.append(TokenSequence(**own, images=shown, columns=columns))
         trajectories.append(Trajectory(tuple(sequences), tuple(Turn(*turn) for turn in turns), *rest))
     return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer)
 
