@@ -87,7 +87,7 @@ class Run:
         finally:
             if self.process.poll() is None:
                 self.process.kill()
-        psutil.wait_procs(marked(self.mark), timeout=15)
+        psutil.wait_procs(marked(self.mark), timeout=60)  # Ray's agents notice the end of a killed driver late
         left = [" ".join(process.cmdline())[:120] for process in marked(self.mark)]
         assert not left, left
         return self.output()
