@@ -56,11 +56,10 @@ from rlinf_vl.models.loading import freeze_vision, load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.packing.collator import Collator
+from rlinf_vl.runtime.launch import MALLOC
 from rlinf_vl.types import Group, GroupSummary, ImageRef, Request, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
-#: As actor processes have it (`controller.launch`). malloc reads this when a process starts.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 CLIP, KL_BETA, TIS_CLIP = (0.2, 0.28), 0.04, 2.0
 GEO3K = Path(__file__).resolve().parents[2] / "shared/data/geo3k/train.parquet"
 

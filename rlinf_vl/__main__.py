@@ -151,11 +151,11 @@ def _run(config: Config, run_dir: Path, checkpoint: Path | None, stop_request: S
         progress.phase("starting Ray")
         start, code = time.monotonic(), 0
         metrics: dict[str, float] = {}
-        with ray_cluster(config), reserve(config) as placement:
+        with ray_cluster(config), reserve(config) as reservation:
             stop_request.install()  # Ray has put a handler of its own
-            settle_gpu_share(config, model_path, placement)
+            settle_gpu_share(config, model_path, reservation)
             try:
-                metrics = run(config, model_path, placement, run_dir, progress, stop_request, checkpoint)
+                metrics = run(config, model_path, reservation, run_dir, progress, stop_request, checkpoint)
             except Interrupted as stop:
                 code, progress.end, progress.reason = 128 + stop.number, "stopped", str(stop)
     log.info("%.0f s from the start of Ray to its end", time.monotonic() - start)

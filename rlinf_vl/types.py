@@ -284,6 +284,7 @@ class GroupSummary:
             return total
 
         seen = np.concatenate([np.zeros(0, np.int32), *(s.versions[s.loss_mask] for s in group.sequences)])
+        images = group.images
         return cls(
             id=group.id,
             problem_id=group.problem_id,
@@ -296,9 +297,9 @@ class GroupSummary:
             errors=tuple(t.error for t in group.trajectories),
             min_version=int(seen.min()) if seen.size else -1,
             max_version=int(seen.max()) if seen.size else -1,
-            images=len(group.images),
-            patches=sum(math.prod(grid) for _, grid in group.images),
-            image_bytes={image.hash: len(image.data) for image, _ in group.images},
+            images=len(images),
+            patches=sum(math.prod(grid) for _, grid in images),
+            image_bytes={image.hash: len(image.data) for image, _ in images},
             array_bytes=group.array_bytes,
             object_bytes=object_bytes,
             ungradable=sum(UNGRADABLE in t.reward_parts for t in group.trajectories),

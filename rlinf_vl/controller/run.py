@@ -50,9 +50,8 @@ def run(
     """
     began = time.monotonic()
     device = reservation.device
-    strategy = resolve_weight_sync(
-        config.rollout.weight_sync, device, reservation.collocated, reservation.beside_actors
-    )
+    placement = reservation.placement
+    strategy = resolve_weight_sync(config.rollout.weight_sync, device, placement.shared, placement.beside_actors)
     with closing(RunLog(config, run_dir, model_path, progress)) as log:
 
         def load_model(learner: ActorGroup) -> WeightSync:
@@ -68,7 +67,7 @@ def run(
         learner = ActorGroup(config, model_path, device, reservation.actor)
         data = find_usable_rows(config, run_dir, pool, progress)
         write_baselines(run_dir, data.answers)
-        gpu = SharedGpu(pool, shared=reservation.collocated, offload=config.actor.enable_offload)
+        gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
         sync = load_model(learner)
         logger.info("started in %.0f s; training to step %d", time.monotonic() - began, data.total_steps)
         stop.graceful = True

@@ -13,19 +13,19 @@ from rlinf_vl.runtime.launch import Reservation
 log = logging.getLogger(__name__)
 
 
-def settle_gpu_share(config: Config, model_path: str, placement: Reservation) -> None:
+def settle_gpu_share(config: Config, model_path: str, reservation: Reservation) -> None:
     """Resolve `rollout.gpu_memory_utilization: auto` in place. A number is the user's: the ledger may only warn of it.
 
     Raises:
         ConfigError: no share of the GPUs' memory is enough for the engines beside what else the run needs.
     """
     rollout, automatic = config.rollout, config.rollout.gpu_memory_utilization == "auto"
-    if placement.device != "cuda":
+    if reservation.device != "cuda":
         if automatic:
             rollout.gpu_memory_utilization = 0.6
         return
     look = ray.remote(max_calls=1)(_gpu_bytes)  # in a process that ends: the GPU is the actors'
-    seats = [look.options(**seat).remote() for seat in (*placement.actor, *placement.rollout)]
+    seats = [look.options(**seat).remote() for seat in (*reservation.actor, *reservation.rollout)]
     hardware = Hardware(int(ray.cluster_resources().get("GPU", 0)), min(ray.get(seats)))
     made = ledger(config, hardware, Model(config, model_path))
     if made.problems and automatic:

@@ -166,12 +166,12 @@ class RolloutPool:
         self.settle(self.take_weights("object_store", list(buckets), version, lambda: buckets))
 
     def take_weights(
-        self, way: str, labels: Sequence[Any], version: int, spare: Callable[[], Sequence[ray.ObjectRef]]
+        self, strategy: str, labels: Sequence[Any], version: int, spare: Callable[[], Sequence[ray.ObjectRef]]
     ) -> list[ray.ObjectRef]:
         """Have every worker take the weights that were offered; returns references to wait for. When a worker is replaced, `spare`
         gives the same weights as buckets in the object store."""
         self._supervisor.weights = (spare, version)
-        return [worker.take_weights.remote(way, labels, version) for worker in self.workers]
+        return [worker.take_weights.remote(strategy, labels, version) for worker in self.workers]
 
     def settle(self, taken: Sequence[ray.ObjectRef]) -> None:
         """Wait for what `take_weights` began. A worker that dies or hangs meanwhile is replaced by one with the spare weights."""

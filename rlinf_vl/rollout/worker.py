@@ -49,7 +49,9 @@ class RolloutRank:
         logging.getLogger("ray._raylet").setLevel(logging.CRITICAL)
         record_spans(run_folder(config), f"rollout {number}")
         own_process(config.cluster.cpu_threads, device)
-        self.config, self.model_path, self.device = config, model_path, device
+        self.config = config
+        self.model_path = model_path
+        self.device = device
         data, model_config = config.data, config.rollout.model
         self.processor = Processor(
             model_path,
@@ -170,21 +172,21 @@ class RolloutRank:
     async def join_weight_group(self, group: WeightGroup) -> None:
         await asyncio.to_thread(self.engine.join_weight_group, group)
 
-    async def take_weights(self, way: str, labels: Sequence[Any], version: int) -> None:
+    async def take_weights(self, strategy: str, labels: Sequence[Any], version: int) -> None:
         """Take the weights of these labels, as `version`: the receiving side of each strategy (`rlinf_vl.transport`).
 
         Raises:
             WeightsDiffer: a label has a fingerprint, and what came, or what the engine then holds, has another.
         """
-        if way == "object_store":
+        if strategy == "object_store":
             labels = await asyncio.gather(*labels)  # buckets: views of the object store, not copies
-        elif way == "shared_memory":
+        elif strategy == "shared_memory":
             labels = shared_memory.at(shared_memory.place_of(self.device), labels)
         with span("take weights", version=version):
-            if way == "broadcast":
+            if strategy == "broadcast":
                 await asyncio.to_thread(self.engine.load_broadcast, labels, version)
             else:
-                await asyncio.to_thread(self.engine.load_weights, received(way, labels), version)
+                await asyncio.to_thread(self.engine.load_weights, received(strategy, labels), version)
         if self.device == "cuda":
             torch.cuda.synchronize()  # copied, so the sender may take its memory back
         for label in labels:

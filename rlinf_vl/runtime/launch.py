@@ -21,7 +21,7 @@ from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAc
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rlinf_vl.config.placement import placement_of, slots_named
+from rlinf_vl.config.placement import Placement, placement_of, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 PROBE_S = 5.0
 #: Seconds that each node has to start a worker: a first import of Ray from a shared disk takes its time.
 WORKER_S = 120.0
+#: For actor processes: glibc would give the memory of each freed activation back to the kernel, which clears it for the next one.
+#: malloc reads this when a process starts.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 #: Seconds that the cluster has to offer the nodes and slots asked for.
 PLACEMENT_TIMEOUT_S = 300
 
@@ -43,8 +46,7 @@ class Reservation:
     device: str
     actor: tuple[dict[str, Any], ...]  #: Ray options of each actor rank
     rollout: tuple[dict[str, Any], ...]  #: and of each rollout worker
-    collocated: bool  #: ranks and engines share slots
-    beside_actors: bool  #: every slot of rollout has an actor rank
+    placement: Placement  #: the slots behind them
 
 
 @contextmanager
@@ -62,6 +64,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
     address, node_ip = cluster_to_join(cluster.ray_address, os.environ)
     RayConfig.initialize("")  # Ray read RAY_AUTH_MODE when it was imported; this is how it looks again
     environment = _actor_environment(cluster)
+    former = {name: os.environ[name] for name in environment if name in os.environ}
     if address:
         if not reachable(address.removeprefix("ray://"), timeout=PROBE_S):  # Ray itself would wait for minutes
             variable = cluster.ray_address == "auto" and "RAY_ADDRESS" in os.environ
@@ -80,7 +83,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
             "ray_utils/start_ray.sh started runs on this node; start it, or name its head with cluster.ray_address=HOST:PORT"
         )
     else:
-        os.environ.update(environment)  # workers of a private cluster inherit it
+        os.environ.update(environment)  # workers of a private cluster inherit it, for as long as that lives
         with _own_sessions():
             ray.init(
                 address="local",
@@ -95,6 +98,9 @@ def ray_cluster(config: Config) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        for name in environment:
+            os.environ.pop(name, None)
+        os.environ.update(former)
 
 
 @contextmanager
@@ -133,7 +139,7 @@ def reserve(config: Config) -> Iterator[Reservation]:
             shares = {f"num_{kind.lower()}s": len(seat) / users.count(seat) for kind in kinds}
             options.append({"scheduling_strategy": strategy, **shares})
         actor, rollout = tuple(options[: len(placed.actor)]), tuple(options[len(placed.actor) :])
-        yield Reservation(device, actor, rollout, placed.shared, placed.beside_actors)
+        yield Reservation(device, actor, rollout, placed)
     finally:
         remove_placement_group(group)
 
@@ -160,9 +166,7 @@ def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
-        # glibc would give the memory of each freed activation back to the kernel, which clears it for the next one
-        "MALLOC_MMAP_THRESHOLD_": str(2**32),
-        "MALLOC_TRIM_THRESHOLD_": str(2**36),
+        **MALLOC,
         # SGLang turns both off in its processes unless told otherwise; rank 0 broadcasts weights to them in one NCCL group,
         # whose members must agree
         **{name: os.environ.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from unit.controller.fakes import FakeLearner, FakePool, FakeRun, fake_config
 
+from rlinf_vl.config.placement import Placement
 from rlinf_vl.controller import run as room
 from rlinf_vl.controller.run import TooManyRestarts
 from rlinf_vl.observe.progress import RunProgress
@@ -15,7 +16,7 @@ from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
-PLACEMENT = Reservation("cpu", actor=({}, {}), rollout=({},), collocated=True, beside_actors=True)
+RESERVATION = Reservation("cpu", actor=({}, {}), rollout=({},), placement=Placement(actor=(0, 1), rollout=(0,)))
 
 
 class FakeSync:
@@ -54,7 +55,7 @@ class Started:
 
     def __call__(self):
         progress = RunProgress(console=Console(file=io.StringIO()))
-        return room.run(self.config, "", PLACEMENT, self.folder, progress, self.stop)
+        return room.run(self.config, "", RESERVATION, self.folder, progress, self.stop)
 
     def events(self):
         path = self.folder / "events.jsonl"

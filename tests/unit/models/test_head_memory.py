@@ -1,6 +1,5 @@
 """The head at the size of a real vocabulary: what it needs beside the model, by the kernel's own account."""
 
-import os
 import subprocess
 import sys
 
@@ -33,8 +32,6 @@ print(above)
 def test_forward_and_backward_take_less_than_two_thirds_of_the_whole_logits_above_the_model():
     """The gradient of the weights, 39 MB, included; float32 logits of 1024 tokens are 622 MB, once for each direction."""
     code = MEASURED.replace("CHUNK", str(ActorConfig().logprob_chunk_tokens))
-    # as processes are by default: a private Ray cluster of another test leaves its allocator's settings in the environment
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 0.4e9, done.stdout
