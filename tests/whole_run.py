@@ -87,7 +87,8 @@ class Run:
         finally:
             if self.process.poll() is None:
                 self.process.kill()
-        psutil.wait_procs(marked(self.mark), timeout=60)  # Ray's agents notice the end of a killed driver late
+        # The Ray agents of a killed driver try for up to a minute to reach its GCS, which is dead as well.
+        psutil.wait_procs(marked(self.mark), timeout=150)
         left = [" ".join(process.cmdline())[:120] for process in marked(self.mark)]
         assert not left, left
         return self.output()

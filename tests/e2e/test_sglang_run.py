@@ -23,8 +23,9 @@ pytestmark = [
 ]
 #: Seconds until a run has started its engine and trained a step, on a machine that is busy with something else.
 STARTED = 400
-#: Seconds after its end in which a run's last process must be gone.
-GONE = 30
+#: Seconds after its end in which a run's last process must be gone: the Ray agents of a killed driver try for up to a minute to
+#: report to its GCS, which is dead as well, before they go.
+GONE = 150
 
 
 def start(folder: Path, *overrides: str) -> tuple[subprocess.Popen, dict[str, str]]:
