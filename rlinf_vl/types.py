@@ -326,6 +326,9 @@ class Request:
     image_grids: np.ndarray = field(repr=False)  # int32 [n, 3], (t, h, w) of each image in patches
     sampling: SamplingParams
     seeds: tuple[int, ...]
+    #: One name per seed, or none: the engine may keep what it computed for sample i under `sessions[i]`. The next request of a
+    #: session has this one seed and ids that begin with all ids so far, images too. Nothing but speed depends on it.
+    sessions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

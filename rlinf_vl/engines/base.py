@@ -37,6 +37,8 @@ class Engine(Protocol):
 
     version: int
     """Weight version that the next token is sampled with."""
+    prefilled_tokens: int
+    """Prompt tokens computed since the engine started; those whose keys and values it still had are not counted."""
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         """Queue requests, in order and at once; each future resolves when all samples of its request are done."""
@@ -45,6 +47,9 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Submit and wait."""
         ...
+
+    def end_sessions(self, names: Sequence[str]) -> None:
+        """Drop what is kept under these names of `Request.sessions`, known or not. A weight update drops everything."""
 
     def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """Overwrite named weights between two decoding steps; tokens sampled from then on carry `version`.

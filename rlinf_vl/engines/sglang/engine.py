@@ -74,6 +74,7 @@ class SglangEngine:
         self.request_timeout_s = request_timeout_s
         self.bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), messages.BAN)
         self.version = 0
+        self.prefilled_tokens = 0
         self.paused = False
         self.asleep: set[str] = set()  # tags of the memory that is released
         self.in_flight = 0  # samples that SGLang has
@@ -137,6 +138,9 @@ class SglangEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return [future.result() for future in self.submit(requests)]
+
+    def end_sessions(self, names: Sequence[str]) -> None:
+        """Nothing to drop: the prefix cache of SGLang finds what requests have in common, and makes room by itself."""
 
     async def _complete(self, request: Request) -> Completion:
         n, prompt, new = len(request.seeds), len(request.ids), request.sampling.max_new_tokens

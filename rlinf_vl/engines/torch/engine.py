@@ -92,6 +92,7 @@ class TorchEngine:
         self.device = torch.device(device)
         self.banned = torch.from_numpy(banned).to(device)
         self.version = 0
+        self.prefilled_tokens = 0
         self.asleep: set[str] = set()  # tags of the memory that is released
         self.decode_state = family.decode_state(model.config)
         self.cache = DecodeCache(self.decode_state, model.dtype, self.device)
@@ -122,6 +123,9 @@ class TorchEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return [future.result() for future in self.submit(requests)]
+
+    def end_sessions(self, names: Sequence[str]) -> None:
+        """As `Engine.end_sessions`."""
 
     def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         assert "weights" not in self.asleep, "asked to load weights while their memory is released"
@@ -278,6 +282,7 @@ class TorchEngine:
             grids = np.concatenate([r.image_grids for r in requests]).astype(np.int64)
             features = encode_images(self.model, self.family, patches, grids, self.device)
             image_positions = self._tensor(np.flatnonzero(ids == self.image_token_id))
+        self.prefilled_tokens += len(ids)
         cu_seqlens = np.cumsum([0, *lengths])
         context = SegmentAttention(cu_seqlens, device=self.device, dtype=self.model.dtype, capture=True)
         row = self._tensor(ids), self._tensor(np.concatenate(positions, axis=1))

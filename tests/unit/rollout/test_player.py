@@ -67,6 +67,7 @@ class Scripted:
     def __init__(self, processor, answers=("18",), cut=()):
         self.processor, self.answers, self.cut = processor, list(answers), cut
         self.requests, self.is_alive, self.version = [], True, 3
+        self.prefilled_tokens, self.ended = 0, []
 
     def submit(self, requests):
         self.requests += requests
@@ -87,6 +88,9 @@ class Scripted:
         logprobs = -np.arange(1, n + 1, dtype=np.float32) - seed % 10
         columns = {"entropy": np.full(n, 0.5, np.float32)}
         return Sample(np.array(ids, np.int32), logprobs, np.full(n, self.version, np.int32), reason, columns)
+
+    def end_sessions(self, names):
+        self.ended += names
 
     def alive(self, timeout_s):
         return self.is_alive
