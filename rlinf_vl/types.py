@@ -118,6 +118,9 @@ class Turn:
     end: int
     finish_reason: str
     reward: float
+    info: str = (
+        ""  # JSON object of the environment's `tool_calls` and `state` (`envs.base.StepResult`); "" if it gave neither
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,9 @@ class Trajectory:
     #: "kind: reason" if the row, the engine or the environment failed (`ENGINE_FAULT`, `ENVIRONMENT_FAULT`; any other kind is
     #: the row's); such a trajectory is masked and counted, never trained on.
     error: str | None = None
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # what the environment measured, by name: the last value of each
 
     def __post_init__(self) -> None:
         for turn in self.turns:
@@ -218,7 +224,7 @@ class Group:
                 places = tuple((number[image.hash], grid) for image, grid in sequence.images)
                 sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
             turns = tuple(map(astuple, t.turns))
-            rows.append((sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error))
+            rows.append((sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics))
         buffer = np.concatenate([np.zeros(0, np.uint8), *(array.view(np.uint8) for array in self._arrays())])
         packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
         head = (self.id, self.problem_id, self.answer, self.prefix_length)
@@ -270,6 +276,8 @@ class GroupSummary:
     array_bytes: int = 0
     object_bytes: int = 0  # in the object store: the group, and each image that no group before it had stored
     ungradable: int = 0  # responses that could not be graded within the grader's limits
+    turns: tuple[int, ...] = ()  # answers of each
+    metrics: tuple[dict[str, float], ...] = ()  # `Trajectory.metrics` of each
 
     @classmethod
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
@@ -303,6 +311,8 @@ class GroupSummary:
             array_bytes=group.array_bytes,
             object_bytes=object_bytes,
             ungradable=sum(UNGRADABLE in t.reward_parts for t in group.trajectories),
+            turns=tuple(len(t.turns) for t in group.trajectories),
+            metrics=tuple(t.metrics for t in group.trajectories),
         )
 
 

@@ -116,6 +116,10 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         metrics["rollout/response_length_mean"] = float(lengths.mean())
         metrics["rollout/response_length_max"] = int(lengths.max())
         metrics["rollout/truncated"] = float(np.mean([s.statuses[i] == "length" for s, i in kept]))
+        turns = [s.turns[i] for s, i in kept]
+        metrics["rollout/turns_mean"] = float(np.mean(turns))
+        metrics["rollout/turns_max"] = max(turns)
+    metrics |= env_metrics(summaries)
     if seconds > 0:
         metrics["rollout/tokens_per_second"] = sum(sum(s.response_tokens) for s in summaries) / seconds
     sampled = [s for s in summaries if s.max_version >= 0]
@@ -123,3 +127,13 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         metrics["rollout/weight_version_min"] = min(s.min_version for s in sampled)
         metrics["rollout/weight_version_max"] = max(s.max_version for s in sampled)
     return metrics
+
+
+def env_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
+    """`env/NAME`: the mean of what environments measured, over the trajectories without an error that have a value."""
+    values: dict[str, list[float]] = {}
+    for summary in summaries:
+        for measured, error in zip(summary.metrics, summary.errors, strict=True):
+            for name, value in measured.items() if error is None else ():
+                values.setdefault(f"env/{name}", []).append(value)
+    return {name: sum(found) / len(found) for name, found in sorted(values.items())}

@@ -9,9 +9,10 @@ Invariants:
 
 import asyncio
 import hashlib
+import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -173,6 +174,7 @@ class Player:
         sequence: TokenSequence | None = None
         turns: list[Turn] = []
         parts: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         correct, status, fault = False, "error", None
         try:
             if episode.error is not None:
@@ -186,10 +188,11 @@ class Player:
                 if sample.finish_reason == "error":
                     raise RolloutFault(f"{ENGINE_FAULT}: it gave up on this sample")
                 result = await in_thread(self._step, episode, sample.ids, opening.problem)
-                turns[-1] = replace(turns[-1], reward=result.reward)
+                turns[-1] = replace(turns[-1], reward=result.reward, info=result.info["facts"])
                 for name, part in result.info["reward_parts"].items():
                     parts[name] = parts.get(name, 0.0) + part
-                correct, status = bool(result.info.get("correct", False)), sample.finish_reason
+                metrics |= result.info["metrics"]
+                correct, status = result.info["correct"], sample.finish_reason
                 if result.done:
                     break
                 seed = _turn_seed(episode.seed, len(turns))
@@ -203,13 +206,14 @@ class Player:
         except Exception as error:
             log.warning("%s: %s", opening.problem.id, error)
             fault = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
-            parts, correct, status = {}, False, "error"
+            parts, metrics, correct, status = {}, {}, False, "error"
         finally:
             await in_thread(episode.close)
         if sequence is not None and not self.return_logprobs:
             sequence = replace(sequence, logprobs=None)
         reward = 0.0 if fault else sum(turn.reward for turn in turns)
-        return Trajectory((sequence,) if sequence else (), tuple(turns), reward, parts, status, correct, fault)
+        sequences = (sequence,) if sequence else ()
+        return Trajectory(sequences, tuple(turns), reward, parts, status, correct, fault, metrics)
 
     async def _answered(self, answer: "asyncio.Future[Completion]", request: Request, problem: Problem) -> Completion:
         """What the engine draws. An image that can't be decoded is the fault of the row, or of the environment that showed it.
@@ -236,18 +240,17 @@ class Player:
             raise self._env_fault(f"did not start: {type(error).__name__}: {error}") from error
 
     def _step(self, episode: Episode, ids: np.ndarray, problem: Problem) -> StepResult:
-        """What the environment says to an answer; reward and reward parts are finite floats."""
+        """What the environment says to an answer, with a finite reward and, in `info`, what `recorded` gives."""
         assert episode.env is not None
         try:
             with span("environment"):
                 result = episode.env.step(self.processor.decode(ids))
             if not math.isfinite(result.reward):
                 raise ValueError(f"it gave reward {result.reward}")
-            parts = {str(name): float(part) for name, part in dict(result.info.get("reward_parts", {})).items()}
-            return replace(result, reward=float(result.reward), info={**result.info, "reward_parts": parts})
+            return replace(result, reward=float(result.reward), info=recorded(result.info))
         except GradingError as error:
             log.info("%s: no verdict, so the answer is wrong: %s", problem.id, error)
-            return StepResult((), self.reward_min, True, {"reward_parts": {UNGRADABLE: 1.0}})
+            return StepResult((), self.reward_min, True, recorded({"reward_parts": {UNGRADABLE: 1.0}}))
         except Exception as error:
             raise self._env_fault(f"failed: {type(error).__name__}: {error}") from error
 
@@ -268,6 +271,26 @@ class Player:
 
     def _env_fault(self, what: str) -> RolloutFault:
         return RolloutFault(f"{ENVIRONMENT_FAULT}: {self.env_name!r} {what}")
+
+
+def recorded(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `StepResult.info` what a trajectory keeps: correct (bool), reward_parts and metrics (finite floats by name), and facts
+    (str): `Turn.info`.
+
+    Raises:
+        ValueError, TypeError: something in it is of another kind.
+    """
+    numbers = {
+        kind: {str(name): float(value) for name, value in dict(info.get(kind, {})).items()}
+        for kind in ("reward_parts", "metrics")
+    }
+    for name, value in (pair for found in numbers.values() for pair in found.items()):
+        if not math.isfinite(value):
+            raise ValueError(f"it gave {name} {value}")
+    if not isinstance(info.get("state", ""), str):
+        raise TypeError(f"it gave the state {info['state']!r}, which is no string")
+    facts = {name: info[name] for name in ("tool_calls", "state") if name in info}
+    return {**numbers, "correct": bool(info.get("correct", False)), "facts": json.dumps(facts) if facts else ""}
 
 
 def _images(messages: Iterable[Message], problem: Problem) -> tuple[ImageRef, ...]:

@@ -56,6 +56,8 @@ def summary(group_id: str, problem: str, rewards: list[float], **changes) -> Gro
         "images": 1,
         "patches": 4,
         "image_bytes": {problem: 10},
+        "turns": (1,) * n,
+        "metrics": ({},) * n,
     }
     return GroupSummary(**(fields | changes))
 

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from rlinf_vl.observe.metrics import MetricSums, summarize_rollout
-from rlinf_vl.types import Group, GroupSummary, ImageRef, Request, Sample, SamplingParams, TokenSequence, Trajectory
+from rlinf_vl.types import (
+    Group,
+    GroupSummary,
+    ImageRef,
+    Request,
+    Sample,
+    SamplingParams,
+    TokenSequence,
+    Trajectory,
+    Turn,
+)
 
 
 def test_mean_is_over_all_items_and_not_over_micro_batches():
@@ -85,12 +95,21 @@ def test_merge_leaves_the_other_alone():
 
 
 def trajectory(
-    n: int, reward: float, finish: str = "stop", *, error: str | None = None, version: int = 3
+    n: int,
+    reward: float,
+    finish: str = "stop",
+    *,
+    error: str | None = None,
+    version: int = 3,
+    turns: int = 1,
+    **metrics,
 ) -> Trajectory:
     prompt = Request(np.zeros(5, np.int32), (), np.zeros((0, 3), np.int32), SamplingParams(), ())
     sample = Sample(np.zeros(n, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
     sequence = TokenSequence.of_sample(prompt, sample)
-    return Trajectory((sequence,), (), reward, {}, "error" if error else finish, reward > 0.5, error)
+    status = "error" if error else finish
+    played = (Turn(0, 5, 5, status, 0.0),) * turns
+    return Trajectory((sequence,), played, reward, {}, status, reward > 0.5, error, metrics)
 
 
 def summary(name: str, *trajectories: Trajectory, images: bytes = b"", object_bytes: int = 0) -> GroupSummary:
@@ -104,11 +123,19 @@ def test_rollout_summary_by_hand():
     metrics = summarize_rollout(
         [
             summary(
-                "mixed", trajectory(4, 1.0), trajectory(8, 0.0, "length", version=2), images=b"aab", object_bytes=100
+                "mixed",
+                trajectory(4, 1.0, turns=3, moves=2.0),
+                trajectory(8, 0.0, "length", version=2, moves=4.0, lost=1.0),
+                images=b"aab",
+                object_bytes=100,
             ),
             summary("tied", trajectory(2, 0.0), trajectory(0, 0.0), images=b"b", object_bytes=20),
             # A failure's reward neither counts nor breaks its group's tie.
-            summary("tied but for a failure", trajectory(6, 1.0), trajectory(10, -5.0, error="worker died")),
+            summary(
+                "tied but for a failure",
+                trajectory(6, 1.0),
+                trajectory(10, -5.0, error="worker died", turns=9, moves=9.0),
+            ),
             summary("failed", trajectory(0, 0.0, error="engine: TimeoutError: 600 s")),
         ],
         seconds=3.0,
@@ -123,6 +150,10 @@ def test_rollout_summary_by_hand():
             "rollout/response_length_mean": 20 / 5,
             "rollout/response_length_max": 8,
             "rollout/truncated": 1 / 5,
+            "rollout/turns_mean": 7 / 5,
+            "rollout/turns_max": 3,
+            "env/moves": 3.0,
+            "env/lost": 1.0,
             "reward/ungradable": 0,
             "rollout/errors": 2,
             "rollout/engine_errors": 1,

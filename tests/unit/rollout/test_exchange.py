@@ -28,9 +28,11 @@ def group(*lengths: int, logprobs: bool = True, images: int = 2) -> Group:
             )
         if not logprobs:
             sequences = [replace(sequence, logprobs=None) for sequence in sequences]
-        turns = (Turn(len(sequences) - 1, prompt, prompt + n, "stop", 0.5),)
+        turns = (Turn(len(sequences) - 1, prompt, prompt + n, "stop", 0.5, '{"state": "a"}'),)
         error = "why" if i == 1 else None
-        trajectories.append(Trajectory(tuple(sequences), turns, 0.1 * i, {"format": 0.5}, "length", bool(i % 2), error))
+        trajectories.append(
+            Trajectory(tuple(sequences), turns, 0.1 * i, {"format": 0.5}, "length", bool(i % 2), error, {"moves": i})
+        )
     return Group("g", "p", prompt if lengths else 0, tuple(trajectories), "42")
 
 

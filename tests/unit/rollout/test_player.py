@@ -405,6 +405,27 @@ def test_parts_of_a_reward_are_recorded_as_plain_numbers(processor, env_class):
     assert summary.rewards == (0.0,) * 2
 
 
+def test_what_an_environment_measures_and_the_facts_of_a_turn_are_kept(processor, env_class):
+    call = {"name": "zoom", "arguments": {"x": 1}}
+    env_class.script = (
+        StepResult((said("on"),), 0, False, {"metrics": {"moves": np.int64(1), "seen": 2}, "tool_calls": [call]}),
+        StepResult((), 1, True, {"metrics": {"moves": 3}, "state": "end"}),
+    )
+    group, summary = play(player_of(processor, Scripted(processor), env_class))
+    assert summary.metrics == ({"moves": 3.0, "seen": 2.0},) and summary.turns == (2,)
+    facts = [json.loads(turn.info) for turn in group.trajectories[0].turns]
+    assert facts == [{"tool_calls": [call]}, {"state": "end"}]
+
+
+@pytest.mark.parametrize(
+    "info", [{"metrics": {"a": float("nan")}}, {"metrics": 3}, {"state": 7}, {"tool_calls": {1j}}, 5]
+)
+def test_facts_of_another_kind_are_the_environments_error(processor, env_class, info):
+    env_class.script = (StepResult((), 1.0, True, info),)
+    _, summary = play(player_of(processor, Scripted(processor), env_class))
+    assert summary.errors[0].startswith("environment: 'scripted' failed: ") and summary.metrics == ({},)
+
+
 def test_environments_are_closed_where_the_engine_dies(processor, env_class):
     engine = Scripted(processor, [None])
     player = player_of(processor, engine, env_class)
