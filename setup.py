@@ -1,4 +1,4 @@
-"""Everything else is in pyproject.toml, which can't say that the package brings the example configs along."""
+"""Everything else is in pyproject.toml, which can't say that the package brings the examples along."""
 
 from setuptools import find_namespace_packages, setup
 
@@ -6,5 +6,6 @@ EXAMPLES = "rlinf_vl.config.examples"
 
 setup(
     packages=[*find_namespace_packages(include=["rlinf_vl*"]), EXAMPLES],
-    package_dir={EXAMPLES: "examples/reasoning/config/vqa"},
+    package_dir={EXAMPLES: "examples"},
+    package_data={EXAMPLES: ["**/*.yaml", "**/*.txt"]},
 )

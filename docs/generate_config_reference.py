@@ -17,10 +17,10 @@ HEAD = """\
 # Configuration keys
 
 Every key there is. This page is generated from
-[`rlinf_vl/config/schema.py`](../rlinf_vl/config/schema.py) by `python docs/generate_config_reference.py`; edit that.
+[`rlinf_vl/config/schema/`](../rlinf_vl/config/schema/__init__.py) by `python docs/generate_config_reference.py`; edit that.
 
 A config is a YAML file whose `defaults` list begins with `rlinf_vl_schema` or another config; the examples are in
-[`examples/reasoning/config/vqa`](../examples/reasoning/config/vqa). On the command line a key is set by its dotted name, as
+[`examples/`](../examples). On the command line a key is set by its dotted name, as
 in `runner.max_steps=40`. A section can be given as a mapping and is merged: `actor.optim={lr: 1e-5, clip_grad: 2}`. Lists are
 replaced.
 

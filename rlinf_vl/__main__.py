@@ -58,7 +58,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         return verbs.add_parser(name, help=about).add_argument
 
     argument = verb("train", "run one experiment")
-    argument("config", help="name of a config in examples/reasoning/config/vqa, or a path to a YAML file")
+    argument("config", help="name of a config in examples/, or a path to a YAML file")
     argument("overrides", nargs="*", help="Hydra overrides, such as runner.max_steps=3")
     argument("--check", action="store_true", help="only say whether it could run: config, data, model, folders")
 

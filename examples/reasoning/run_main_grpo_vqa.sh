@@ -4,7 +4,8 @@ set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd -- "$here/../.." && pwd)"
-configs="$here/config/vqa"
+
+mapfile -t configs < <(find "$root/examples" -name '[!_]*.yaml' -exec grep -l '^defaults:' {} + | sort)
 
 usage() {
     {
@@ -12,21 +13,25 @@ usage() {
         echo
         echo "  such as: … toy-grpo-cpu runner.max_steps=20 runner.experiment_name=short"
         echo
-        echo "configs (in $configs):"
-        for path in "$configs"/[!_]*.yaml; do echo "  $(basename -- "$path" .yaml)"; done
+        echo "configs (in $root/examples):"
+        for path in "${configs[@]}"; do echo "  $(basename -- "$path" .yaml)"; done
     } >&2
     exit 2
 }
 if (($# == 0)); then usage; fi
 name="${1%.yaml}"
 shift
-if [[ "$name" == */* || ! -f "$configs/$name.yaml" ]]; then
+config=""
+for path in "${configs[@]}"; do
+    if [[ "$(basename -- "$path" .yaml)" == "$name" ]]; then config="$path"; fi
+done
+if [[ -z "$config" ]]; then
     printf "no config named '%s'\n\n" "$name" >&2
     usage
 fi
 
 # The engine decides on the environment: an override names it, or the config does.
-backend="$(sed -nE 's/^ *rollout_backend: *([a-z]+).*/\1/p' "$configs/$name.yaml")"
+backend="$(sed -nE 's/^ *rollout_backend: *([a-z]+).*/\1/p' "$config")"
 for override in "$@"; do
     if [[ "$override" == rollout.rollout_backend=* ]]; then backend="${override#*=}"; fi
 done

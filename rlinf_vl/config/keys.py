@@ -9,8 +9,7 @@ from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, get_type_hints
 
-import rlinf_vl.config.schema as schema
-from rlinf_vl.config.schema import Limit
+from rlinf_vl.config.schema import Config, Limit
 
 
 class Key(NamedTuple):
@@ -25,7 +24,7 @@ class Key(NamedTuple):
 @cache
 def config_keys() -> dict[str, Key]:
     """Every leaf of the schema, by its dotted name and in the schema's order."""
-    return dict(_walk(schema.Config(), "", _field_docs()))
+    return dict(_walk(Config(), ""))
 
 
 @cache
@@ -67,24 +66,22 @@ def _likeness(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b).ratio()
 
 
-def _walk(section: Any, prefix: str, docs: dict[tuple[str, str], str]) -> Iterator[tuple[str, Key]]:
-    hints = get_type_hints(type(section))
+def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
+    hints, docs = get_type_hints(type(section)), _field_docs(type(section))
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
-            yield from _walk(value, f"{prefix}{field.name}.", docs)
+            yield from _walk(value, f"{prefix}{field.name}.")
         else:
-            doc = docs.get((type(section).__name__, field.name), "")
+            doc = docs.get(field.name, "")
             yield prefix + field.name, Key(hints[field.name], value, doc, field.metadata.get("allowed"))
 
 
-def _field_docs() -> dict[tuple[str, str], str]:
-    """(class, field) → the string literal under the field, on one line; Python drops it at run time."""
+def _field_docs(section: type) -> dict[str, str]:
+    """Field → the string literal under it, on one line; Python drops it at run time."""
     docs = {}
-    for section in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(section, ast.ClassDef):
-            for statement, below in pairwise(section.body):
-                match statement, below:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                        docs[section.name, name] = " ".join(doc.split())
+    for statement, below in pairwise(ast.parse(inspect.getsource(section)).body[0].body):
+        match statement, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = " ".join(doc.split())
     return docs

@@ -27,9 +27,11 @@ from rlinf_vl.config.validate import Rule, validate_config
 from rlinf_vl.errors import ConfigError
 
 SCHEMA_NAME = "rlinf_vl_schema"
-_IN_CHECKOUT = Path(__file__).resolve().parents[2] / "examples/reasoning/config/vqa"
+_CHECKOUT = Path(__file__).resolve().parents[2]
 #: The examples: in a checkout where a reader finds them, in an installed package its copy of them (setup.py).
-EXAMPLES_DIR = _IN_CHECKOUT if _IN_CHECKOUT.is_dir() else Path(__file__).resolve().parent / "examples"
+EXAMPLES_DIR = (
+    _CHECKOUT if (_CHECKOUT / "examples/reasoning").is_dir() else Path(__file__).resolve().parent
+) / "examples"
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 WEIGHT_SYNC_ALIASES = {"nccl": "broadcast", "cuda_ipc": "shared_memory"}  # its former values
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
@@ -83,6 +85,15 @@ def changed_keys(config: Config, path: Path) -> list[str]:
     return [f"{key}: {_shown(old)} → {_shown(new)}" for key, (old, new) in pairs.items() if old != new]
 
 
+def examples() -> dict[str, Path]:
+    """The example configs by name, in whichever folder below `EXAMPLES_DIR`."""
+    return {path.stem: path for path in sorted(EXAMPLES_DIR.rglob("*.yaml")) if _is_config(path)}
+
+
+def _is_config(path: Path) -> bool:
+    return re.search("^defaults:", path.read_text(encoding="utf-8", errors="ignore"), re.MULTILINE) is not None
+
+
 def _find(config_name: str) -> Path:
     named = Path(os.path.expanduser(config_name))
     if named.name != config_name:  # a path, not a bare name
@@ -90,20 +101,20 @@ def _find(config_name: str) -> Path:
             raise ConfigError(f"config {config_name!r}: no such .yaml file")
         return named.resolve()
     name = config_name.removesuffix(".yaml")
-    for folder in (EXAMPLES_DIR, Path.cwd()):
-        if (folder / f"{name}.yaml").is_file():
-            return (folder / f"{name}.yaml").resolve()
-    files = [*EXAMPLES_DIR.glob("*.yaml"), *Path.cwd().glob("*.yaml")]  # the working directory has others, too
-    there = sorted(path.stem for path in files if SCHEMA_NAME in path.read_text(encoding="utf-8", errors="ignore"))
+    for path in (examples().get(name), Path.cwd() / f"{name}.yaml"):
+        if path and path.is_file():
+            return path.resolve()
+    there = sorted({*examples(), *(path.stem for path in Path.cwd().glob("*.yaml") if _is_config(path))})
     where = f"not in {EXAMPLES_DIR} or {Path.cwd()}"
     raise ConfigError(f"config {config_name!r}: {where};{nearest(name, there)} there are: {', '.join(there)}")
 
 
 def _compose(path: Path) -> dict[str, Any]:
     """What a YAML file and those of its defaults list (the examples among them) say, unresolved: dotted name → value."""
+    folders = sorted({f"file://{example.parent}" for example in examples().values()})
     try:
         with initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
-            config = compose(path.stem, overrides=[f"hydra.searchpath=['file://{EXAMPLES_DIR}']"])
+            config = compose(path.stem, overrides=[f"hydra.searchpath={folders}"])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return dict(_leaves(OmegaConf.to_container(config, resolve=False)))

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples/reasoning/config/vqa"
+EXAMPLES = ROOT / "examples"
 NOT_SHIPPED = ("__pycache__", "*.pyc", "*.egg-info", ".*")
 
 
@@ -52,12 +52,12 @@ def check_files(wheel_path: Path, sdist_path: Path) -> int:
         if path.is_file() and path.suffix != ".pyc" and not path.name.startswith(".")
     }
     assert "rlinf_vl/py.typed" in files and any(name.endswith(".jinja") for name in files)
-    names = {path.name for path in EXAMPLES.glob("*.yaml")}
-    assert {"toy-grpo-cpu.yaml", "qwen3-vl-2b-grpo-fsdp-geo3k.yaml"} <= names
+    examples = [path for path in EXAMPLES.rglob("*") if path.suffix in (".yaml", ".txt")]
+    assert {"toy-grpo-cpu.yaml", "qwen3-vl-2b-grpo-fsdp-geo3k.yaml"} <= {path.name for path in examples}
     with zipfile.ZipFile(wheel_path) as wheel:
         assert files <= set(wheel.namelist()), files - set(wheel.namelist())
-        for name in names:
-            assert wheel.read(f"rlinf_vl/config/examples/{name}") == (EXAMPLES / name).read_bytes(), name
+        for path in examples:
+            assert wheel.read(f"rlinf_vl/config/examples/{path.relative_to(EXAMPLES)}") == path.read_bytes(), path
         foreign = {name.split("/")[0] for name in wheel.namelist()} - {"rlinf_vl"}
         assert len(foreign) == 1 and foreign.pop().endswith(".dist-info"), "nothing but the package"
     with tarfile.open(sdist_path) as sdist:
@@ -80,7 +80,7 @@ def check_command_line(installed: Path, empty: Path) -> None:
 
 def check_configs(installed: Path, empty: Path) -> None:
     """Configs load by name from any folder; a local model folder is made absolute, as workers of a cluster stand elsewhere."""
-    names = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+    names = sorted(path.stem for path in EXAMPLES.rglob("*.yaml"))
     (empty / "mine.yaml").write_text("defaults: [rlinf_vl_schema, toy-grpo-cpu, _self_]\nrunner: {max_steps: 7}\n")
     script = (
         "import rlinf_vl, sys\n"

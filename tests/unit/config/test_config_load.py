@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlinf_vl.config import Config, load_config, save_config
-from rlinf_vl.config.load import EXAMPLES_DIR
+from rlinf_vl.config.load import examples
 from rlinf_vl.config.placement import parse_placement
 from rlinf_vl.errors import ConfigError
 
@@ -28,7 +28,7 @@ def refused(name: str, *overrides: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES_DIR.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(examples()))
 def test_every_example_loads(name):
     config = load_config(name)
     assert isinstance(config, Config)
@@ -36,11 +36,11 @@ def test_every_example_loads(name):
 
 
 def test_the_two_examples_are_there():
-    assert {"toy-grpo-cpu", "qwen3-vl-2b-grpo-fsdp-geo3k"} <= {path.stem for path in EXAMPLES_DIR.glob("*.yaml")}
+    assert {"toy-grpo-cpu", "qwen3-vl-2b-grpo-fsdp-geo3k"} <= examples().keys()
 
 
 def test_name_with_suffix_and_path(tmp_path, monkeypatch):
-    assert load_config(f"{TOY}.yaml") == load_config(TOY) == load_config(str(EXAMPLES_DIR / f"{TOY}.yaml"))
+    assert load_config(f"{TOY}.yaml") == load_config(TOY) == load_config(str(examples()[TOY]))
     write(
         tmp_path, "runner: {experiment_name: x}\nrollout: {model: {model_path: toy}}\ndata: {train_data_paths: [toy]}"
     )

@@ -1,0 +1,30 @@
+"""Every configuration key of a run: one typed dataclass per section, and what each key allows by itself.
+
+What Hydra composes from the YAML files under `examples/` is filled into these; a key that is not here is refused
+(`rlinf_vl.config.load`), and a key that is here is read somewhere. The string under a field is its documentation.
+"""
+
+from dataclasses import dataclass, field
+
+from rlinf_vl.config.schema.actor import ActorConfig, ActorModelConfig, FsdpConfig, MixedPrecisionConfig, OptimConfig
+from rlinf_vl.config.schema.algorithm import AlgorithmConfig, SamplingConfig
+from rlinf_vl.config.schema.data import DataConfig, RewardConfig
+from rlinf_vl.config.schema.limits import Limit
+from rlinf_vl.config.schema.rollout import RolloutConfig
+from rlinf_vl.config.schema.runner import ClusterConfig, RunnerConfig
+
+__all__ = [
+    "ActorConfig", "ActorModelConfig", "AlgorithmConfig", "ClusterConfig", "Config", "DataConfig", "FsdpConfig", "Limit",
+    "MixedPrecisionConfig", "OptimConfig", "RewardConfig", "RolloutConfig", "RunnerConfig", "SamplingConfig",
+]  # fmt: skip
+
+
+@dataclass
+class Config:
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)

@@ -1,0 +1,89 @@
+"""Keys of `actor`: the trainer."""
+
+from dataclasses import dataclass, field
+
+from rlinf_vl.config.schema.limits import (
+    AT_LEAST_1,
+    DECAY,
+    DTYPES,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_OR_INFINITE,
+    SHARE,
+    key,
+)
+
+
+@dataclass
+class ActorModelConfig:
+    variable_seq_lengths: bool = True
+    """true: micro-batches have the length of what is in them; false: padded to max_tokens_per_mbs (static shapes)."""
+    is_lora: bool = False
+    """LoRA adapters; not available yet, true is refused."""
+    freeze_vision_tower: bool = True
+    """Train the language model only."""
+
+
+@dataclass
+class MixedPrecisionConfig:
+    param_dtype: str = key("bf16", DTYPES)
+    """Dtype of compute; master weights are float32."""
+    reduce_dtype: str = key("fp32", DTYPES)
+    """Dtype of gradient reduction."""
+
+
+@dataclass
+class FsdpConfig:
+    strategy: str = key("fsdp2", ("fsdp2", "hsdp"))
+    """fsdp2: every rank has a share of the weights and of the optimizer's state. hsdp: the ranks of each node have the whole
+    between them, so that weights are gathered inside a node and only gradients cross nodes: faster, for more memory."""
+    gradient_checkpointing: bool = True
+    """Recompute activations per block in backward."""
+    gradient_checkpointing_use_reentrant: bool = False
+    """torch.utils.checkpoint's variant."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward, and gather them again for its backward (ZeRO-3). false keeps them
+    and the whole gradient through all micro-batches of an optimizer step (ZeRO-2): faster, for more memory."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""
+    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+
+
+@dataclass
+class OptimConfig:
+    lr: float = key(1e-6, POSITIVE)
+    """Peak learning rate of AdamW."""
+    lr_warmup_steps: int = key(0, NOT_NEGATIVE)
+    """Optimizer steps of linear warm-up."""
+    lr_scheduler: str = key("constant", ("constant", "linear", "cosine"))
+    """constant, linear or cosine (to min_lr_ratio, over the run's optimizer steps)."""
+    min_lr_ratio: float = key(0.0, SHARE)
+    """Learning rate at the end of linear and cosine, as a share of lr."""
+    adam_beta1: float = key(0.9, DECAY)
+    """AdamW's first-moment decay."""
+    adam_beta2: float = key(0.999, DECAY)
+    """AdamW's second-moment decay."""
+    adam_eps: float = key(1e-8, POSITIVE)
+    """AdamW's epsilon."""
+    weight_decay: float = key(0.0, NOT_NEGATIVE)
+    """AdamW's decoupled weight decay."""
+    clip_grad: float = key(1.0, POSITIVE_OR_INFINITE)
+    """Global gradient norm is clipped to this."""
+
+
+@dataclass
+class ActorConfig:
+    micro_batch_size: int = key(1, AT_LEAST_1)
+    """Trajectories per micro-batch when runner.enable_dynamic_batch_size is false."""
+    enable_offload: bool = False
+    """Keep weights and optimizer state in host memory while collocated engines generate (CUDA only)."""
+    share_prompts: bool = True
+    """A group's prompt stands once in a micro-batch, for all its responses; false repeats it for each. The loss is the same."""
+    vision_cache_gb: float = key(4.0, NOT_NEGATIVE)
+    """Image features of a frozen vision tower kept on the device, in GiB; what a step needs beyond that is kept in host
+    memory. Each image is then encoded once per step at most, and again only after its features had to go."""
+    logprob_chunk_tokens: int | None = key(None, AT_LEAST_1)
+    """Response positions whose logits exist at once; null: as many as fit 16 MiB on the CPU, 1 GiB on CUDA, and 128 at least."""
+    model: ActorModelConfig = field(default_factory=ActorModelConfig)
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)

@@ -1,0 +1,59 @@
+"""Keys of `data` and `reward`: rows, prompts, images, the grader."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, OFF_OR_POSITIVE, SHARE, key
+
+
+@dataclass
+class DataConfig:
+    train_data_paths: list[str] = MISSING
+    """Files (parquet, json, jsonl), HF dataset folders or hub names (hf://owner/name[:split]); `toy` is the embedded task."""
+    val_data_paths: list[str] = field(default_factory=list)
+    """The same, for validation."""
+    prompt_key: str = "problem"
+    """Column of the question; `<image>` in it marks where an image stands."""
+    answer_key: str = "answer"
+    """Column of the reference answer, with or without \\boxed{}."""
+    image_keys: list[str] = field(default_factory=lambda: ["images"])
+    """Columns that hold images, in order; [] for text only."""
+    system_prompt: str | None = None
+    """System message put before every problem."""
+    prompt_suffix: str = ""
+    """Text appended to every question, such as the answer format asked for."""
+    max_prompt_length: int = key(1024, AT_LEAST_1)
+    """Longest prompt in tokens, image placeholders expanded."""
+    filter_prompt_by_length: bool = True
+    """Leave rows with longer prompts out before training; false counts them as bad (max_bad_rows)."""
+    rollout_batch_size: int = key(32, AT_LEAST_1)
+    """Problems per training step."""
+    val_samples: int = key(-1, OFF_OR_POSITIVE)
+    """Validation rows used (the first so many); -1 uses all."""
+    shuffle: bool = True
+    """Shuffle the training rows anew every epoch."""
+    seed: int = key(1234, NOT_NEGATIVE)
+    """Seeds the order."""
+    image_min_pixels: int | None = key(None, AT_LEAST_1)
+    """Smallest image area after resizing; null is the checkpoint's own. One setting for engine and trainer."""
+    image_max_pixels: int | None = key(None, AT_LEAST_1)
+    """Largest image area after resizing; null is the checkpoint's own."""
+    blank_images: bool = False
+    """Diagnostic: replace every image by a blank one of its size. What is still learned is not seen."""
+    image_hosts: list[str] = field(default_factory=list)
+    """Hosts that images given as http(s) URLs are fetched from, redirects included, by name without port; each is kept in the
+    cache folder (RLINF_VL_CACHE) from then on. [] fetches nothing: such a row is bad."""
+    max_bad_rows: float = key(0.05, SHARE)
+    """Share of a split's rows, 0 to 1, that may be unusable (each is listed with its reason in bad_rows.jsonl of the run
+    folder); beyond it the run stops and says why. 0 stops at the first, 1 never."""
+
+
+@dataclass
+class RewardConfig:
+    reward_type: str = key("math", ("math",))
+    """Grader: math (rlinf_vl.rewards.grade_math on the last \\boxed{})."""
+    reward_max_val: float = 1.0
+    """Reward of a right answer."""
+    reward_min_val: float = 0.0
+    """Reward of a wrong one."""

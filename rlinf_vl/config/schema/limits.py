@@ -1,0 +1,36 @@
+"""What one value of a configuration may be by itself."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A condition on one value: `must` ends the sentence "key: value must …". A null value meets every limit."""
+
+    must: str
+    holds: Callable[[Any], bool]
+    may_be_infinite: bool = False
+
+
+POSITIVE = Limit("be > 0", lambda x: x > 0)
+POSITIVE_OR_INFINITE = Limit("be > 0", lambda x: x > 0, may_be_infinite=True)  # infinity takes the bound away
+NOT_NEGATIVE = Limit("be >= 0", lambda x: x >= 0)
+AT_LEAST_1 = Limit("be at least 1", lambda x: x >= 1)
+OFF_OR_POSITIVE = Limit("be -1 or at least 1", lambda x: x == -1 or x >= 1)
+ALL_OR_NOT_NEGATIVE = Limit("be at least 0, or -1 for all", lambda x: x >= -1)
+SHARE = Limit("lie in [0, 1]", lambda x: 0 <= x <= 1)
+SHARE_OR_AUTO = Limit("lie in (0, 1], or be auto", lambda x: 0 < x <= 1 if isinstance(x, float) else x == "auto")
+DECAY = Limit("lie in [0, 1)", lambda x: 0 <= x < 1)
+STORE_BYTES = Limit("be at least 78643200, Ray's minimum of 75 MiB", lambda x: x >= 75 * 2**20)
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+def key(default: T, allowed: Limit | tuple[str, ...]) -> T:
+    """A field whose value, or each of whose values, must meet the limit or be one of the strings."""
+    return field(default_factory=lambda: copy.copy(default), metadata={"allowed": allowed})

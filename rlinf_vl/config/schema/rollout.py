@@ -1,0 +1,57 @@
+"""Keys of `rollout`: the engine and the environment."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from rlinf_vl.config.schema.limits import AT_LEAST_1, DTYPES, POSITIVE, SHARE_OR_AUTO, key
+
+
+@dataclass
+class RolloutModelConfig:
+    model_path: str = MISSING
+    """Checkpoint folder (HF format) or hub name, for policy and reference; `toy` is the tiny model, warm-started on first use."""
+    model_type: str = key("qwen3_vl", ("qwen3_vl",))  # rows of rlinf_vl.models.families, which imports torch
+    """Model family: a row of rlinf_vl.models.families."""
+    precision: str = key("bf16", DTYPES)
+    """The engine's dtype: fp32, bf16 or fp16. Weights are cast to it once, before they travel."""
+    trust_remote_code: bool = False
+    """Allow the checkpoint's own Python code to run."""
+
+
+@dataclass
+class SglangConfig:
+    attention_backend: str | None = None
+    """SGLang's attention_backend; null leaves the choice to SGLang (on CPU: torch_native, the only one there)."""
+    log_level: str = key("error", ("debug", "info", "warning", "error", "critical"))
+    """How much SGLang's processes say."""
+    server_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of SGLang's server, by their own names, over what is chosen for it."""
+
+
+@dataclass
+class RolloutConfig:
+    rollout_backend: str = key("torch", ("torch", "sglang"))
+    """Engine: torch (embedded, everywhere) or sglang (bash requirements/install.sh --sglang)."""
+    tensor_parallel_size: int = key(1, AT_LEAST_1)
+    """Slots that one SGLang engine spans; the torch engine takes one."""
+    deterministic: bool = False
+    """SGLang's batch-invariant kernels (CUDA only): a sample depends on its prompt and seed alone, at about a third of the speed."""
+    request_timeout: float = key(600.0, POSITIVE)
+    """Seconds after which SGLang gives up one request; it is then an error of its group."""
+    weight_sync: str = key("auto", ("auto", "object_store", "broadcast", "shared_memory"))
+    """How weights reach the engines: object_store (through Ray, everywhere), broadcast (from actor rank 0, by NCCL on CUDA and
+    gloo on the CPU), shared_memory (of the same GPU by CUDA IPC; on the CPU, of the same node). auto: shared_memory where every
+    engine has an actor rank on its slots; otherwise on CUDA broadcast if no engine has one; otherwise object_store."""
+    sglang: SglangConfig = field(default_factory=SglangConfig)
+    return_logprobs: bool = True
+    """Keep the engine's logprobs on every trajectory (needed by TIS and by the rollout/train metrics)."""
+    gpu_memory_utilization: float | str = key(0.6, SHARE_OR_AUTO)
+    """Share of a GPU's memory for the engine's weights and KV cache; on CPU, of free memory, and what is unused is not
+    reserved. `auto`: what the memory ledger leaves beside the trainer (`python -m rlinf_vl preflight`); 0.6 on CPU."""
+    max_running_requests: int = key(256, AT_LEAST_1)
+    """Responses decoded at once by one worker; further ones wait."""
+    model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
+    env_class: str = key("single_turn", ("single_turn",))
+    """Environment, by its registered name."""

@@ -1,0 +1,108 @@
+"""Keys of `cluster` and `runner`: machines, the run, its folder and what it records."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from rlinf_vl.config.schema.limits import (
+    ALL_OR_NOT_NEGATIVE,
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    OFF_OR_POSITIVE,
+    POSITIVE,
+    POSITIVE_OR_INFINITE,
+    STORE_BYTES,
+    Limit,
+    key,
+)
+
+
+@dataclass
+class ClusterConfig:
+    num_nodes: int = key(1, AT_LEAST_1)
+    """Machines in the Ray cluster that the run waits for."""
+    component_placement: dict[str, Any] = field(default_factory=lambda: {"actor,rollout": "all"})
+    """Slots (accelerators; on CPU, processes) of each component: `actor,rollout: 0-7` shares them (collocated),
+    `actor: 0-3` with `rollout: 4-7` splits them (disaggregated); `all` is every slot of the cluster."""
+    device: str = key("auto", ("auto", "cpu", "cuda"))
+    """auto, cpu or cuda."""
+    cpu_threads: int | None = key(None, AT_LEAST_1)
+    """Threads of every actor process (OMP_NUM_THREADS, and those of torch); null: 1 on CPUs, and beside GPUs a fair share of the
+    host's cores, half a GPU's each, 16 at most."""
+    ray_address: str | None = "auto"
+    """host:port of a running Ray cluster; `auto` is RAY_ADDRESS if set, else the cluster that ray_utils/start_ray.sh started on
+    this node, else a private one for this run; null is always private."""
+    object_store_memory: int | None = key(None, STORE_BYTES)
+    """Bytes of shared memory for a private cluster's object store; null lets Ray decide."""
+
+
+@dataclass
+class LoggerConfig:
+    logger_backends: list[str] = key(["tensorboard"], ("tensorboard", "wandb", "trackio"))
+    """Trackers beside metrics.jsonl, which is always written: tensorboard, wandb, trackio."""
+    project_name: str = "rlinf_vl"
+    """Project name given to wandb and trackio."""
+
+
+@dataclass
+class TrajectoriesConfig:
+    interval: int = key(1, OFF_OR_POSITIVE)
+    """Record training trajectories every so many steps, validation's every time; -1 records none."""
+    train_groups: int = key(4, ALL_OR_NOT_NEGATIVE)
+    """Groups recorded of a training step, chosen at random; -1 records all."""
+    val_groups: int = key(64, ALL_OR_NOT_NEGATIVE)
+    """Problems recorded of a validation, always the same ones; -1 records all."""
+    max_gb: float = key(2.0, POSITIVE_OR_INFINITE)
+    """GB of trajectories and images after which no more are recorded."""
+
+
+@dataclass
+class ProfileConfig:
+    steps: list[int] = field(default_factory=list)
+    """Training steps of which torch.profiler writes a trace (profile/step_N-rank_R.json.gz in the run's folder)."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Actor ranks that are profiled."""
+
+
+@dataclass
+class RunnerConfig:
+    output_dir: str = "results"
+    """Runs are written to ${runner.output_dir}/${runner.experiment_name}/."""
+    experiment_name: str = MISSING
+    """Name of the run's folder."""
+    seed: int = key(1234, Limit("lie in [0, 2^63)", lambda x: 0 <= x < 2**63))  # as torch takes it
+    """Seeds weights' initialisation, sampling and everything else but the data order (data.seed)."""
+    seq_length: int = key(2048, AT_LEAST_1)
+    """Longest trajectory in tokens: prompt with expanded image placeholders, and response."""
+    enable_dynamic_batch_size: bool = True
+    """Pack trajectories into micro-batches under max_tokens_per_mbs; false puts actor.micro_batch_size in each."""
+    max_tokens_per_mbs: int = key(8192, AT_LEAST_1)
+    """Hard upper bound of tokens in one micro-batch of one rank."""
+    max_epochs: int = key(1, AT_LEAST_1)
+    """Passes over the training rows; the run ends at max_steps or max_epochs, whichever comes first."""
+    max_steps: int = key(-1, OFF_OR_POSITIVE)
+    """Training steps; -1 leaves it to max_epochs."""
+    val_check_interval: int = key(10, OFF_OR_POSITIVE)
+    """Validate every so many steps, and before the first and after the last; -1 never validates."""
+    weight_sync_interval: int = key(1, AT_LEAST_1)
+    """Training steps between weight syncs. Above 1 the engine samples from older weights, which TIS corrects for."""
+    mismatch_check_interval: int = key(20, OFF_OR_POSITIVE)
+    """Compare engine and trainer logprobs, with images and with blank ones, on the first step and every so many; a blind
+    or stale engine stops the run. -1 never checks."""
+    save_interval: int = key(-1, OFF_OR_POSITIVE)
+    """Checkpoint every so many steps, and after the last; -1 saves only a run that is told to stop."""
+    keep_last: int = key(2, OFF_OR_POSITIVE)
+    """Complete checkpoints kept; older ones are deleted. -1 keeps all."""
+    resume_dir: str | None = None
+    """null starts afresh (a used folder of this name is set aside first), `auto` takes the newest complete checkpoint of this
+    run's folder, a path that checkpoint. What the config says now counts, the optimizer's settings included."""
+    heartbeat_timeout: float = key(120.0, POSITIVE)
+    """Seconds without an answer after which a rollout worker or an actor rank is taken for hung, and replaced."""
+    max_restarts: int = key(3, NOT_NEGATIVE)
+    """Times that a run starts its actor ranks again, from the last complete checkpoint, when one of them dies or hangs."""
+    max_bad_steps: int = key(3, AT_LEAST_1)
+    """Steps in a row with a gradient that is not finite, each of them skipped, after which the run stops."""
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    trajectories: TrajectoriesConfig = field(default_factory=TrajectoriesConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
