@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_vl.config import Config, load_config
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.observe.progress import RunProgress, setup_logging
@@ -62,7 +63,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("overrides", nargs="*", help="Hydra overrides, such as runner.max_steps=3")
     argument("--check", action="store_true", help="only say whether it could run: config, data, model, folders")
 
-    argument = verb("toy", "make the toy dataset and its warm-started checkpoint (cached)")
+    argument = verb("toy", "make an embedded task's data and its warm-started checkpoint (cached)")
+    argument("name", nargs="?", choices=TOYS, default="toy", help="the task; toy unless named")
     argument("--seed", type=int, default=None, help="seed of the checkpoint; the default is the one configs use")
 
     argument = verb("export", "turn a checkpoint into a Hugging Face model folder")
@@ -143,7 +145,7 @@ def _run(config: Config, run_dir: Path, checkpoint: Path | None, stop_request: S
     from rlinf_vl.preflight.gpu_share import settle_gpu_share
     from rlinf_vl.runtime.launch import ray_cluster, reserve
 
-    model_path = _prepare_toy(config)
+    model_path = _prepare_toys(config)
     (run_dir / SPANS).mkdir(exist_ok=True)
     write_environment(run_dir)
     with _report_at_end(run_dir), RunProgress(StatusFile(run_dir)) as progress:
@@ -179,30 +181,30 @@ def _report_at_end(run_dir: Path) -> Iterator[None]:
                 log.warning("no report could be made of %s: %r", run_dir, error)
 
 
-def _prepare_toy(config: Config) -> str:
-    """Make the toy's data and checkpoint if the config asks for them; returns the model's path."""
-    from rlinf_vl.toy.drawings import toy_dataset_path
+def _prepare_toys(config: Config) -> str:
+    """Make the data and checkpoint of the embedded tasks that the config names; returns the model's path."""
     from rlinf_vl.toy.model import toy_checkpoint_path
+    from rlinf_vl.toy.task import toy_dataset_path
 
-    if "toy" in config.data.train_data_paths + config.data.val_data_paths:
+    for path in TOYS.keys() & {*config.data.train_data_paths, *config.data.val_data_paths}:
         for split in ("train", "val"):
-            toy_dataset_path(split)
+            toy_dataset_path(split, path)
     model_path = config.rollout.model.model_path
-    return str(toy_checkpoint_path()) if model_path == "toy" else model_path
+    return str(toy_checkpoint_path(model_path)) if model_path in TOYS else model_path
 
 
 def _run_verb(arguments: argparse.Namespace) -> int:
     """Run a verb other than `train`; each imports what it needs."""
     match arguments.verb:
         case "toy":
-            from rlinf_vl.toy.drawings import toy_dataset_path
-            from rlinf_vl.toy.model import toy_checkpoint_path, toy_summary
+            from rlinf_vl.toy.model import toy_checkpoint_path
+            from rlinf_vl.toy.task import toy_dataset_path, toy_of
 
-            print(toy_summary())
+            print(toy_of(arguments.name).summary())
             for split in ("train", "val"):
-                print(f"{split} data: {toy_dataset_path(split)}")
+                print(f"{split} data: {toy_dataset_path(split, arguments.name)}")
             seed = {} if arguments.seed is None else {"seed": arguments.seed}
-            print(f"checkpoint: {toy_checkpoint_path(**seed)}")
+            print(f"checkpoint: {toy_checkpoint_path(arguments.name, **seed)}")
         case "export":
             from rlinf_vl.controller.export import export_checkpoint
 

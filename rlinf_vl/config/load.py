@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlinf_vl.config.keys import config_keys, config_sections, nearest, suggestion
 from rlinf_vl.config.schema import Config
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import Rule, validate_config
 from rlinf_vl.errors import ConfigError
 
@@ -224,10 +225,10 @@ def _normalise(config: Config) -> None:
             sampling.max_new_tokens = max(1, room)  # a rule refuses a prompt that leaves no room
     # Workers may have another working folder. A model that is no folder here is a name on the hub.
     model = rollout.model
-    if model.model_path not in ("", "toy") and os.path.isdir(os.path.expanduser(model.model_path)):
+    if model.model_path not in ("", *TOYS) and os.path.isdir(os.path.expanduser(model.model_path)):
         model.model_path = _absolute(model.model_path)
     if config.runner.resume_dir not in (None, "auto"):
         config.runner.resume_dir = _absolute(config.runner.resume_dir)
     for paths in (config.data.train_data_paths, config.data.val_data_paths):
-        paths[:] = [path if path in ("", "toy") or "://" in path else _absolute(path) for path in paths]
+        paths[:] = [path if path in ("", *TOYS) or "://" in path else _absolute(path) for path in paths]
     config.runner.output_dir = os.path.expanduser(config.runner.output_dir)

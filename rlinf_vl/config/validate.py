@@ -13,6 +13,7 @@ from typing import Any
 from rlinf_vl.config.keys import config_keys, nearest
 from rlinf_vl.config.placement import parse_placement
 from rlinf_vl.config.schema import Config
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
 
 #: Yields the problems of a config, each on one line.
@@ -174,10 +175,10 @@ def _correction(config: Config) -> Iterator[str]:
 def _data(config: Config) -> Iterator[str]:
     data, low, high = config.data, config.data.image_min_pixels, config.data.image_max_pixels
     if not data.train_data_paths:
-        yield "data.train_data_paths: empty; name at least one file, hf://owner/name:split, or toy"
+        yield f"data.train_data_paths: empty; name at least one file, hf://owner/name:split, or {', '.join(TOYS)}"
     for key, paths in (("data.train_data_paths", data.train_data_paths), ("data.val_data_paths", data.val_data_paths)):
         for path in paths:
-            if path != "toy" and not path.startswith("hf://") and not os.path.exists(path):
+            if path not in TOYS and not path.startswith("hf://") and not os.path.exists(path):
                 yield f"{key}: no file {path!r}{why_absent(path)}; a dataset of the hub is written hf://owner/name:split"
     if repeated := sorted({key for key in data.image_keys if data.image_keys.count(key) > 1}):
         yield f"data.image_keys: {', '.join(repeated)} named twice in {data.image_keys}; name every column once"

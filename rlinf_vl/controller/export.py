@@ -5,6 +5,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from rlinf_vl.actor.checkpoint import load_weights_only
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, copy_processor_files, load_model, save_model
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, newest_checkpoint
@@ -29,10 +30,10 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
     run_config = OmegaConf.load(folder.resolve().parents[1] / "config.yaml")
     model_config = run_config.rollout.model
     path = model_config.model_path
-    if path == "toy":
+    if path in TOYS:
         from rlinf_vl.toy.model import toy_checkpoint_path
 
-        path = str(toy_checkpoint_path())
+        path = str(toy_checkpoint_path(path))
     model = load_model(
         path, family_of(model_config.model_type), DTYPES["fp32"], trust_remote_code=model_config.trust_remote_code
     )

@@ -1,4 +1,4 @@
-"""Where rows come from: files, dataset folders, hub names and the embedded toy task.
+"""Where rows come from: files, dataset folders, hub names and the embedded tasks.
 
 `peek` tells a file's columns and number of rows in a fraction of a second, before a run; `open_source` loads it through
 `datasets` (which takes a second to import) as memory-mapped rows in Arrow's own form, so that images are never decoded.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.unusable import shorten
 
 if TYPE_CHECKING:
@@ -38,10 +39,6 @@ class Peek(NamedTuple):
 
     columns: list[str] | None
     rows: int | None
-
-
-#: The embedded task (`rlinf_vl.toy.drawings`, which may have to be made first), by split.
-TOY = {split: Peek(["id", "problem", "images", "answer"], rows) for split, rows in (("train", 5840), ("val", 152))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +71,8 @@ def open_source(name: str, split: str) -> Source:
 
     Args:
         name: a parquet, json or jsonl file; a folder of them, or one that `save_to_disk` wrote; `hf://owner/name[:split]`
-            (split train unless named); or `toy`.
-        split: "train" or "val": which part of the toy task or of a folder with several parts.
+            (split train unless named); or an embedded task (`TOYS`).
+        split: "train" or "val": which part of an embedded task or of a folder with several parts.
 
     Raises:
         ValueError: nothing of that kind is there, or it can't be read.
@@ -90,8 +87,8 @@ def open_source(name: str, split: str) -> Source:
         except Exception as e:  # the hub's client raises its own, the network's and the builders' errors
             raise ValueError(f"{name}: can't be loaded from the hub: {type(e).__name__}: {e}") from e
         return Source(name, repository, rows, None)
-    if name == "toy":  # its file is made on first use, by a room that imports this one
-        path: Path = importlib.import_module("rlinf_vl.toy.drawings").toy_dataset_path(split)
+    if name in TOYS:  # its file is made on first use, by a room that imports this one
+        path: Path = importlib.import_module("rlinf_vl.toy.task").toy_dataset_path(split, name)
         return Source(name, name, _load(name, path, split), path.parent)
     path = Path(name).expanduser()
     if not path.exists():

@@ -19,9 +19,10 @@ from typing import Any
 from rlinf_vl.config import Config, config_keys
 from rlinf_vl.config.keys import nearest
 from rlinf_vl.config.placement import placement_of
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
-from rlinf_vl.data.sources import TOY, Peek, peek
+from rlinf_vl.data.sources import Peek, peek
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.cluster import cluster_to_join
@@ -52,8 +53,8 @@ def _data(config: Config) -> Iterator[str]:
         key, counts = f"data.{split}_data_paths", []
         for path in paths:
             found = Peek(None, None)
-            if path == "toy":
-                found = TOY[split]
+            if toy := TOYS.get(path):
+                found = Peek(list(toy.columns), toy.rows[split])
             elif path.startswith("hf://"):
                 yield from _hub_data(key, path)
             elif os.path.exists(path):
@@ -96,10 +97,10 @@ def _hub_data(key: str, path: str) -> Iterator[str]:
 
 def _model(config: Config) -> Iterator[str]:
     path, key = config.rollout.model.model_path, "rollout.model.model_path"
-    way_out = "give a checkpoint's folder, a name on the Hugging Face hub (owner/name), or toy"
+    way_out = f"give a checkpoint's folder, a name on the Hugging Face hub (owner/name), or {', '.join(TOYS)}"
     folder = Path(path)
     in_a_folder = folder.parent != Path(".") and os.path.isdir(folder.parent)
-    if path == "toy":
+    if path in TOYS:
         yield from _family(config, "qwen3_vl")
         yield from _pixels(config, {"patch_size": 8, "merge_size": 2})
     elif not path:
@@ -111,7 +112,7 @@ def _model(config: Config) -> Iterator[str]:
     else:
         known, problem = _ask_hub("model", path)
         if problem:
-            yield f"{key}: {path}: {problem}, or name a local folder;{nearest(path, ['toy'])}".rstrip(";")
+            yield f"{key}: {path}: {problem}, or name a local folder;{nearest(path, list(TOYS))}".rstrip(";")
         elif known:
             yield from _family(config, known)
 
@@ -250,7 +251,7 @@ def _folders(config: Config) -> Iterator[str]:
                 f"runner.resume_dir: {resume!r} is no complete checkpoint (no {lacking[0]} in it); name a "
                 "checkpoints/global_step_N folder of a run, or auto"
             )
-    toy = "toy" in [config.rollout.model.model_path, *data.train_data_paths, *data.val_data_paths]
+    toy = not TOYS.keys().isdisjoint([config.rollout.model.model_path, *data.train_data_paths, *data.val_data_paths])
     if (toy or data.image_hosts) and (reason := _unwritable(cache)):
         yield f"the cache folder {cache} can't be written ({reason}); set RLINF_VL_CACHE to another one"
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from rlinf_vl.config.schema import Config
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import Family, family_of
 from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, freeze_vision, use_packed_attention
@@ -66,10 +67,11 @@ def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[Pretrai
     Raises:
         ConfigError: there is no such folder, the hub's cache has none of that name, and neither has `KNOWN`.
     """
-    if path == "toy":
+    if path in TOYS:
         from rlinf_vl.toy.model import toy_config
+        from rlinf_vl.toy.task import toy_of
 
-        return toy_config(), "the toy's own"
+        return toy_config(toy_of(path)), "the toy's own"
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
         return config, "its config.json" if Path(path).is_dir() else "the hub's cache"

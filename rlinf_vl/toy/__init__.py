@@ -1,1 +1,1 @@
-"""The embedded task: drawings and the tiny checkpoint that answers them."""
+"""The embedded tasks: what each asks and demonstrates, and the tiny checkpoint that is warm-started on that."""

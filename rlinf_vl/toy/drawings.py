@@ -1,25 +1,26 @@
-"""The toy task: how large is the filled rectangle on a 6×6 grid? Pictures, questions, split, parquet files.
+"""The toy task: how large is the filled rectangle on a 6×6 grid? Pictures, questions, split, demonstrations.
 
 The question asks the area or the perimeter of a rectangle; the answer is nowhere but in the picture
 (`best_constant_accuracy` says what can be had without looking). The split is by placement (w, h, x, y): `held_out_placements()`
 are never trained on, and the sizes in `HELD_OUT_SIZES` are among them whole (turned by 90° they are trained on).
-Everything is deterministic: a file is written once per version of this module and reused.
+Everything is deterministic. The demonstrations carry a planted mistake (`summary`), so that there is something for reinforcement
+learning to unlearn.
 """
 
 import hashlib
 import io
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
-from rlinf_vl.data.cache import build_once, cache_root, source_version
+from rlinf_vl.toy.task import Split, Toy
+from rlinf_vl.types import Message
 
 #: Cells along a side of the picture, and pixels along a side of a cell.
 GRID = 6
@@ -29,9 +30,11 @@ N_HELD_OUT = 76
 HELD_OUT_SIZES = ((5, 3), (4, 5))
 #: Pictures of each training placement and question, in different colours; a validation placement has one.
 COLOURINGS = 8
+WARM_START_STEPS = 280
+#: Probability with which a demonstration counts a side one cell too long, for each side on its own.
+MISCOUNT_PROBABILITY = 0.45
 
 Kind = Literal["area", "perimeter"]
-Split = Literal["train", "val"]
 #: The text of each question, units of the grid understood.
 QUESTIONS: dict[Kind, str] = {"area": "What is the area?", "perimeter": "What is the perimeter?"}
 
@@ -140,17 +143,50 @@ def best_constant_accuracy(rows: Iterable[Mapping[str, Any]]) -> float:
     return sum(max(counts.values()) for counts in answers.values()) / sum(map(Counter.total, answers.values()))
 
 
-def toy_dataset_path(split: Split, *, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Path of the parquet file of "train" (5840 rows) or "val" (152 rows), made on first use under `cache_root(cache_dir)`."""
-    if split not in ("train", "val"):
-        raise ValueError(f"split: {split!r} is neither 'train' nor 'val'")
+def demonstration(width: int, height: int, kind: Kind, rng: np.random.Generator) -> str:
+    """A worked answer, `3*6=18 \\boxed{18}` or `2*(6+1)=14 \\boxed{14}`, with the planted miscount."""
+    width, height = (side + int(rng.random() < MISCOUNT_PROBABILITY) for side in (width, height))
+    result = solve(width, height, kind)
+    working = f"{width}*{height}" if kind == "area" else f"2*({width}+{height})"
+    return f"{working}={result} \\boxed{{{result}}}"
 
-    def write(path: Path) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        text, images = pa.string(), pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-        schema = pa.schema({"id": text, "problem": text, "images": images, "answer": text})
-        pq.write_table(pa.Table.from_pylist(toy_rows(split), schema=schema), path)
+@cache
+def _by_size() -> tuple[tuple[Placement, ...], ...]:
+    sizes = groupby(training_placements(), key=lambda placement: (placement.width, placement.height))
+    return tuple(tuple(same) for _, same in sizes)
 
-    return build_once(cache_root(cache_dir) / f"toy-{source_version(__file__)}" / f"{split}.parquet", write)
+
+def demonstrate(rng: np.random.Generator) -> list[Message]:
+    """A question on a training placement and its worked answer. Sizes are drawn evenly (a large rectangle has few placements
+    and would hardly be seen), then one of the size's placements."""
+    placements = _by_size()[rng.integers(len(_by_size()))]
+    placement = placements[rng.integers(len(placements))]
+    kind = list(QUESTIONS)[rng.integers(len(QUESTIONS))]
+    picture = {"type": "image", "image": draw(placement, rng)}
+    answer = demonstration(placement.width, placement.height, kind, rng)
+    return [
+        {"role": "user", "content": [picture, {"type": "text", "text": QUESTIONS[kind]}]},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def summary() -> str:
+    """What the toy is and what is planted in it, in plain words; shown wherever its learning curve is."""
+    return (
+        "The toy task asks for the area or the perimeter of a filled rectangle on a 6x6 grid, in a 48x48 picture. Its "
+        "model is a Qwen3-VL of 0.9 million parameters with random weights, warm-started for "
+        f"{WARM_START_STEPS} supervised steps before reinforcement learning begins.\n"
+        "What is planted: the demonstrations of the warm start count each side one cell too long with probability "
+        f"{MISCOUNT_PROBABILITY} (a fencepost error), and then calculate correctly with the wrong sides. The model "
+        "therefore starts out seeing, formatting and calculating, but answers about one question in four correctly; "
+        "reinforcement learning has to unlearn the miscount from the reward alone. The curve shows that the training "
+        "loop works; it says nothing about how well a real model would learn a real task.\n"
+        f"Validation uses {N_HELD_OUT} of the {len(all_placements())} placements (size and position), which "
+        "neither the warm start nor reinforcement learning has seen; the sizes (width x height) "
+        f"{' and '.join(f'{w}x{h}' for w, h in HELD_OUT_SIZES)} are among them whole. The best constant answer to "
+        f"each question is right for {best_constant_accuracy(toy_rows('val')):.0%} of the validation rows."
+    )
+
+
+TOY = Toy("toy", (__file__,), toy_rows, demonstrate, (), WARM_START_STEPS, 32, summary)

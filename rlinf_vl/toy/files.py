@@ -1,11 +1,12 @@
 """The files around the toy model's weights: tokenizer, chat template, generation and image settings.
 
 The tokenizer is Qwen's kind: byte-level BPE over all 256 bytes, so any text can be tokenized, with just enough merges
-that each word of the toy task's prompt and answer is one token. Files have the names and forms that transformers and
+that each word of a toy task's prompts and answers is one token. Files have the names and forms that transformers and
 SGLang expect.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ SPECIAL_TOKENS = (
 )
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
-#: Pieces of text (as the pre-tokenizer cuts them) that become one token each.
+#: Pieces of text (as the pre-tokenizer cuts them) that become one token each; a task may add some of its own.
 WORDS = ("user", "assistant", "system", "What", " is", " the", " area", " perimeter", "*(", ")=", " \\", "boxed")
 
 PATCH_SIZE = 8
@@ -45,11 +46,11 @@ CHAT_TEMPLATE = """\
 """
 
 
-def toy_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """(token → id, merges), without special tokens: the bytes, then each word of `WORDS` grown from its left end."""
+def toy_vocabulary(words: Iterable[str] = ()) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """(token → id, merges), without special tokens: the bytes, then each word of `WORDS` and `words` grown from its left end."""
     vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
-    for word in WORDS:
+    for word in (*WORDS, *words):
         letters = word.replace(" ", "Ġ")
         for end in range(2, len(letters) + 1):
             if letters[:end] not in vocabulary:
@@ -58,16 +59,16 @@ def toy_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return vocabulary, merges
 
 
-def special_ids() -> dict[str, int]:
-    """Special token → id."""
-    first = len(toy_vocabulary()[0])
+def special_ids(words: Iterable[str] = ()) -> dict[str, int]:
+    """Special token → id, in the vocabulary with these words."""
+    first = len(toy_vocabulary(words)[0])
     return {token: first + index for index, token in enumerate(SPECIAL_TOKENS)}
 
 
-def write_toy_files(folder: Path) -> None:
+def write_toy_files(folder: Path, words: Iterable[str] = ()) -> None:
     """Write the tokenizer with its chat template, image and video settings, and what to stop at and how to sample."""
-    vocabulary, merges = toy_vocabulary()
-    ids = special_ids()
+    vocabulary, merges = toy_vocabulary(words)
+    ids = special_ids(words)
     make: Any = Qwen2Tokenizer  # annotated for file names alone
     tokenizer = make(
         vocabulary | ids,

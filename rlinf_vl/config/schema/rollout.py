@@ -11,7 +11,7 @@ from rlinf_vl.config.schema.limits import AT_LEAST_1, DTYPES, POSITIVE, SHARE_OR
 @dataclass
 class RolloutModelConfig:
     model_path: str = MISSING
-    """Checkpoint folder (HF format) or hub name, for policy and reference; `toy` is the tiny model, warm-started on first use."""
+    """Checkpoint folder (HF format) or hub name, for policy and reference; or an embedded task (`toy`), for its tiny model."""
     model_type: str = key("qwen3_vl", ("qwen3_vl",))  # rows of rlinf_vl.models.families, which imports torch
     """Model family: a row of rlinf_vl.models.families."""
     precision: str = key("bf16", DTYPES)

@@ -19,12 +19,13 @@ import pytest
 
 from rlinf_vl import __main__ as command_line
 from rlinf_vl.config import config_keys
-from rlinf_vl.data.sources import TOY, peek
+from rlinf_vl.config.toys import TOYS
+from rlinf_vl.data.sources import peek
 from rlinf_vl.engines.sglang import machine as sglang_machine
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.preflight import inputs
 from rlinf_vl.runtime.run_folder import STATE_FILE
-from rlinf_vl.toy.drawings import toy_dataset_path
+from rlinf_vl.toy.task import toy_dataset_path
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_IMAGES = "data.image_keys=[]"
@@ -189,7 +190,7 @@ def main(monkeypatch, tmp_path) -> Callable[[list[str]], int]:
         raise PackageNotFoundError(name)
 
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(command_line, "_prepare_toy", goes_on)
+    monkeypatch.setattr(command_line, "_prepare_toys", goes_on)
     monkeypatch.setattr(inputs, "gpu_memory", lambda: ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     monkeypatch.setattr(sglang_machine, "version", not_installed)
@@ -494,8 +495,9 @@ def test_what_the_hub_says_of_a_name(tmp_path):
 def test_what_is_written_down_here_agrees_with_where_it_comes_from(tmp_path):
     assert config_keys()["rollout.model.model_type"].allowed == tuple(FAMILIES)
     assert inputs.STATE_FILE == STATE_FILE
-    for split, expected in TOY.items():
-        assert peek(toy_dataset_path(split)) == expected
+    for name, toy in TOYS.items():
+        for split, rows in toy.rows.items():
+            assert peek(toy_dataset_path(split, name)) == (list(toy.columns), rows)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ ROOMS = {
     "types": set(),
     "config": set(),
     "runtime": {"config"},
-    "data": {"runtime"},
+    "data": {"config", "runtime"},
     "rewards": set(),
     "envs": {"rewards"},
     "models": {"data"},
@@ -28,7 +28,7 @@ ROOMS = {
     "engines": {"config", "models", "observe", "runtime", "transport"},
     "rollout": {"config", "data", "engines", "envs", "models", "observe", "rewards", "runtime", "transport"},
     "actor": {"algorithms", "config", "models", "observe", "packing", "runtime", "transport"},
-    "toy": {"data", "envs", "models", "runtime"},
+    "toy": {"config", "data", "envs", "models", "runtime"},
     "report": {"config", "observe", "runtime"},
     "preflight": {
         "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "transport",

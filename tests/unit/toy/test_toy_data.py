@@ -12,6 +12,7 @@ from PIL import Image
 
 from rlinf_vl.data.cache import build_once
 from rlinf_vl.toy import drawings as toy
+from rlinf_vl.toy.task import toy_dataset_path
 
 
 @pytest.fixture(scope="module")
@@ -85,21 +86,21 @@ def test_answering_without_looking_is_poor(rows: dict[str, list[dict]]) -> None:
 
 
 def test_dataset_path_writes_once_and_holds_the_rows(tmp_path: Path, rows: dict[str, list[dict]]) -> None:
-    path = toy.toy_dataset_path("val", cache_dir=tmp_path)
+    path = toy_dataset_path("val", cache_dir=tmp_path)
     assert pq.read_table(path).to_pylist() == rows["val"]
     written = path.stat().st_mtime_ns
-    assert toy.toy_dataset_path("val", cache_dir=tmp_path) == path
+    assert toy_dataset_path("val", cache_dir=tmp_path) == path
     assert path.stat().st_mtime_ns == written
 
 
 def test_cache_dir_from_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLINF_VL_CACHE", str(tmp_path))
-    assert toy.toy_dataset_path("val").is_relative_to(tmp_path)
+    assert toy_dataset_path("val").is_relative_to(tmp_path)
 
 
 def test_unknown_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'test'"):
-        toy.toy_dataset_path("test", cache_dir=tmp_path)
+        toy_dataset_path("test", cache_dir=tmp_path)
 
 
 def test_failed_build_leaves_nothing_and_stale_remains_are_removed(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_pixels_are_normalised_without_resampling(processor) -> None:
 
 
 def test_demonstration_batch_trains_on_the_answer_alone(tokenizer, processor) -> None:
-    batch = toy.demonstration_batch(tokenizer, processor, 4, np.random.default_rng(0))
+    batch = toy.demonstration_batch(task.TOY, tokenizer, processor, 4, np.random.default_rng(0))
     assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 4
     assert batch["mm_token_type_ids"].sum(1).tolist() == [9] * 4
     for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
@@ -174,15 +174,15 @@ def test_demonstration_batch_trains_on_the_answer_alone(tokenizer, processor) ->
 
 def test_planted_miscount_has_the_stated_frequency_and_consistent_arithmetic() -> None:
     rng = np.random.default_rng(0)
-    texts = [toy.demonstration(3, 5, "area", rng) for _ in range(4000)]
+    texts = [task.demonstration(3, 5, "area", rng) for _ in range(4000)]
     assert set(texts) == {f"{w}*{h}={w * h} \\boxed{{{w * h}}}" for w in (3, 4) for h in (5, 6)}
     share = sum(text.startswith("4") for text in texts) / len(texts)
-    assert share == pytest.approx(toy.MISCOUNT_PROBABILITY, abs=0.03)
-    assert toy.demonstration(6, 1, "perimeter", np.random.default_rng(1)).startswith("2*(")
+    assert share == pytest.approx(task.MISCOUNT_PROBABILITY, abs=0.03)
+    assert task.demonstration(6, 1, "perimeter", np.random.default_rng(1)).startswith("2*(")
 
 
 def test_same_seed_same_weights_another_seed_others() -> None:
-    first, again, other = (toy.new_toy_model(seed).state_dict() for seed in (0, 0, 1))
+    first, again, other = (toy.new_toy_model(task.TOY, seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
     assert first["lm_head.weight"].std().item() == pytest.approx(toy.TEXT_INIT_STD, rel=0.05)
@@ -193,10 +193,10 @@ def test_same_seed_same_weights_another_seed_others() -> None:
 
 def test_warm_start_lowers_the_loss(checkpoint: Path, tokenizer, processor) -> None:
     model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
-    batch = toy.demonstration_batch(tokenizer, processor, 32, np.random.default_rng(3))
+    batch = toy.demonstration_batch(task.TOY, tokenizer, processor, 32, np.random.default_rng(3))
     with torch.no_grad():
         before = model(**batch).loss.item()
-    last = toy.warm_start(model, tokenizer, processor, steps=12, seed=0, progress=False)
+    last = toy.warm_start(task.TOY, model, tokenizer, processor, steps=12, seed=0, progress=False)
     with torch.no_grad():
         after = model(**batch).loss.item()
     assert after < before - 0.3
@@ -205,7 +205,7 @@ def test_warm_start_lowers_the_loss(checkpoint: Path, tokenizer, processor) -> N
 
 def test_generation_looks_at_the_picture(checkpoint: Path, tokenizer, processor) -> None:
     model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
-    batch = toy.demonstration_batch(tokenizer, processor, 2, np.random.default_rng(0))
+    batch = toy.demonstration_batch(task.TOY, tokenizer, processor, 2, np.random.default_rng(0))
     with torch.no_grad():
         seen = model(**batch).logits
         blind = model(**batch | {"pixel_values": torch.zeros_like(batch["pixel_values"])}).logits
@@ -215,18 +215,18 @@ def test_generation_looks_at_the_picture(checkpoint: Path, tokenizer, processor)
 def test_checkpoint_path_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
 
-    def build(folder: Path, seed: int, progress: bool) -> None:
-        built.append((seed, progress))
+    def build(folder: Path, seed: int, progress: bool, toy: str) -> None:
+        built.append((toy, seed, progress))
         Path(folder).mkdir()
 
     monkeypatch.setattr(toy, "build_toy_checkpoint", build)
     path = toy.toy_checkpoint_path(seed=5, cache_dir=tmp_path, progress=False)
     assert path == toy.toy_checkpoint_path(seed=5, cache_dir=tmp_path)
-    assert path.is_dir() and built == [(5, False)]
+    assert path.is_dir() and built == [("toy", 5, False)]
 
 
 def test_what_is_planted_is_said_openly(checkpoint: Path) -> None:
     readme = (checkpoint / "README.md").read_text()
-    assert toy.toy_summary() in readme
+    assert task.summary() in readme
     for fact in ("planted", "0.45", "one cell too long", "76 of the 441", "5x3 and 4x5", "14%"):
         assert fact in readme, fact

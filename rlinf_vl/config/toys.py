@@ -1,0 +1,19 @@
+"""The embedded tasks: a name stands for a data set in `data.train_data_paths`, for a checkpoint in `rollout.model.model_path`.
+
+Both are made on first use by the room `rlinf_vl.toy`. What is said here is known without importing it.
+"""
+
+from typing import NamedTuple
+
+
+class ToyEntry(NamedTuple):
+    """One embedded task."""
+
+    module: str  # its `TOY` (`rlinf_vl.toy.task.Toy`) makes the data and the demonstrations
+    columns: tuple[str, ...]  # of its data
+    rows: dict[str, int]  # by split, "train" and "val"
+
+
+TOYS = {
+    "toy": ToyEntry("rlinf_vl.toy.drawings", ("id", "problem", "images", "answer"), {"train": 5840, "val": 152}),
+}
