@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tokenizers import Tokenizer
 
+from rlinf_vl.observe.conversation import messages
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.types import Group, ImageRef, Trajectory
 
@@ -37,9 +38,11 @@ SCHEMA = pa.schema(
         ("rollout_logprobs", pa.list_(pa.float32())),  # null: the engine returned none
         ("train_logprobs", pa.list_(pa.float32())),  # of the weights before the step; null: not trained on
         ("turns", pa.string()),  # JSON; see `layout`
+        ("messages", pa.string()),  # JSON; of each sequence, see `conversation.messages`
         ("advantage", pa.float32()),
         ("reward", pa.float32()),
         ("reward_parts", pa.string()),  # JSON
+        ("metrics", pa.string()),  # JSON; what the environment measured
         ("correct", pa.bool_()),
         ("error", pa.string()),
         ("finish_reason", pa.string()),
@@ -66,6 +69,9 @@ class TrajectoryStore:
         local = Path(model_path) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(local)) if local.exists() else Tokenizer.from_pretrained(model_path)
         self._image = re.compile(f"({re.escape(image_token)})+")
+        self._image_id = self._tokenizer.token_to_id(image_token)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {i: token.content for i, token in added.items() if token.special}
         self._piece = cache(lambda token: self._tokenizer.decode([token], skip_special_tokens=False))
         self._rows: list[dict[str, Any]] = []
 
@@ -74,13 +80,13 @@ class TrajectoryStore:
         step: int,
         split: str,
         group: Group,
-        advantages: Sequence[float] | None = None,
+        advantages: Sequence[Sequence[float]] | None = None,
         logprobs: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         """Make rows of a group, for the next `write`.
 
         Args:
-            advantages: of each trajectory; None where nothing is trained (validation).
+            advantages: of each turn of each trajectory; None where nothing is trained (validation).
             logprobs: float32 [sampled tokens] by the trajectory's number; one that was not trained on has none.
         """
         prompt = self._tokenizer.decode(group.prefix.tolist(), skip_special_tokens=False)
@@ -93,13 +99,14 @@ class TrajectoryStore:
             "answer": group.answer,
         }
         for sample, t in enumerate(group.trajectories):
-            images = {image.hash: image for s in t.sequences for image, _ in s.images}
-            own = self._row(t, group.prefix_length, (logprobs or {}).get(sample))
-            own["images"] = [self._image_path(image) for image in images.values()]
-            advantage = None if advantages is None else advantages[sample]
-            self._rows.append(shared | own | {"sample": sample, "advantage": advantage})
+            own = None if advantages is None else np.broadcast_to(advantages[sample], len(t.turns)).tolist()
+            self._rows.append(shared | self._row(t, group.prefix_length, own, (logprobs or {}).get(sample)))
+            self._rows[-1]["sample"] = sample
 
-    def _row(self, t: Trajectory, prompt: int, train: np.ndarray | None) -> dict[str, Any]:
+    def _row(
+        self, t: Trajectory, prompt: int, advantages: Sequence[float] | None, train: np.ndarray | None
+    ) -> dict[str, Any]:
+        images = {image.hash: image for s in t.sequences for image, _ in s.images}
         parts = [{name: array[prompt:] for name, array in s.arrays().items()} for s in t.sequences]
         arrays = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
         ids = arrays.pop("ids", np.zeros(0, np.int32)).tolist()
@@ -115,14 +122,29 @@ class TrajectoryStore:
             "response_mask": mask,
             "rollout_logprobs": arrays.pop("logprobs", None),
             "train_logprobs": train_logprobs,
-            "turns": json.dumps(layout(t, prompt)),
+            "turns": json.dumps(layout(t, prompt, advantages)),
+            "messages": json.dumps(self._messages(t, list(images)), ensure_ascii=False),
+            "images": [self._image_path(image) for image in images.values()],
+            "advantage": float(np.mean(advantages)) if advantages else None,
             "reward": t.reward,
             "reward_parts": json.dumps(t.reward_parts),
+            "metrics": json.dumps(t.metrics),
             "correct": None if t.error else t.correct,
             "error": t.error,
             "finish_reason": t.status,
             "weight_versions": arrays.pop("versions", np.zeros(0, np.int32)),
         } | arrays
+
+    def _messages(self, t: Trajectory, images: Sequence[str]) -> list[list[dict[str, Any]]]:
+        numbers = {hash_: number for number, hash_ in enumerate(images)}
+        said = []
+        for number, sequence in enumerate(t.sequences):
+            turns = {k: turn for k, turn in enumerate(t.turns) if turn.sequence == number}
+            said.append(messages(sequence, turns, numbers, self._special, self._image_id, self._text))
+        return said
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _image_path(self, image: ImageRef) -> str:
         if image.hash not in self._paths:
@@ -162,13 +184,17 @@ class TrajectoryStore:
                 file.unlink()
 
 
-def layout(t: Trajectory, prompt: int) -> dict[str, list]:
+def layout(t: Trajectory, prompt: int, advantages: Sequence[float] | None) -> dict[str, list]:
     """Where the row's tokens (those after the prompt, of all sequences) begin a sequence, and every turn: {"sequences": [0, …],
-    "turns": [{"start", "end", "finish_reason", "reward"}, …]}."""
+    "turns": [{"start", "end", "finish_reason", "reward"}, …]}, with "advantage" where it was trained on, and the facts of
+    `Turn.info` ("tool_calls", "state") where there are any."""
     starts = np.cumsum([0, *(len(s.ids) - prompt for s in t.sequences)])[:-1].tolist()
     turns = []
-    for turn in t.turns:
+    for number, turn in enumerate(t.turns):
         offset = starts[turn.sequence] - prompt
         where = {"start": turn.start + offset, "end": turn.end + offset}
-        turns.append(where | {"finish_reason": turn.finish_reason, "reward": turn.reward})
+        turns.append(
+            json.loads(turn.info or "{}") | where | {"finish_reason": turn.finish_reason, "reward": turn.reward}
+        )
+        turns[-1] |= {} if advantages is None else {"advantage": advantages[number]}
     return {"sequences": starts, "turns": turns}

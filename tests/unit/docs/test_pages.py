@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib.util
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -119,7 +120,10 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"data/{name}.parquet").touch()
     recorded = tmp_path / "results/toy-grpo-cpu/trajectories"
     recorded.mkdir(parents=True)
-    row = {"step": 1, "split": "val", "correct": False}
+    turns = {"sequences": [0], "turns": [{"start": 0, "end": 2, "finish_reason": "stop", "reward": 1.0}]}
+    said = [[{"role": "user", "content": [0, "?"]}, {"role": "assistant", "content": [], "turn": 0}]]
+    row = {"step": 1, "split": "val", "correct": False, "tokens": ["a", "b"]}
+    row |= {"turns": json.dumps(turns), "messages": json.dumps(said)}
     table = pa.table({field.name: pa.array([row.get(field.name)], field.type) for field in SCHEMA}, schema=SCHEMA)
     pq.write_table(table, recorded / "step_1.parquet")
     monkeypatch.chdir(tmp_path)

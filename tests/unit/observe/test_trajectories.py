@@ -43,7 +43,7 @@ def test_rows_hold_what_was_sampled(model, run):
     rng = np.random.default_rng(0)
     group = tiny.group(rng, [(1, 2), (2, 1)], [3, 5], "train-7-0")
     store = TrajectoryStore(run, model, IMAGE, 10**9)
-    store.add(7, "train", group, (0.5, -0.5), {1: np.arange(5, dtype=np.float32)})
+    store.add(7, "train", group, ((0.5,), (-0.5,)), {1: np.arange(5, dtype=np.float32)})
     store.write(7)
     first, second = rows(run, 7)
     for row, trajectory, place in ((first, group.trajectories[0], 0), (second, group.trajectories[1], 1)):
@@ -68,7 +68,7 @@ def test_what_an_environment_said_has_no_logprob_of_the_trainer(model, run):
     t = Trajectory((sequence,), (), 1.0, parts, "stop", correct=True)
     failed = Trajectory((), (), 0.0, {}, "error", error="grading timed out: …")
     store = TrajectoryStore(run, model, IMAGE, 10**9)
-    store.add(1, "train", Group("g", "p", 1, (t, failed)), (1.0, 0.0), {0: np.array([-0.5, -1.5])})
+    store.add(1, "train", Group("g", "p", 1, (t, failed)), ((), ()), {0: np.array([-0.5, -1.5])})
     store.write(1)
     row, bad = rows(run, 1)
     train = row["train_logprobs"]
@@ -114,9 +114,11 @@ def test_where_sequences_and_turns_are(model, run):
         np.array([-1, -1, 2], np.int32),
         ((seen, (1, 2, 2)),),
     )
-    turns = (Turn(0, 1, 2, "stop", 0.25), Turn(0, 3, 4, "length", 0.5), Turn(1, 2, 3, "stop", 0.0))
+    facts = json.dumps({"state": "a", "tool_calls": [{"name": "add"}]})
+    turns = Turn(0, 1, 2, "stop", 0.25, facts), Turn(0, 3, 4, "length", 0.5), Turn(1, 2, 3, "stop", 0.0)
     store = TrajectoryStore(run, model, IMAGE, 10**9)
-    store.add(1, "train", Group("g", "p", 1, (Trajectory((first, second), turns, 0.75, {}, "stop"),)))
+    t = Trajectory((first, second), turns, 0.75, {}, "stop", metrics={"goal": 1.0})
+    store.add(1, "train", Group("g", "p", 1, (t,)), ((1.0, -1.0, 0.75),))
     store.write(1)
     (row,) = rows(run, 1)
     assert row["response_ids"] == [5, 6, 7, 9, 8] and row["images"] == [f"images/{seen.hash}.bin"]
@@ -125,3 +127,13 @@ def test_where_sequences_and_turns_are(model, run):
     assert [(t["start"], t["end"], t["finish_reason"], t["reward"]) for t in found["turns"]] == [
         (0, 1, "stop", 0.25), (2, 3, "length", 0.5), (4, 5, "stop", 0.0),
     ]  # fmt: skip
+    assert [t["advantage"] for t in found["turns"]] == [1.0, -1.0, 0.75] and row["advantage"] == 0.25
+    assert found["turns"][0]["state"] == "a" and found["turns"][0]["tool_calls"] == [{"name": "add"}]
+    assert "state" not in found["turns"][1] and json.loads(row["metrics"]) == {"goal": 1.0}
+    assert json.loads(row["messages"]) == [
+        [
+            {"role": "", "content": ["w4 "], "turn": 0},
+            {"role": "", "content": ["w6 "], "turn": 1},
+        ],
+        [{"role": "", "content": ["w4 w9 "], "turn": 2}],
+    ]
