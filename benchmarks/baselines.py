@@ -19,7 +19,7 @@ def padded_step(
     reference: nn.Module,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Group],
-    advantages: Sequence[Sequence[float]],
+    advantages: Sequence[Sequence[Sequence[float]]],
     pixels: Callable[[ImageRef], np.ndarray],
     image_token_id: int,
     pad_id: int,
@@ -55,7 +55,7 @@ def padded_step(
         for row, s in enumerate(g.sequences):
             rollout[row, prompt - 1 : len(s.ids) - 1] = torch.from_numpy(s.logprobs[prompt:])
         inputs = {name: value.to(device) for name, value in inputs.items()}
-        batches.append((inputs, *(x.to(device) for x in (answer, rollout, torch.tensor(values)[:, None]))))
+        batches.append((inputs, *(x.to(device) for x in (answer, rollout, torch.tensor(values)))))
 
     def logprobs(which: nn.Module, inputs: dict) -> torch.Tensor:
         which.model.rope_deltas = None

@@ -344,7 +344,7 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
 
     console.log("packed")
     apart = own_images(groups)
-    values = [(a,) for row in plan.advantages for a in row]
+    values = [(turns,) for row in plan.advantages for turns in row]
     packed_plan = replace(plan_of(apart, args, share=False), advantages=tuple(values))
     alone = sharing_nothing(trainer, copies)
     packed, packed_loss, _ = timed(lambda: step(alone, packed_plan, apart), args.repeats)

@@ -23,7 +23,7 @@ from rlinf_vl.toy.files import (
     special_ids,
     write_toy_files,
 )
-from rlinf_vl.types import Group, ImageRef, Problem, Request, Sample, SamplingParams, TokenSequence, Trajectory
+from rlinf_vl.types import Group, ImageRef, Problem, Request, Sample, SamplingParams, TokenSequence, Trajectory, Turn
 
 PATCH, MERGE = 16, 2
 #: Image area: 200 … 400 tokens of 32 × 32 pixels, so that prompts have 150 … 500 ids.
@@ -137,6 +137,8 @@ def make_workload(
         for n, reward in zip(lengths, rewards, strict=True):
             logprobs = np.full(n, -np.log(len(allowed)), np.float32)
             sample = Sample(rng.choice(allowed, n).astype(np.int32), logprobs, np.zeros(n, np.int32), "stop")
-            trajectories.append(Trajectory((TokenSequence.of_sample(request, sample),), (), float(reward), {}, "stop"))
+            turns = (Turn(0, len(prompt), len(prompt) + int(n), "stop", float(reward)),)
+            sequences = (TokenSequence.of_sample(request, sample),)
+            trajectories.append(Trajectory(sequences, turns, float(reward), {}, "stop"))
         groups.append(Group(problem.id, problem.id, len(prompt), tuple(trajectories)))
     return Workload(kept, groups)

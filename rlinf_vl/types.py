@@ -5,6 +5,7 @@ are, never decoded and encoded again; an image travels once per group, named by 
 """
 
 import hashlib
+import json
 import math
 import pickle
 from collections.abc import Mapping
@@ -118,9 +119,13 @@ class Turn:
     end: int
     finish_reason: str
     reward: float
-    info: str = (
-        ""  # JSON object of the environment's `tool_calls` and `state` (`envs.base.StepResult`); "" if it gave neither
-    )
+    #: JSON object of the environment's `tool_calls` and `state` (`envs.base.StepResult`); "" if it gave neither.
+    info: str = ""
+
+    @property
+    def state(self) -> str:
+        """Name of the state that it answered to; "" where the environment gave none."""
+        return json.loads(self.info).get("state", "") if self.info else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +153,21 @@ class Trajectory:
     def n_response_tokens(self) -> int:
         """Sampled tokens: those that carry loss, in every sequence that has them."""
         return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
+
+    def turn_numbers(self) -> list[np.ndarray]:
+        """Of each sequence, which turn each sampled token is of: int64 [sampled tokens]."""
+        numbers = [np.full(len(sequence.ids), -1) for sequence in self.sequences]
+        for k, turn in enumerate(self.turns):
+            numbers[turn.sequence][turn.start : turn.end] = k
+        sampled = [own[s.loss_mask] for own, s in zip(numbers, self.sequences, strict=True)]
+        assert all((own >= 0).all() for own in sampled), "a sampled token is of no turn"
+        return sampled
+
+    @property
+    def turn_tokens(self) -> tuple[int, ...]:
+        """Sampled tokens of each turn."""
+        numbers = np.concatenate([np.zeros(0, np.int64), *self.turn_numbers()])
+        return tuple(np.bincount(numbers, minlength=len(self.turns)).tolist())
 
 
 #: Per-token arrays that are constant where nothing was sampled, and so aren't sent for a group's prefix.
@@ -278,6 +298,9 @@ class GroupSummary:
     ungradable: int = 0  # responses that could not be graded within the grader's limits
     turns: tuple[int, ...] = ()  # answers of each
     metrics: tuple[dict[str, float], ...] = ()  # `Trajectory.metrics` of each
+    turn_rewards: tuple[tuple[float, ...], ...] = ()  # of each turn of each
+    turn_tokens: tuple[tuple[int, ...], ...] = ()  # sampled in each turn of each
+    turn_states: tuple[tuple[str, ...], ...] = ()  # `Turn.state` of each turn of each
 
     @classmethod
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
@@ -313,6 +336,9 @@ class GroupSummary:
             ungradable=sum(UNGRADABLE in t.reward_parts for t in group.trajectories),
             turns=tuple(len(t.turns) for t in group.trajectories),
             metrics=tuple(t.metrics for t in group.trajectories),
+            turn_rewards=tuple(tuple(float(turn.reward) for turn in t.turns) for t in group.trajectories),
+            turn_tokens=tuple(t.turn_tokens for t in group.trajectories),
+            turn_states=tuple(tuple(turn.state for turn in t.turns) for t in group.trajectories),
         )
 
 
@@ -373,6 +399,9 @@ class MicroBatch:
     predict: np.ndarray  # int64 [R], row positions whose hidden state predicts a sampled token
     targets: np.ndarray  # int64 [R], those tokens
     trajectories: np.ndarray  # int64 [R], which trajectory of the micro-batch each belongs to, 0, 1, …
+    turns: (
+        np.ndarray
+    )  # int64 [R], which turn of the micro-batch each was sampled in; those of a trajectory follow each other
     advantages: np.ndarray  # float32 [R]
     rollout_logprobs: np.ndarray | None  # float32 [R], None if the engine returned none
     columns: dict[str, np.ndarray]  # [R] each, of `TokenSequence.columns`; a row without trajectories has none
@@ -386,7 +415,9 @@ class MicroBatch:
     def __post_init__(self) -> None:
         assert self.positions.shape == (4, len(self.ids))
         assert len(self.prefix) == len(self.cu_seqlens) - 1
-        assert len(self.predict) == len(self.targets) == len(self.trajectories) == len(self.advantages)
+        assert (
+            len(self.predict) == len(self.targets) == len(self.trajectories) == len(self.turns) == len(self.advantages)
+        )
         assert len(self.image_positions) == len(self.image_features)
         assert self.run_vision or self.pixel_values is None
 

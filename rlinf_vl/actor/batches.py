@@ -20,8 +20,8 @@ from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch
 
 T = TypeVar("T")
-#: Of each trajectory of each group, by the group's number.
-Advantages = Mapping[int, Sequence[float]] | Sequence[Sequence[float]]
+#: Of each turn of each trajectory of each group, by the group's number.
+Advantages = Mapping[int, Sequence[Sequence[float]]] | Sequence[Sequence[Sequence[float]]]
 
 
 def prefetched(items: Iterable[T]) -> Iterator[T]:

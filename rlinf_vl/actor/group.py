@@ -82,7 +82,7 @@ class ActorGroup:
         self,
         step: int,
         minibatches: Sequence[Sequence[RankMiniBatch]],
-        advantages: Sequence[tuple[float, ...]],
+        advantages: Sequence[Sequence[Sequence[float]]],
         recorded: Collection[int] = (),
     ) -> tuple[dict[str, float], list[ray.ObjectRef]]:
         """Train `step` on the fetched groups; `minibatches` are those of `fetch_groups`.

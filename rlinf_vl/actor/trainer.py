@@ -173,7 +173,7 @@ class Trainer:
         seeing = self.batches.without_cache()
         blank = replace(seeing.collate, pixels=lambda image: np.zeros_like(seeing.pixels(image)))
         makers = seeing, BatchMaker(self.policy, blank, None, seeing.max_patches)
-        no_advantage = {g: (0.0,) * len(group.trajectories) for g, group in groups.items()}
+        no_advantage = {g: [[0.0] * len(t.turns) for t in group.trajectories] for g, group in groups.items()}
         pairs = zip(*(make(mini, groups, no_advantage) for make in makers), strict=True)
         rows = []
         for pair, items in zip(pairs, mini.micro_batches, strict=True):

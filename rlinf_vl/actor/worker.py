@@ -76,7 +76,7 @@ class ActorRank:
         self,
         step: int,
         minibatches: Sequence[RankMiniBatch],
-        advantages: Sequence[tuple[float, ...]],
+        advantages: Sequence[Sequence[Sequence[float]]],
         recorded: frozenset[int],
     ) -> tuple[dict, Logprobs]:
         """`Trainer.update` on the fetched groups, which are then released. Returns the state of its metrics, and logprobs."""

@@ -37,7 +37,7 @@ class Learner(Protocol):
         self,
         step: int,
         minibatches: Sequence[Sequence[RankMiniBatch]],
-        advantages: Sequence[tuple[float, ...]],
+        advantages: Sequence[Sequence[Sequence[float]]],
         recorded: Collection[int],
     ) -> tuple[dict[str, float], list[ray.ObjectRef]]: ...
     def save(self, folder: str) -> None: ...

@@ -16,9 +16,9 @@ from rlinf_vl.observe.trajectories import TrajectoryStore
 from rlinf_vl.transport.groups import fetch_surviving
 from rlinf_vl.types import GroupSummary
 
-#: Split; references to groups by number; the groups' advantages (None: validation); references to the ranks' logprobs of the
-#: sampled tokens, each by group and trajectory.
-Batch = tuple[str, dict[int, ray.ObjectRef], Sequence[Sequence[float]] | None, Sequence[ray.ObjectRef]]
+#: Split; references to groups by number; the groups' advantages, turn by turn (None: validation); references to the ranks'
+#: logprobs of the sampled tokens, each by group and trajectory.
+Batch = tuple[str, dict[int, ray.ObjectRef], Sequence[Sequence[Sequence[float]]] | None, Sequence[ray.ObjectRef]]
 
 
 class TrajectoryWriter:
@@ -92,7 +92,7 @@ class Recorder:
         summaries: Sequence[GroupSummary],
         groups: Sequence[ray.ObjectRef],
         chosen: Sequence[int],
-        advantages: Sequence[Sequence[float]] | None = None,
+        advantages: Sequence[Sequence[Sequence[float]]] | None = None,
         logprobs: Sequence[ray.ObjectRef] = (),
     ) -> list[GroupSummary]:
         """Record the chosen groups with this step's file; returns the others: release them."""

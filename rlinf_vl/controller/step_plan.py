@@ -15,7 +15,8 @@ from rlinf_vl.types import GroupSummary, Prices
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     minibatches: tuple[tuple[RankMiniBatch, ...], ...]  #: by number and share of the trajectories (`Mesh.data_rank`)
-    advantages: tuple[tuple[float, ...], ...]  #: of each trajectory of each group; 0 where it is not trained on
+    #: Of each turn of each trajectory of each group; 0 where it is not trained on.
+    advantages: tuple[tuple[tuple[float, ...], ...], ...]
     metrics: dict[str, float]
 
 
@@ -26,15 +27,16 @@ def trainable(summary: GroupSummary) -> list[int]:
 
 def advantages_of(
     summaries: Sequence[GroupSummary], *, normalize: bool, leave_one_out: bool = False
-) -> tuple[tuple[float, ...], ...]:
-    """Group-relative advantage of each trajectory, among those of its group that carry loss; 0 for the others."""
+) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """Advantage of each turn of each trajectory: the trajectory's in its group, among those that carry loss; 0 for the others."""
     trained = [(g, i) for g, summary in enumerate(summaries) for i in trainable(summary)]
     rewards = torch.tensor([summaries[g].rewards[i] for g, i in trained], dtype=torch.float64)
     values = group_advantages(rewards, [g for g, _ in trained], normalize=normalize, leave_one_out=leave_one_out)
     out = [[0.0] * len(summary.rewards) for summary in summaries]
     for (g, i), value in zip(trained, values.tolist(), strict=True):
         out[g][i] = value
-    return tuple(tuple(row) for row in out)
+    turns = (zip(row, summary.turn_tokens, strict=True) for row, summary in zip(out, summaries, strict=True))
+    return tuple(tuple((value,) * len(tokens) for value, tokens in row) for row in turns)
 
 
 def item_of(group: int, index: int, summary: GroupSummary) -> Item:

@@ -39,7 +39,7 @@ SCHEMA = pa.schema(
         ("train_logprobs", pa.list_(pa.float32())),  # of the weights before the step; null: not trained on
         ("turns", pa.string()),  # JSON; see `layout`
         ("messages", pa.string()),  # JSON; of each sequence, see `conversation.messages`
-        ("advantage", pa.float32()),
+        ("advantage", pa.float32()),  # mean over the turns, which may differ
         ("reward", pa.float32()),
         ("reward_parts", pa.string()),  # JSON
         ("metrics", pa.string()),  # JSON; what the environment measured
@@ -99,7 +99,7 @@ class TrajectoryStore:
             "answer": group.answer,
         }
         for sample, t in enumerate(group.trajectories):
-            own = None if advantages is None else np.broadcast_to(advantages[sample], len(t.turns)).tolist()
+            own = None if advantages is None else advantages[sample]
             self._rows.append(shared | self._row(t, group.prefix_length, own, (logprobs or {}).get(sample)))
             self._rows[-1]["sample"] = sample
 

@@ -16,16 +16,20 @@ from itertools import groupby
 import numpy as np
 
 from rlinf_vl.models.families import Family
-from rlinf_vl.types import Group, ImageRef, MicroBatch, TokenSequence
+from rlinf_vl.types import Group, ImageRef, MicroBatch, TokenSequence, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One trajectory of a group, and its advantage."""
+    """One trajectory of a group, and the advantage of each of its turns."""
 
     group: Group
     index: int
-    advantage: float
+    advantages: Sequence[float]
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.group.trajectories[self.index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class Collator:
 
     def __call__(self, members: Sequence[Member], *, run_vision: bool) -> MicroBatch:
         """Pack `members` in order. With none, the row is two filler tokens without loss, which keeps a rank in step."""
-        sequences = [member.group.trajectories[member.index].sequences for member in members]
+        sequences = [member.trajectory.sequences for member in members]
         shown = {image.hash: (image, grid) for own in sequences for s in own for image, grid in s.images}
         features_before = np.cumsum([0, *(math.prod(grid) // self.merge_size**2 for _, grid in shown.values())])
         first_feature = dict(zip(shown, features_before.tolist(), strict=False))
@@ -71,6 +75,12 @@ class Collator:
         names = sampled[0][1].sequence.columns if sampled else ()
         features = np.concatenate([p.features[start:end] for p, start, end in row.segments])
         owners = np.repeat(np.array([i for i, _, _ in sampled], np.int64), [len(t) for _, _, t in sampled])
+        advantages = [np.array(member.advantages, np.float32) for member in members]
+        assert all(len(a) == len(m.trajectory.turns) for a, m in zip(advantages, members, strict=True))
+        before = np.cumsum([0, *map(len, advantages)])
+        turns = _concatenate(
+            [n + before[i] for i, m in enumerate(members) for n in m.trajectory.turn_numbers()], np.int64
+        )
         return MicroBatch(
             ids=np.concatenate([p.ids[start:end] for p, start, end in row.segments]),
             positions=np.concatenate([p.positions[:, start:end] for p, start, end in row.segments], axis=1),
@@ -79,7 +89,8 @@ class Collator:
             predict=_concatenate([p.rows[t - 1] for _, p, t in sampled], np.int64),
             targets=_concatenate([p.ids[t] for _, p, t in sampled], np.int64),
             trajectories=owners,
-            advantages=np.array([member.advantage for member in members], np.float32)[owners],
+            turns=turns,
+            advantages=_concatenate(advantages, np.float32)[turns],
             rollout_logprobs=_concatenate(logprobs, np.float32) if len(logprobs) == len(sampled) else None,
             columns={name: np.concatenate([p.sequence.columns[name][t] for _, p, t in sampled]) for name in names},
             images=tuple(shown),

@@ -167,6 +167,7 @@ def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
         predict=at,
         targets=zeros,
         trajectories=at // longest,
+        turns=np.zeros(tokens, np.int64),
         advantages=np.zeros(tokens, np.float32),
         rollout_logprobs=None,
         columns={},

@@ -62,7 +62,7 @@ def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patche
     cached = BatchMaker(policy, collate, VisionCache(2**20, "cpu"), max_patches)
     steps = [[(0, 0), (1, 0)], [(2, 0), (3, 1)], [(0, 1), (3, 0)], []]
     mini = RankMiniBatch(tuple(tuple(Item(g, i, 1, 1) for g, i in step) for step in steps), (True,) * 4, 1)
-    advantages = {g: [0.0] * 2 for g in groups}
+    advantages = {g: [[0.0]] * 2 for g in groups}
     for _ in range(2):
         cached.prepare(groups.values())
     assert sorted(encoded) == sorted({i.hash for g in groups.values() for i, _ in g.images})

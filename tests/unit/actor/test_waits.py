@@ -72,7 +72,7 @@ def test_more_micro_batches_read_nothing_more_back(aggregation, level, mesh, mon
         mini = RankMiniBatch(micro_batches, (True,) * n, 13 * n)
         trainer.batches.prepare(groups.values())  # the tower reads its grids
         with Waits() as seen:
-            sums, _ = trainer.update(groups, [mini], [(-1.0, 0.0, 1.0)] * n, recorded={0})
+            sums, _ = trainer.update(groups, [mini], [((-1.0,), (0.0,), (1.0,))] * n, recorded={0})
             sums.state()
         return seen.counts
 
@@ -91,7 +91,7 @@ def test_a_micro_batch_on_a_device_is_queued(aggregation, level, monkeypatch):
     sums = MetricSums()
     for name in "ab":
         g = group_with_images(name)
-        batch = tiny_collator()([Member(g, k, k - 1.0) for k in range(3)], run_vision=True)
+        batch = tiny_collator()([Member(g, k, [k - 1.0]) for k in range(3)], run_vision=True)
         patches = torch.from_numpy(np.concatenate([pixels(image) for image, _ in g.images])[:7, :32])
         features = VisionFeatures(patches.to("meta").bfloat16(), (patches.to("meta").bfloat16(),))
         with Waits() as seen:

@@ -27,7 +27,9 @@ def summary(name, rewards, lengths, errors=None, patches=0):
         images=1,
         patches=patches,
         image_bytes={},
-        object_bytes=0,
+        turn_rewards=tuple((reward,) for reward in rewards),
+        turn_tokens=tuple((k,) for k in lengths),
+        turn_states=(("",),) * n,
     )
 
 
@@ -49,10 +51,10 @@ def test_advantages_leave_out_what_is_not_trained():
     assert advantages_of([], normalize=True) == ()
     a, b, c, d = advantages_of(GROUPS, normalize=True)
     std = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
-    assert a == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std], rel=1e-5)
-    assert b == (0.0, 0.0, 0.0)
-    assert c == (0.0, 0.0, 0.0)  # without the empty one the rewards tie
-    assert d[2] == 0.0 and d[0] == pytest.approx(-d[1]) and d[0] > 0
+    assert [turn for (turn,) in a] == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std], rel=1e-5)
+    assert b == ((0.0,), (0.0,), (0.0,))
+    assert c == ((0.0,), (0.0,), (0.0,))  # without the empty one the rewards tie
+    assert d[2] == (0.0,) and d[0][0] == pytest.approx(-d[1][0]) and d[0][0] > 0
 
 
 @pytest.mark.parametrize("mode, expected", [("token-mean", 18 + 12 + 5 + 8), ("seq-mean-token-mean", 3 + 3 + 2 + 2)])

@@ -61,7 +61,7 @@ def test_the_trainer_gives_a_first_token_the_logprob_it_was_sampled_with(trainer
     for asked in some_requests():
         (completion,) = engine.generate([asked])
         g = answered(asked, completion.samples)
-        batch = collate([Member(g, i, 0.0) for i in range(8)], run_vision=bool(g.images))
+        batch = collate([Member(g, i, [0.0]) for i in range(8)], run_vision=bool(g.images))
         logprobs = trainer(batch)[0].numpy()
         first = np.flatnonzero(np.diff(batch.trajectories, prepend=-1))
         # 1e-6: the head's float32 sums, taken over another number of rows at once

@@ -146,7 +146,7 @@ def test_a_model_of_what_cuda_uses_gives_the_same_numbers(dtype, tolerance, monk
     family = family_of("qwen3_vl")
     rng = np.random.default_rng(0)
     groups = group(rng, [(2, 3)], [5, 9], "a"), group(rng, [], [4], "b")
-    members = [Member(g, i, 0.0) for g in groups for i in range(len(g.trajectories))]
+    members = [Member(g, i, [0.0]) for g in groups for i in range(len(g.trajectories))]
     batch = Collator(family, IMAGE_ID, MERGE, pixels, PAD)(members, run_vision=True)
 
     def numbers(dtype):

@@ -37,7 +37,7 @@ def some_groups():
 @pytest.mark.parametrize("share", [True, False])
 def test_packed_equals_transformers_unpacked(temperature, pad_to, share):
     groups = some_groups()
-    members = [Member(g, i, 0.0) for g in groups for i in range(len(g.trajectories))]
+    members = [Member(g, i, [0.0]) for g in groups for i in range(len(g.trajectories))]
     expected = torch.cat([transformers_logprobs(tiny_model(), m.group, m.index, temperature) for m in members])
     batch = collator(pad_to, share)(members, run_vision=True)
     assert len(batch.ids) == (pad_to or batch.cu_seqlens[-1])
@@ -47,18 +47,18 @@ def test_packed_equals_transformers_unpacked(temperature, pad_to, share):
 
 def test_an_image_is_encoded_once_however_often_it_is_named():
     g = some_groups()[2]
-    batch = collator()([Member(g, 0, 0.0), Member(g, 1, 0.0)], run_vision=True)
+    batch = collator()([Member(g, 0, [0.0]), Member(g, 1, [0.0])], run_vision=True)
     assert len(batch.grids) == len(g.images)
     assert len(batch.pixel_values) == grids(g.images).prod(axis=1).sum()
     assert len(batch.image_positions) == (g.prefix == IMAGE_ID).sum()
-    repeated = collator(share=False)([Member(g, 0, 0.0), Member(g, 1, 0.0)], run_vision=True)
+    repeated = collator(share=False)([Member(g, 0, [0.0]), Member(g, 1, [0.0])], run_vision=True)
     assert len(repeated.pixel_values) == len(batch.pixel_values)
     assert len(repeated.image_positions) == 2 * len(batch.image_positions)
 
 
 def test_a_shared_prompt_stands_in_the_row_once():
     g, other = some_groups()[:2]
-    members = [Member(g, i, 0.0) for i in (0, 1, 2)] + [Member(other, 0, 0.0)]
+    members = [Member(g, i, [0.0]) for i in (0, 1, 2)] + [Member(other, 0, [0.0])]
     batch = collator()(members, run_vision=True)
     lengths = [len(g.prefix), 5, 1, 9, len(other.prefix) + 4]
     assert np.diff(batch.cu_seqlens).tolist() == lengths
@@ -71,7 +71,7 @@ def test_a_shared_prompt_stands_in_the_row_once():
 
 def test_features_by_hash_stand_in_for_pixels():
     groups = some_groups()
-    members = [Member(g, 0, 0.0) for g in groups]
+    members = [Member(g, 0, [0.0]) for g in groups]
     model = policy(tiny_model())
     with_pixels = collator()(members, run_vision=True)
     without = replace(collator(), pixels=None)(members, run_vision=False)
@@ -82,7 +82,7 @@ def test_features_by_hash_stand_in_for_pixels():
 
 def test_images_matter_and_stay_with_their_own_sample():
     groups = some_groups()
-    members = [Member(groups[0], 0, 0.0), Member(groups[2], 0, 0.0)]
+    members = [Member(groups[0], 0, [0.0]), Member(groups[2], 0, [0.0])]
     model = policy(tiny_model())
     seen, _ = model(collator()(members, run_vision=True))
     blind = Collator(FAMILY, IMAGE_ID, MERGE, lambda i: np.zeros_like(pixels(i)), PAD)
@@ -108,4 +108,4 @@ def test_a_wrong_placeholder_count_is_refused():
     g = some_groups()[0]
     g.sequences[0].ids[-1] = IMAGE_ID
     with pytest.raises(ValueError, match="image placeholder ids"):
-        collator()([Member(g, 0, 0.0)], run_vision=True)
+        collator()([Member(g, 0, [0.0])], run_vision=True)

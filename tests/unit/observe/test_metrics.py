@@ -108,7 +108,7 @@ def trajectory(
     sample = Sample(np.zeros(n, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
     sequence = TokenSequence.of_sample(prompt, sample)
     status = "error" if error else finish
-    played = (Turn(0, 5, 5, status, 0.0),) * turns
+    played = (Turn(0, 5, 5, status, 0.0),) * (turns - 1) + (Turn(0, 5, 5 + n, status, 0.0),)
     return Trajectory((sequence,), played, reward, {}, status, reward > 0.5, error, metrics)
 
 

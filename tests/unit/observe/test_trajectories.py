@@ -65,15 +65,17 @@ def test_what_an_environment_said_has_no_logprob_of_the_trainer(model, run):
     ids, mask = np.array([4, 5, 6, 7, 8], np.int32), np.array([False, True, False, False, True])
     parts = {"format": 0.1, "accuracy": 0.9}
     sequence = TokenSequence(ids, mask, None, np.array([-1, 2, -1, -1, 3], np.int32))
-    t = Trajectory((sequence,), (), 1.0, parts, "stop", correct=True)
+    turns = (Turn(0, 1, 2, "stop", 0.0), Turn(0, 4, 5, "stop", 1.0))
+    t = Trajectory((sequence,), turns, 1.0, parts, "stop", correct=True)
     failed = Trajectory((), (), 0.0, {}, "error", error="grading timed out: …")
     store = TrajectoryStore(run, model, IMAGE, 10**9)
-    store.add(1, "train", Group("g", "p", 1, (t, failed)), ((), ()), {0: np.array([-0.5, -1.5])})
+    store.add(1, "train", Group("g", "p", 1, (t, failed)), ((1.5, -0.5), ()), {0: np.array([-0.5, -1.5])})
     store.write(1)
     row, bad = rows(run, 1)
     train = row["train_logprobs"]
     assert (train[0], train[3]) == (-0.5, -1.5) and np.isnan(train[1:3]).all()
     assert row["rollout_logprobs"] is None and row["weight_versions"] == [2, -1, -1, 3]
+    assert row["advantage"] == 0.5 and [t["advantage"] for t in json.loads(row["turns"])["turns"]] == [1.5, -0.5]
     assert json.loads(row["reward_parts"]) == parts and row["correct"] is True
     assert (bad["correct"], bad["error"], bad["tokens"]) == (None, "grading timed out: …", [])
 

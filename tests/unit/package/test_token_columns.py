@@ -23,7 +23,7 @@ def test_a_column_noted_with_a_sample_arrives_everywhere(tmp_path):
     everything = np.concatenate(noted)
 
     collate = Collator(family_of("qwen3_vl"), tiny.IMAGE_ID, tiny.MERGE, tiny.pixels, tiny.PAD)
-    batch = collate([Member(group, 0, 0.0), Member(group, 1, 0.0)], run_vision=True)
+    batch = collate([Member(group, 0, [0.0]), Member(group, 1, [0.0])], run_vision=True)
     assert np.array_equal(batch.columns["entropy"], everything)
 
     words = {f"w{i}": i for i in range(tiny.VOCAB)}

@@ -11,7 +11,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.types import Group, GroupSummary, TokenSequence, Trajectory
+from rlinf_vl.types import Group, GroupSummary, TokenSequence, Trajectory, Turn
 
 FAMILY = family_of("qwen3_vl")
 RNG = np.random.default_rng(7)
@@ -46,6 +46,15 @@ def sequence_of(rng, ids, images, prompt):
     return TokenSequence(ids, mask, logprobs, np.where(mask, 3, -1).astype(np.int32), tuple(images), columns)
 
 
+def trajectory_of(sequences, rng=None):
+    """Each sequence is a turn, or two, cut anywhere."""
+    turns = []
+    for j, sequence in enumerate(sequences):
+        cut = int(rng.integers(0, len(sequence.ids))) if rng else 0
+        turns += [Turn(j, start, end, "stop", 0.0) for start, end in ((0, cut), (cut, len(sequence.ids)))]
+    return Trajectory(tuple(sequences), tuple(turns), 0.0, {}, "stop")
+
+
 def random_tree(rng, name):
     """A group whose trajectories have several sequences, continuing each other to a depth of 4 with the prompt."""
     prompt, shown = piece(rng, 2)
@@ -57,9 +66,7 @@ def random_tree(rng, name):
         found = [sequence_of(rng, ids, images, len(prompt))] if not children or rng.random() < 0.2 else []
         return found + [sequence for _ in range(children) for sequence in branches(ids, images, depth + 1)]
 
-    trajectories = tuple(
-        Trajectory(tuple(branches(prompt, shown, 2)), (), 0.0, {}, "stop") for _ in range(rng.integers(1, 3))
-    )
+    trajectories = tuple(trajectory_of(branches(prompt, shown, 2), rng) for _ in range(rng.integers(1, 3)))
     return Group(name, name, len(prompt), trajectories)
 
 
@@ -82,14 +89,16 @@ def test_random_trees_equal_one_sequence_per_row(policy, share):
     collate = replace(COLLATE, share_prompts=share)
     for first in range(0, 200 if share else 20, 20):
         groups = [random_tree(rng, f"g{first + k}") for k in range(20)]
-        members = [Member(g, i, float(rng.normal())) for g in groups for i in range(len(g.trajectories))]
+        members = [Member(g, i, rng.normal(size=len(t.turns))) for g in groups for i, t in enumerate(g.trajectories)]
         batch = collate(members, run_vision=True)
         packed, loss = loss_of(policy, batch)
         alone, alone_loss = [], torch.zeros(())
         for member in members:
-            for sequence in member.group.trajectories[member.index].sequences:
-                single = replace(member.group, trajectories=(Trajectory((sequence,), (), 0.0, {}, "stop"),))
-                row = COLLATE([Member(single, 0, member.advantage)], run_vision=True)
+            for j, sequence in enumerate(member.trajectory.sequences):
+                turns = [(replace(t, sequence=0), k) for k, t in enumerate(member.trajectory.turns) if t.sequence == j]
+                own = Trajectory((sequence,), tuple(turn for turn, _ in turns), 0.0, {}, "stop")
+                single = replace(member.group, trajectories=(own,))
+                row = COLLATE([Member(single, 0, [member.advantages[k] for _, k in turns])], run_vision=True)
                 assert len(row.cu_seqlens) == 2
                 logprobs, its_loss = loss_of(policy, row)
                 alone.append(logprobs)
@@ -121,8 +130,8 @@ def test_a_branch_is_cut_before_an_image_that_differs():
     b = sequence_of(rng, ids, [(first, grid), (second, grid)], 2)
     c = sequence_of(rng, [*ids, 3], a.images, 2)
     assert [x.shared_length(y, IMAGE_ID) for x, y in ((a, b), (b, a), (a, c), (c, a), (b, c))] == [8, 8, 13, 13, 8]
-    group = Group("g", "g", 2, (Trajectory((a, b, c), (), 0.0, {}, "stop"),))
-    batch = COLLATE([Member(group, 0, 1.0)], run_vision=True)
+    group = Group("g", "g", 2, (trajectory_of((a, b, c)),))
+    batch = COLLATE([Member(group, 0, [1.0] * 6)], run_vision=True)
     assert batch.prefix.tolist() == [-1, 0, 1, 0] and np.diff(batch.cu_seqlens).tolist() == [8, 5, 1, 5]
     assert GroupSummary.of(group, IMAGE_ID).tokens == (19,) and len(batch.images) == 2
 
@@ -134,9 +143,12 @@ def test_a_sampled_token_of_a_shared_segment_counts_for_each_sequence():
                       columns={"k": np.full(4, k)})
         for k in (5, 6)
     )  # fmt: skip
-    group = Group("g", "g", 1, (Trajectory(sequences, (), 0.0, {}, "stop"),))
-    batch = COLLATE([Member(group, 0, 2.0)], run_vision=False)
+    turns = (Turn(0, 1, 3, "stop", 0.0), Turn(0, 3, 4, "stop", 0.0), Turn(1, 1, 4, "stop", 0.0))
+    group = Group("g", "g", 1, (Trajectory(sequences, turns, 0.0, {}, "stop"),))
+    batch = COLLATE([Member(group, 0, (2.0, 3.0, 4.0))], run_vision=False)
     assert batch.ids.tolist() == [2, 3, 4, 5, 6] and batch.prefix.tolist() == [-1, 0, 0]
     assert batch.predict.tolist() == [0, 1, 2, 0, 1, 2] and batch.targets.tolist() == [3, 4, 5, 3, 4, 6]
-    assert batch.trajectories.tolist() == [0] * 6 and batch.advantages.tolist() == [2.0] * 6
+    assert batch.trajectories.tolist() == [0] * 6 and batch.turns.tolist() == [0, 0, 1, 2, 2, 2]
+    assert batch.advantages.tolist() == [2.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+    assert GroupSummary.of(group, IMAGE_ID).turn_tokens == ((2, 1, 3),)
     assert batch.rollout_logprobs.tolist() == [-5] * 3 + [-6] * 3 and batch.columns["k"].tolist() == [5] * 3 + [6] * 3

@@ -490,7 +490,7 @@ def test_what_the_engine_samples_in_two_turns_the_trainers_model_scores_alike(to
     assert summary.errors == (None,) * 4 and all(len(t.turns) == 2 for t in group.trajectories)
     assert len({t.sequences[0].ids.tobytes() for t in group.trajectories}) > 1
     collate = Collator(FAMILY, toy.processor.image_token_id, toy.processor.merge_size, toy.pixels, toy.processor.pad_id)
-    batch = collate([Member(group, i, 0.0) for i in range(4)], run_vision=True)
+    batch = collate([Member(group, i, [0.0, 0.0]) for i in range(4)], run_vision=True)
     policy = PolicyModel(toy.model, FAMILY, toy.banned, temperature=1.0, chunk=None)
     with torch.no_grad():
         logprobs, _ = policy(batch)
