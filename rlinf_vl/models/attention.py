@@ -1,8 +1,8 @@
 """Attention for packed rows.
 
 Every layer (`layers.attention_forward`, `layers.vision_attention_forward`) hands its rotated queries, keys and values to the
-`context` of the running forward: `SegmentAttention` here (images, training and prefill), or the engine's decode step
-(`engines.torch.decode`).
+`context` of the running forward: `SegmentAttention` here (images and training), or the torch engine's prefill
+(`engines.torch.prefill`) or decode step (`engines.torch.decode`).
 
 A row is segments end to end, a forest in depth-first order. A token sees the tokens before it in its segment, and all of the
 segments that its segment continues: the prompt of its group, which stands in the row once, and what longer prefixes sequences
@@ -39,7 +39,6 @@ class SegmentAttention:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         kernel: str | None = None,
-        capture: bool = False,
     ) -> None:
         """
         Args:
@@ -48,9 +47,7 @@ class SegmentAttention:
                 order, so those that descend from one are the neighbours behind it.
             causal: a token of a segment sees what is before it, and itself; False: the whole segment.
             dtype: of the queries; with `device` it chooses the kernel, unless `kernel` names one.
-            capture: record `self.captured[layer]` = (k, v), [T, H_kv, D], for the engine's cache.
         """
-        self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = {} if capture else None
         make = kernel_for(torch.device(device), dtype, kernel)
         self.own: Kernel = make(cu_seqlens, cu_seqlens, causal, device)
         #: (queries that continue prefixes, those prefixes' tokens as keys, the kernel between the two)
@@ -68,8 +65,6 @@ class SegmentAttention:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         assert q.shape[0] == 1, f"packed rows have batch size 1, not {q.shape[0]}"
         q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
-        if self.captured is not None:
-            self.captured[layer] = (k_THD, v_THD)
         return _Attention.apply(q_THD, k_THD, v_THD, self, scaling).unsqueeze(0)
 
 
@@ -84,11 +79,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, plan: SegmentAttention, scale: float):
         out, lse = plan.own.forward(q, k, v, scale)
         for rows, keys, kernel in plan.shared:
-            theirs, their_lse = kernel.forward(q[rows], k[keys], v[keys], scale=scale)
-            ours, our_lse = out[rows], lse[rows]
-            share = torch.sigmoid(their_lse - our_lse).unsqueeze(-1)  # exp(their_lse - lse of both)
-            out[rows] = torch.lerp(ours, theirs, share.to(out.dtype))
-            lse[rows] = torch.logaddexp(our_lse, their_lse)
+            merge(out, lse, rows, *kernel.forward(q[rows], k[keys], v[keys], scale=scale))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -103,6 +94,16 @@ class _Attention(torch.autograd.Function):
             for total, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
                 total[where] += part  # no token is named twice
         return dq, dk, dv, None, None
+
+
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor | slice, theirs: torch.Tensor, their_lse: torch.Tensor
+) -> None:
+    """Merge attention over further keys into that of some rows, in place: `out` [T, H, D] and `lse` [T, H] of a kernel."""
+    ours, our_lse = out[rows], lse[rows]
+    share = torch.sigmoid(their_lse - our_lse).unsqueeze(-1)  # exp(their_lse - lse of both)
+    out[rows] = torch.lerp(ours, theirs, share.to(out.dtype))
+    lse[rows] = torch.logaddexp(our_lse, their_lse)
 
 
 def _levels(cu_seqlens: np.ndarray, prefix: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

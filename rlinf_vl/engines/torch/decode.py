@@ -39,25 +39,37 @@ class DecodeCache:
         self._slot = none
         self._dense = True
 
-    def append(
-        self, captured: dict[int, tuple[torch.Tensor, torch.Tensor]], prompt_lens: list[int], samples: list[int]
-    ) -> None:
-        """Add prompts just prefilled (`captured[layer]` = k, v [sum of prompt_lens, H_kv, D]), with `samples[i]` rows each."""
-        new = torch.tensor(prompt_lens, device=self.device)
-        longest = max([*prompt_lens, *self.prompt_len.tolist()])
-        offsets = torch.arange(longest, device=self.device)
-        index = torch.where(offsets < new[:, None], (new.cumsum(0) - new)[:, None] + offsets, 0)
+    def append(self, tokens: torch.Tensor, prompts: list[torch.Tensor], samples: list[int]) -> None:
+        """Add prompts just prefilled, with `samples[i]` rows each.
+
+        Args:
+            tokens: keys and values [L, 2, T, H_kv, D] of the layers `prompts` has, in order.
+            prompts: which of the T tokens each prompt consists of, int64 [P_i].
+        """
+        new = torch.tensor(list(map(len, prompts)), device=self.device)
+        longest = max([*map(len, prompts), *self.prompt_len.tolist()])
+        index = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         rows = torch.tensor(samples, device=self.device)
         groups = torch.arange(len(new), device=self.device).repeat_interleave(rows) + len(self.prompt_len)
-        for layer, keys_and_values in captured.items():
-            fresh = torch.stack(keys_and_values)[:, index].transpose(2, 3)  # [2, n, H, P, D]
-            self.prompts[layer] = torch.cat([_widen(self.prompts[layer], longest), fresh], dim=1)
+        for layer, keys_and_values in zip(self.prompts, tokens, strict=True):
+            fresh = keys_and_values[:, index].transpose(2, 3)  # [2, n, H, P, D]
+            self.prompts[layer] = torch.cat([_widen(x, longest) for x in (self.prompts[layer], fresh)], dim=1)
             own = self.own[layer]
             self.own[layer] = torch.cat([own, own.new_zeros(2, len(groups), *own.shape[2:])], dim=1)
         self.prompt_len = torch.cat([self.prompt_len, new])
         self.own_len = torch.cat([self.own_len, torch.zeros_like(groups)])
         self.group = torch.cat([self.group, groups])
         self._index_rows()
+
+    def cut(self, row: int, group: int, start: int, own: int) -> torch.Tensor:
+        """Keys and values [L, 2, ·, H_kv, D] of prompt `group` from its token `start` on, then of the first `own` tokens that
+        `row` sampled; a copy."""
+        length = int(self.prompt_len[group])
+        parts = []
+        for prompts, sampled in zip(self.prompts.values(), self.own.values(), strict=True):
+            of_both = prompts[:, group, :, start:length], sampled[:, row, :, :own]
+            parts.append(torch.cat(of_both, dim=2).transpose(1, 2))
+        return torch.stack(parts)
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all rows but `rows` (int64, ascending), and the prompts that no row is left of."""

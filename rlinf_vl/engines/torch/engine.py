@@ -1,7 +1,8 @@
 """The embedded engine: continuous batching on the transformers model itself, for machines without SGLang.
 
 One thread runs the model. Waiting requests are admitted whenever rows are free (prompts prefilled together as one packed
-row, each once), every step decodes one token of every row, finished rows are dropped and their rows given to what waits.
+row, each once), every step decodes one token of every row, finished rows are dropped and their rows given to what waits. What
+was computed for a session (`Request.sessions`) is kept for its next request, as long as there is room.
 """
 
 import logging
@@ -20,11 +21,11 @@ from transformers import PreTrainedModel
 
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.engines.torch.decode import DecodeCache
+from rlinf_vl.engines.torch.prefill import prefill
 from rlinf_vl.engines.torch.sampling import Sampler, uniforms
-from rlinf_vl.models.attention import SegmentAttention
+from rlinf_vl.engines.torch.sessions import Kept, Sessions
 from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import output_weight
-from rlinf_vl.models.policy import encode_images, hidden_states
 from rlinf_vl.observe.spans import span
 from rlinf_vl.transport import broadcast
 from rlinf_vl.transport.broadcast import WeightGroup
@@ -41,12 +42,15 @@ DROP_SHARE = 0.2
 
 @dataclass
 class _Pending:
-    """A request that is not answered yet; `samples` are those finished, by number."""
+    """A request that is not answered yet; `samples` are those finished, by number. It is prefilled behind what `kept` has;
+    `patches` are those of its other images."""
 
     request: Request
     future: Future[Completion] = field(default_factory=Future)
     samples: dict[int, Sample] = field(default_factory=dict)
+    kept: Kept | None = None
     patches: list[np.ndarray] = field(default_factory=list)
+    keeps: bool = True  # its keys and values, in its sessions; not if the weights have changed since it was prefilled
 
 
 @dataclass
@@ -79,7 +83,7 @@ class TorchEngine:
         device: str = "cpu",
     ) -> None:
         """`banned`: bool [V], never sampled. `max_running`: most rows at once, further bounded so that a worst-case row
-        of each fits in `memory_share` of the memory free now."""
+        of each fits in `memory_share` of the memory that is free or used for sessions; sessions use what is left of that."""
         model.to(device)  # pyright: ignore[reportArgumentType]  # its decorator hides self
         self.model = model.eval().requires_grad_(False)
         self.text_model: Any = model.get_submodule(family.text_model)
@@ -96,6 +100,7 @@ class TorchEngine:
         self.asleep: set[str] = set()  # tags of the memory that is released
         self.decode_state = family.decode_state(model.config)
         self.cache = DecodeCache(self.decode_state, model.dtype, self.device)
+        self.sessions = Sessions()
         self.waiting: deque[_Pending] = deque()
         self.rows: list[_Row] = []
         self.sampler: Sampler | None = None  # of these rows, as are their next positions and last ids, int64 [S]
@@ -114,6 +119,7 @@ class TorchEngine:
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         assert not self.asleep, f"asked to generate while its memory is released: {sorted(self.asleep)}"
         pending = [_Pending(request) for request in requests]
+        self.sessions.begin(name for request in requests for name in request.sessions)
         with self._wake:
             if self._closed:
                 raise EngineDied("the engine is closed")
@@ -125,7 +131,7 @@ class TorchEngine:
         return [future.result() for future in self.submit(requests)]
 
     def end_sessions(self, names: Sequence[str]) -> None:
-        """As `Engine.end_sessions`."""
+        self.sessions.end(names)
 
     def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         assert "weights" not in self.asleep, "asked to load weights while their memory is released"
@@ -138,6 +144,9 @@ class TorchEngine:
                         raise ValueError(f"weight {name!r} {tuple(value.shape)} does not fit the engine's ({held})")
                     weights[name].copy_(value)
             self.version = version
+            self.sessions.clear()
+            for row in self.rows:
+                row.pending.keeps = False
 
     def join_weight_group(self, group: WeightGroup) -> None:
         if self._weight_group is not None:
@@ -170,6 +179,7 @@ class TorchEngine:
             assert all(row.done for row in self.rows) and not self.waiting, "memory is released between rollouts only"
             if "kv_cache" in tags:
                 self._drop_finished()  # nothing is left in the cache
+                self.sessions.clear()
             if "weights" in tags and self.device.type == "cuda":
                 self.model.to("cpu")  # pyright: ignore[reportArgumentType]  # its decorator hides self
             self.asleep |= set(tags)
@@ -224,33 +234,42 @@ class TorchEngine:
         """Take as many waiting requests as there is room for and as are prefilled at once; one at least if nothing runs."""
         busy, tokens = sum(not row.done for row in self.rows), 0
         admitted: list[_Pending] = []
+        room = self._room() if self.waiting else 0
         while self.waiting:
-            request = self.waiting[0].request
-            room = min(self.max_running - busy, self._rows_that_fit(request))
-            crowded = len(request.seeds) > room and (admitted or busy)
-            if crowded or (admitted and tokens + len(request.ids) > PREFILL_TOKENS):
+            pending = self.waiting[0]
+            request = pending.request
+            state, longest = self.decode_state, request.sampling.max_new_tokens + len(request.ids)
+            per_row = state.token_bytes(self.model.dtype) * longest + state.row_bytes()
+            n = len(request.seeds)
+            if (busy + n > self.max_running or n * per_row > room) and (admitted or busy):
                 break
-            pending = self.waiting.popleft()
+            kept = self.sessions.find(request.sessions[0], request) if n == 1 == len(request.sessions) else None
+            new = len(request.ids) - (len(kept.ids) if kept else 0)
+            if admitted and tokens + new > PREFILL_TOKENS:
+                break
+            self.waiting.popleft()
+            pending.kept = kept
             try:
-                pending.patches = [self.pixels(image) for image in request.images]
+                seen = len(kept.images) if kept else 0
+                pending.patches = [self.pixels(image) for image in request.images[seen:]]
             except Exception as e:  # an image that can't be decoded is its request's error, nobody else's
                 pending.future.set_exception(e)
                 continue
             admitted.append(pending)
-            tokens += len(request.ids)
-            busy += len(request.seeds)
-        return admitted
+            tokens += new
+            busy += n
+            room -= n * per_row
+        if admitted:
+            self.sessions.shrink(max(room, 0))
+        return sorted(admitted, key=lambda pending: pending.kept is not None)
 
-    def _rows_that_fit(self, request: Request) -> int:
-        """Rows of this request's size that the memory allows."""
-        state = self.decode_state
-        tokens = request.sampling.max_new_tokens + len(request.ids)
-        per_row = state.token_bytes(self.model.dtype) * tokens + state.row_bytes()
+    def _room(self) -> int:
+        """Bytes for more rows and for sessions."""
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
         else:
             free = psutil.virtual_memory().available
-        return max(len(request.seeds), int(free * self.memory_share / per_row))
+        return int((free + self.sessions.bytes) * self.memory_share)
 
     def _begin(self, admitted: list[_Pending]) -> None:
         """Prefill these requests, and draw their first tokens."""
@@ -259,38 +278,24 @@ class TorchEngine:
         for pending in admitted:  # from here on a failure reaches their futures
             n = pending.request.sampling.max_new_tokens
             self.rows += [_Row(pending, i, uniforms(seed, n).tolist()) for i, seed in enumerate(pending.request.seeds)]
+        requests, kept = [p.request for p in admitted], [p.kept for p in admitted]
+        patches = [array for pending in admitted for array in pending.patches]
         with span("prefill"):
-            logits, positions = self._prefill(admitted)
-        counts = torch.tensor([len(pending.request.seeds) for pending in admitted], device=self.device)
+            image_token = self.image_token_id, self.merge_size
+            hidden, positions, computed = prefill(
+                self.model, self.family, requests, kept, patches, *image_token, self.device
+            )
+        self.prefilled_tokens += sum(computed.lengths)
+        samples = [len(request.seeds) for request in requests]
+        self.cache.append(computed.tokens, computed.sequences(), samples)
+        for pending in admitted:
+            pending.kept = None
+        counts = torch.tensor(samples, device=self.device)
         self.next_positions = torch.cat([self.next_positions, positions.repeat_interleave(counts)])
         self.last_ids = torch.cat([self.last_ids, self.last_ids.new_zeros(len(self.rows) - first)])
         self.sampler = self._sampler_of(self.rows)
-        self._draw(first, logits.repeat_interleave(counts, dim=0), self._sampler_of(self.rows[first:]))
-
-    def _prefill(self, admitted: list[_Pending]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the prompts as one packed row into the cache; float32 logits [n, V] behind each, and its next position [n]."""
-        requests = [pending.request for pending in admitted]
-        lengths = [len(r.ids) for r in requests]
-        ids = np.concatenate([r.ids for r in requests]).astype(np.int64)
-        positions = [
-            self.family.positions(r.ids.astype(np.int64), self.image_token_id, r.image_grids, self.merge_size)
-            for r in requests
-        ]
-        features = image_positions = None
-        if any(r.images for r in requests):
-            patches = np.concatenate([part for pending in admitted for part in pending.patches])
-            grids = np.concatenate([r.image_grids for r in requests]).astype(np.int64)
-            features = encode_images(self.model, self.family, patches, grids, self.device)
-            image_positions = self._tensor(np.flatnonzero(ids == self.image_token_id))
-        self.prefilled_tokens += len(ids)
-        cu_seqlens = np.cumsum([0, *lengths])
-        context = SegmentAttention(cu_seqlens, device=self.device, dtype=self.model.dtype, capture=True)
-        row = self._tensor(ids), self._tensor(np.concatenate(positions, axis=1))
-        hidden = hidden_states(self.model, self.family, *row, context, features, image_positions)
-        assert context.captured is not None
-        self.cache.append(context.captured, lengths, [len(r.seeds) for r in requests])
-        following = torch.tensor([int(p[1:].max()) + 1 for p in positions], device=self.device)
-        return self._logits(hidden[self._tensor(cu_seqlens[1:] - 1)]), following
+        logits = self._logits(hidden).repeat_interleave(counts, dim=0)
+        self._draw(first, logits, self._sampler_of(self.rows[first:]))
 
     def _decode(self) -> None:
         """One token for every row."""
@@ -303,9 +308,6 @@ class TorchEngine:
         self._draw(0, self._logits(hidden), self.sampler)
         if sum(row.done for row in self.rows) >= DROP_SHARE * len(self.rows):
             self._drop_finished()
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = output_weight(self.model)
@@ -322,17 +324,33 @@ class TorchEngine:
         u = torch.tensor([row.u[min(len(row.ids), len(row.u) - 1)] for row in rows], device=self.device)
         ids, logprobs = sampler(logits, u)
         self.last_ids[first:] = ids
-        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+        finished = []
+        for i, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True), first):
             if row.done:
                 continue
             row.ids.append(token)
             row.logprobs.append(logprob)
             row.versions.append(self.version)
             sampling = row.pending.request.sampling
-            if token in sampling.stop_ids:
-                _finish(row, "stop")
-            elif len(row.ids) >= sampling.max_new_tokens:
-                _finish(row, "length")
+            if token in sampling.stop_ids or len(row.ids) >= sampling.max_new_tokens:
+                finished.append(i)
+        self._keep([i for i in finished if self.rows[i].pending.keeps and self.rows[i].pending.request.sessions])
+        for i in finished:
+            _finish(self.rows[i])
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        """Keep all that was computed for these rows in their sessions."""
+        groups = self.cache.group[torch.tensor(rows, dtype=torch.int64, device=self.device)].tolist()
+        for i, group in zip(rows, groups, strict=True):
+            row, pending = self.rows[i], self.rows[i].pending
+            name = pending.request.sessions[row.number]
+            before = self.sessions.find(name, pending.request) or pending.kept
+            if before is None:  # the prompt, kept once for all samples
+                before = pending.kept = Kept.of(pending.request, [], (self.cache.cut(i, group, 0, 0),))
+            part = self.cache.cut(i, group, len(before.ids), len(row.ids) - 1)
+            self.sessions.put(name, Kept.of(pending.request, row.ids[:-1], (*before.parts, part)))
+        if rows:
+            self.sessions.shrink(self._room())
 
     def _drop_finished(self) -> None:
         alive = [i for i, row in enumerate(self.rows) if not row.done]
@@ -345,8 +363,9 @@ class TorchEngine:
             self.sampler = self._sampler_of(self.rows)
 
 
-def _finish(row: _Row, reason: str) -> None:
+def _finish(row: _Row) -> None:
     row.done = True
+    reason = "stop" if row.ids[-1] in row.pending.request.sampling.stop_ids else "length"
     pending, sampled = row.pending, (np.asarray(row.ids, np.int32), np.asarray(row.logprobs, np.float32))
     pending.samples[row.number] = Sample(*sampled, np.asarray(row.versions, np.int32), reason)
     if len(pending.samples) == len(pending.request.seeds) and not pending.future.cancelled():

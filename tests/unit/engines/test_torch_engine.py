@@ -6,39 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import EOS, IMAGE_ID, MERGE, PAD, VOCAB, answered, banned, pixels, tiny_model, transformers_logprobs
+from tiny import EOS, IMAGE_ID, PAD, VOCAB, answered, banned, pixels, tiny_model, transformers_logprobs
 from tiny import request as tiny_request
 
 from rlinf_vl.controller.mismatch import Score, judge
-from rlinf_vl.engines.torch.engine import TorchEngine
-from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import use_packed_attention
 from rlinf_vl.types import Sample, SamplingParams
-
-FAMILY = family_of("qwen3_vl")
-
-
-@pytest.fixture
-def engine_of():
-    made = []
-
-    def make(max_running=64, **kwargs):
-        engine = TorchEngine(
-            use_packed_attention(tiny_model(), FAMILY),
-            FAMILY,
-            banned=banned(),
-            pixels=kwargs.pop("pixels", pixels),
-            image_token_id=IMAGE_ID,
-            merge_size=MERGE,
-            max_running=max_running,
-            **kwargs,
-        )
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 def prompts():

@@ -1,0 +1,31 @@
+import pytest
+from tiny import IMAGE_ID, MERGE, banned, pixels, tiny_model
+
+from rlinf_vl.engines.torch.engine import TorchEngine
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import use_packed_attention
+
+FAMILY = family_of("qwen3_vl")
+
+
+@pytest.fixture
+def engine_of():
+    made = []
+
+    def make(max_running=64, **kwargs):
+        engine = TorchEngine(
+            use_packed_attention(tiny_model(), FAMILY),
+            FAMILY,
+            banned=banned(),
+            pixels=kwargs.pop("pixels", pixels),
+            image_token_id=IMAGE_ID,
+            merge_size=MERGE,
+            max_running=max_running,
+            **kwargs,
+        )
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
