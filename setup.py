@@ -7,5 +7,4 @@ EXAMPLES = "rlinf_vl.config.examples"
 setup(
     packages=[*find_namespace_packages(include=["rlinf_vl*"]), EXAMPLES],
     package_dir={EXAMPLES: "examples"},
-    package_data={EXAMPLES: ["**/*.yaml", "**/*.txt"]},
 )

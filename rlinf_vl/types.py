@@ -51,6 +51,8 @@ class Problem:
     messages: tuple[Message, ...]  # which name images by `ImageRef.url`
     answer: str
     images: tuple[ImageRef, ...] = ()  # in order of appearance; one that appears twice is listed twice
+    env_class: str | None = None  # the environment that the row names; None: the run's
+    columns: dict[str, Any] = field(default_factory=dict)  # what else the row has, as plain values
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -219,6 +219,12 @@ def _normalise(config: Config) -> None:
     algorithm.kl_penalty_type = KL_ALIASES.get(algorithm.kl_penalty_type, algorithm.kl_penalty_type)
     rollout = config.rollout
     rollout.weight_sync = WEIGHT_SYNC_ALIASES.get(rollout.weight_sync, rollout.weight_sync)
+    path, _, name = rollout.env_class.rpartition(":")
+    if path.endswith(".py"):
+        path = _absolute(path)
+        rollout.env_class = f"{path}:{name}"
+        if path not in rollout.env_files and os.path.isfile(path):  # a missing one is refused with the class
+            rollout.env_files[path] = Path(path).read_text(encoding="utf-8", errors="replace")
     for sampling in (algorithm.sampling_params, algorithm.val_sampling_params):
         if sampling.max_new_tokens is None:
             room = config.runner.seq_length - config.data.max_prompt_length

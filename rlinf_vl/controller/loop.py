@@ -178,6 +178,7 @@ def make_tasks(split: str, rows: Sequence[int], samples: int, seed: int, step: i
             split=split,
             row=row,
             seeds=tuple(stream(seed, split, when, k, row, i) for i in range(samples)),
+            group_seed=stream(seed, split, when, row, "group"),
         )
         for k, row in enumerate(rows)
     ]

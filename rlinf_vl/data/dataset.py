@@ -46,6 +46,7 @@ class ProblemDataset:
             raise ValueError(f"data.{split}_data_paths: no path given")
         self._form = form
         self._sources: list[Source] = [open_source(str(path), split) for path in paths]
+        self._further = [source.plain_columns(self._form.columns) for source in self._sources]
         self._ends = list(accumulate(len(source.rows) for source in self._sources))
         self._ids: list[str] = []
         self._decodable: set[str] = set()  # hashes of images that were decoded before
@@ -67,7 +68,7 @@ class ProblemDataset:
             raise IndexError(f"row {i} of {len(self)}")
         k = bisect_right(self._ends, i)
         source = self._sources[k]
-        row = source.row(i - self._ends[k] + len(source.rows), list(self._form.columns))
+        row = source.row(i - self._ends[k] + len(source.rows), [*self._form.columns, *self._further[k]])
         return row_to_problem(row, self._ids[i], self._form, source.root)
 
     def row_id(self, i: int) -> str:

@@ -1,6 +1,7 @@
 """One dataset row → one `Problem`: `<image>` placeholders become image parts, text around them is kept verbatim."""
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from rlinf_vl.data.images import blank_like, image_values, to_image_ref
-from rlinf_vl.data.unusable import ANSWER_UNUSABLE, PROMPT_UNUSABLE, ImageError, RowError, shorten
+from rlinf_vl.data.unusable import (
+    ANSWER_UNUSABLE,
+    ENVIRONMENT_UNUSABLE,
+    PROMPT_UNUSABLE,
+    ImageError,
+    RowError,
+    shorten,
+)
 from rlinf_vl.types import Message, Problem
 
 IMAGE_PLACEHOLDER = "<image>"
@@ -50,10 +58,12 @@ class RowFormat:
 
 
 def row_to_problem(row: dict[str, Any], row_id: str, form: RowFormat, root: Path | None = None) -> Problem:
-    """The problem that a row (column → value) states; paths of images are relative to `root`.
+    """The problem that a row (column → value) states; paths are relative to `root`, None for a data set of the hub.
+
+    Column `env_class` names the row's own environment, and `env_kwargs` (a mapping, or one as JSON) keywords for it.
 
     Raises:
-        RowError: a missing column, an unusable prompt, answer or image, or placeholders and images unequal in number.
+        RowError: a missing column, an unusable prompt, answer, image or environment, or placeholders and images unequal in number.
     """
     if missing := form.missing_column(row, "the row"):
         raise RowError(row_id, "column missing", missing)
@@ -85,7 +95,46 @@ def row_to_problem(row: dict[str, Any], row_id: str, form: RowFormat, root: Path
         messages = [{"role": "system", "content": []}] + [m for m in messages if m["role"] != "system"]
         _add_text(messages[0]["content"], form.system_prompt)
     answer = _answer(row[form.answer_key], row_id, form.answer_key)
-    return Problem(id=row_id, messages=tuple(messages), answer=answer, images=tuple(images))
+    columns = {name: _plain(value) for name, value in row.items() if name not in (*form.columns, "env_class")}
+    env_class = _env_class(row.get("env_class"), columns, row_id, root)
+    return Problem(row_id, tuple(messages), answer, tuple(images), env_class, columns)
+
+
+def _env_class(name: Any, columns: dict[str, Any], row_id: str, root: Path | None) -> str | None:
+    """The environment that a row names; `env_kwargs` in `columns` become a mapping, in place."""
+    kwargs = columns.get("env_kwargs")
+    if isinstance(kwargs, str):
+        try:
+            kwargs = json.loads(kwargs)
+        except ValueError as e:
+            reason = f"column 'env_kwargs' holds {_shown(kwargs)}, which is not JSON: {e}"
+            raise RowError(row_id, ENVIRONMENT_UNUSABLE, reason) from e
+    if isinstance(kwargs, dict):  # columns of tables have every row's keys
+        columns["env_kwargs"] = {key: value for key, value in kwargs.items() if value is not None}
+    elif kwargs is not None:
+        reason = f"column 'env_kwargs' holds {_shown(kwargs)}: expected a mapping"
+        raise RowError(row_id, ENVIRONMENT_UNUSABLE, reason)
+    if not name:
+        name = None
+    elif not isinstance(name, str):
+        reason = f"column 'env_class' holds {_shown(name)}: expected the name of an environment"
+        raise RowError(row_id, ENVIRONMENT_UNUSABLE, reason)
+    if root is None:
+        if columns.get("env_kwargs") or ":" in (name or ""):
+            reason = "names code or keywords, but comes from the hub: such a row may name a registered environment only"
+            raise RowError(row_id, ENVIRONMENT_UNUSABLE, reason)
+    elif name and (root / name.rpartition(":")[0]).is_file():
+        name = str(root.absolute() / name)
+    return name
+
+
+def _plain(value: Any) -> Any:
+    """Without numpy's types, which `datasets` gives to short floats: 0.1 for float32's 0.1."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return float(str(value)) if isinstance(value, np.floating) else value
 
 
 def _messages(prompt: Any, key: str) -> list[Message]:

@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,11 @@ class Source:
         """The wanted columns of row i as Python values: bytes, strings, numbers, lists and dicts."""
         table: Any = self.rows.with_format("arrow", columns=list(columns))[i]
         return {name: _python(self.rows.features[name], value) for name, value in table.to_pylist()[0].items()}
+
+    def plain_columns(self, known: Container[str]) -> list[str]:
+        """Columns beside `known` that hold no images and no bytes."""
+        features = self.rows.features
+        return [name for name in self.rows.column_names if name not in known and _is_plain(features[name])]
 
     def ids(self, stem: str) -> list[str]:
         """One unique id per row: `<stem>:<value of column id>`, or the row's number where there is no such column."""
@@ -118,6 +123,18 @@ def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
         parts = ", ".join(map(str, loaded))
         raise ValueError(f"{name}: none of its parts {parts} is for {split}; name one of its files instead")
     return found[0]
+
+
+def _is_plain(feature: Any) -> bool:
+    import datasets
+
+    if isinstance(feature, dict):
+        return all(map(_is_plain, feature.values()))
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return _is_plain(feature.feature)
+    if isinstance(feature, datasets.Value):
+        return "binary" not in feature.dtype
+    return isinstance(feature, (datasets.Json, datasets.ClassLabel))
 
 
 def _python(feature: Any, value: Any) -> Any:

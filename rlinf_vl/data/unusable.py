@@ -6,6 +6,7 @@ from dataclasses import dataclass
 PROMPT_UNUSABLE = "prompt unusable"
 PROMPT_TOO_LONG = "prompt too long"
 ANSWER_UNUSABLE = "answer unusable"
+ENVIRONMENT_UNUSABLE = "environment unusable"
 
 
 class ImageError(ValueError):

@@ -1,6 +1,6 @@
-"""Environments: what a trajectory talks to. Importing this registers those that come with the library."""
+"""Environments: what a trajectory talks to."""
 
-from rlinf_vl.envs.base import ENVIRONMENTS, Env, StepResult, make_env, register_env
-from rlinf_vl.envs.single_turn import SingleTurn
+from rlinf_vl.envs.base import Env, Grade, StepResult
+from rlinf_vl.envs.registry import ENVIRONMENTS, EnvMaker
 
-__all__ = ["ENVIRONMENTS", "Env", "SingleTurn", "StepResult", "make_env", "register_env"]
+__all__ = ["ENVIRONMENTS", "Env", "EnvMaker", "Grade", "StepResult"]

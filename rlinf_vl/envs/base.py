@@ -1,7 +1,6 @@
-"""The contract between a trajectory and the world that answers it, and the registry of environments by name."""
+"""The contract between a trajectory and the world that answers it."""
 
-import difflib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,62 +17,40 @@ class StepResult:
     Attributes:
         messages: what the policy sees next, in the OpenAI content-part form: `image_url` with a data URI or the address of an image
             of the problem, or `image` with a PIL image, an array or encoded bytes. Empty when done.
-        reward: of this step, already scaled to reward_min_val…reward_max_val; the trajectory's reward is the sum.
+        reward: of this step, on the scale of reward_min_val…reward_max_val; the trajectory's reward is the sum.
         done: whether the episode is over.
-        info: facts to record: the last step's `correct` (bool) counts towards validation accuracy; `reward_parts` (numbers by
-            name) are summed over the steps and shown beside the reward.
+        info: facts to record, all optional:
+            `correct` (bool): the last step's counts towards validation accuracy.
+            `reward_parts` ({name: number}): summed over the steps, and shown beside the reward.
+            `metrics` ({name: number}): the last value that an episode gives counts; their mean is the run's `env/NAME`.
+            `state` (str): names the state in which this response was given; equal names are equal states (GiGPO).
+            `tool_calls` (list of {"name", "arguments", "error"?}): what the response called, for the report.
     """
 
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
     reward: float
     done: bool
     info: dict[str, Any] = field(default_factory=dict)
 
 
 class Env(Protocol):
-    """One episode: `start` once, `step` with each response until done, then `close`; one call at a time, any thread."""
+    """One episode: `start` once, `step` with each response until done, then `close`; one call at a time, any thread.
 
-    def start(self, problem: Problem) -> list[Message]:
-        """Begin the episode; the messages that the policy sees first.
+    Each method may be a coroutine function. The constructor takes `rollout.env_kwargs`, and those of these keywords that it
+    names: `grade` (a `Grade`), `reward_max`, `reward_min`, `seed` (int: the episode's own) and `group_seed` (int: equal for all
+    trajectories of a group; draw from it what they must have in common, which is the start). Both seeds are fixed for a row in
+    validation, and drawn for each step in training. The class is built and closed once before a run, to refuse what is wrong in
+    its keywords: leave what costs time to `start`.
+    """
 
-        Trajectories of a group that begin alike share one prompt, which saves time: draw what is random from `problem.id`.
-        """
+    def start(self, problem: Problem) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """Begin the episode; the messages that the policy sees first. Trajectories of a group that begin alike share one prompt."""
         ...
 
-    def step(self, response: str) -> StepResult:
+    def step(self, response: str) -> StepResult | Awaitable[StepResult]:
         """Answer one response of the policy."""
         ...
 
-    def close(self) -> None:
+    def close(self) -> None | Awaitable[None]:
         """Free what the episode uses. Called once, also if it was not finished or not even started."""
         ...
-
-
-ENVIRONMENTS: dict[str, Callable[..., Env]] = {}
-"""Name (rollout.env_class) → class, built with the keywords grade, reward_max and reward_min."""
-
-
-def register_env(name: str) -> Callable[[type], type]:
-    """Class decorator: the class becomes the environment `name`. Raises ValueError if another class has that name."""
-
-    def register(cls: type) -> type:
-        if name in ENVIRONMENTS:
-            raise ValueError(f"environment {name!r} is already {ENVIRONMENTS[name]}")
-        ENVIRONMENTS[name] = cls
-        return cls
-
-    return register
-
-
-def make_env(name: str, *, grade: Grade, reward_max: float, reward_min: float) -> Env:
-    """A fresh environment for one trajectory.
-
-    Raises:
-        ValueError: no environment is registered under `name`.
-    """
-    if name not in ENVIRONMENTS:
-        near = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(sorted(ENVIRONMENTS))
-        raise ValueError(f"rollout.env_class: no environment {name!r}; there are {known}{hint}")
-    return ENVIRONMENTS[name](grade=grade, reward_max=reward_max, reward_min=reward_min)

@@ -1,10 +1,9 @@
 """One question, one response, one grade."""
 
-from rlinf_vl.envs.base import Grade, StepResult, register_env
+from rlinf_vl.envs.base import Grade, StepResult
 from rlinf_vl.types import Message, Problem
 
 
-@register_env("single_turn")
 class SingleTurn:
     """Pays `reward_max` for a response that `grade` finds right, `reward_min` for any other."""
 

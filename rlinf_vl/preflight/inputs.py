@@ -3,7 +3,10 @@
 Neither torch nor Ray is imported: a mistake is told within a second. What is read here is read again by those who use it.
 """
 
+import asyncio
 import ctypes
+import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -24,9 +27,11 @@ from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.sources import Peek, peek
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
+from rlinf_vl.envs.registry import EnvClassError, EnvMaker, keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.cluster import cluster_to_join
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, run_folder
+from rlinf_vl.types import Problem
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +85,27 @@ def _columns(config: Config, path: str, columns: Sequence[str]) -> Iterator[str]
         if column not in columns:
             hint = f"; name one of those,{otherwise}{nearest(column, columns)}".rstrip(",;")
             yield f"{key}: column {column!r} not in {path}; columns are {', '.join(sorted(columns))}{hint}"
+
+
+def _environment(config: Config) -> Iterator[str]:
+    """An environment is made once, and closed: what its constructor refuses is told now."""
+    rollout, scale = config.rollout, config.reward
+    try:
+        found = load_env_class(rollout.env_class, rollout.env_files)
+        problems = [f"rollout.env_kwargs: {problem}" for problem in keyword_problems(found, rollout.env_kwargs)]
+        yield from problems
+        if not problems:
+            rewards = {"reward_max": scale.reward_max_val, "reward_min": scale.reward_min_val}
+            make = EnvMaker(rollout.env_class, rollout.env_kwargs, rollout.env_files, lambda *_: False, **rewards)
+            closed = make(Problem("", (), ""), 0, 0).close()
+            if inspect.iscoroutine(closed):
+                asyncio.run(closed)
+    except Exception as error:  # an environment raises anything
+        absent = isinstance(error, ModuleNotFoundError) or isinstance(error.__cause__, ModuleNotFoundError)
+        if absent and importlib.util.find_spec("torch") is None:
+            return  # not the Python that will run it
+        built = f"{rollout.env_class!r} can't be made and closed: {type(error).__name__}: "
+        yield f"rollout.env_class: {'' if isinstance(error, EnvClassError) else built}{error}"
 
 
 def _hub_data(key: str, path: str) -> Iterator[str]:
@@ -332,4 +358,4 @@ def gpu_memory() -> tuple[int, ...] | None:
 
 
 #: Rules that find what of the things that a config names would stop its run on this machine.
-RULES = (_data, _model, _server_arguments, _folders, _object_store, _gpus)
+RULES = (_data, _environment, _model, _server_arguments, _folders, _object_store, _gpus)

@@ -23,7 +23,7 @@ from PIL import Image
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.data.unusable import PROMPT_TOO_LONG, PROMPT_UNUSABLE, ImageError, RowError, kind_and_reason
 from rlinf_vl.engines.base import Engine, EngineDied
-from rlinf_vl.envs import Env, StepResult
+from rlinf_vl.envs import Env, EnvMaker, StepResult
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import span
 from rlinf_vl.rewards import GradingError
@@ -57,6 +57,7 @@ class Episode:
     """One trajectory to be. Its first answer is sample `place` of its opening's request number `request`."""
 
     seed: int
+    group_seed: int = 0
     env: Env | None = None
     request: int = 0
     place: int = 0
@@ -88,7 +89,7 @@ class Opening:
 class Player:
     """
     Attributes:
-        make_env: a new environment; errors call it `env_name`.
+        make_env: (problem, seed, group_seed) → a new environment.
         seq_length: most tokens of an episode; `max_prompt_length`: most tokens that it may begin with.
         reward_min: reward of a response that can't be graded.
         return_logprobs: whether trajectories have the engine's logprobs.
@@ -98,8 +99,7 @@ class Player:
     engine: Engine
     renderer: Renderer
     processor: Processor
-    make_env: Callable[[], Env]
-    env_name: str
+    make_env: EnvMaker
     seq_length: int
     max_prompt_length: int
     reward_min: float
@@ -122,15 +122,15 @@ class Player:
             reason = f"{type(error).__name__}: {error}"
             if messages == list(problem.messages):
                 raise RowError(problem.id, PROMPT_UNUSABLE, reason) from error
-            raise self._env_fault(f"began with messages that make no prompt: {reason}") from error
+            raise self._env_fault(problem, f"began with messages that make no prompt: {reason}") from error
         if len(ids) > self.max_prompt_length and not any_length:
             reason = f"the prompt has {len(ids)} tokens, data.max_prompt_length is {self.max_prompt_length}"
             raise RowError(problem.id, PROMPT_TOO_LONG, reason)
         return Request(ids, images, grids, sampling, ())
 
-    def open(self, problem: Problem, seeds: Sequence[int], sampling: SamplingParams) -> Opening:
+    def open(self, problem: Problem, seeds: Sequence[int], sampling: SamplingParams, group_seed: int = 0) -> Opening:
         """Start an environment for each seed, and render what it says."""
-        opening = Opening(problem, [Episode(seed) for seed in seeds], [])
+        opening = Opening(problem, [Episode(seed, group_seed) for seed in seeds], [])
         starts: list[list[Message]] = []  # of each request
         for episode in opening.episodes:
             try:
@@ -229,15 +229,15 @@ class Player:
             if not isinstance(error, (RowError, ImageError)):
                 raise RolloutFault(f"{ENGINE_FAULT}: {type(error).__name__}: {error}") from error
             if not {image.hash for image in request.images} <= {image.hash for image in problem.images}:
-                raise self._env_fault(f"shows an image that can't be used: {error}") from error
+                raise self._env_fault(problem, f"shows an image that can't be used: {error}") from error
             raise
 
     def _start(self, episode: Episode, problem: Problem) -> list[Message]:
         try:
-            episode.env = self.make_env()
+            episode.env = self.make_env(problem, episode.seed, episode.group_seed)
             return list(episode.env.start(problem))
         except Exception as error:
-            raise self._env_fault(f"did not start: {type(error).__name__}: {error}") from error
+            raise self._env_fault(problem, f"did not start: {type(error).__name__}: {error}") from error
 
     def _step(self, episode: Episode, ids: np.ndarray, problem: Problem) -> StepResult:
         """What the environment says to an answer, with a finite reward and, in `info`, what `recorded` gives."""
@@ -252,7 +252,7 @@ class Player:
             log.info("%s: no verdict, so the answer is wrong: %s", problem.id, error)
             return StepResult((), self.reward_min, True, recorded({"reward_parts": {UNGRADABLE: 1.0}}))
         except Exception as error:
-            raise self._env_fault(f"failed: {type(error).__name__}: {error}") from error
+            raise self._env_fault(problem, f"failed: {type(error).__name__}: {error}") from error
 
     def _extend(
         self, before: Request, sequence: TokenSequence, messages: Iterable[Message], seed: int, problem: Problem
@@ -263,14 +263,14 @@ class Player:
             images = _images(observed, problem)
             new, grids = self.renderer.extend(sequence.ids, observed, images)
         except Exception as error:
-            raise self._env_fault(f"answered what can't follow: {type(error).__name__}: {error}") from error
+            raise self._env_fault(problem, f"answered what can't follow: {type(error).__name__}: {error}") from error
         ids = np.concatenate([sequence.ids, new])
         most = min(before.sampling.max_new_tokens, self.seq_length - len(ids))
         sampling = replace(before.sampling, max_new_tokens=most)
         return Request(ids, before.images + images, np.concatenate([before.image_grids, grids]), sampling, (seed,))
 
-    def _env_fault(self, what: str) -> RolloutFault:
-        return RolloutFault(f"{ENVIRONMENT_FAULT}: {self.env_name!r} {what}")
+    def _env_fault(self, problem: Problem, what: str) -> RolloutFault:
+        return RolloutFault(f"{ENVIRONMENT_FAULT}: {self.make_env.name_of(problem)!r} {what}")
 
 
 def recorded(info: Mapping[str, Any]) -> dict[str, Any]:

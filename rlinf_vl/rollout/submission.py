@@ -14,6 +14,7 @@ CHECK_S = 0.5
 class Task:
     """Answer row `row` of `split` ("train" or "val") with one sample per seed; `group_id` names the result.
 
+    `group_seed`: what the environments of the group have in common is drawn from it.
     `own_images`: no other row is known to show the images of this one.
     """
 
@@ -22,6 +23,7 @@ class Task:
     row: int
     seeds: tuple[int, ...]
     own_images: bool = False
+    group_seed: int = 0
 
 
 class Submission:

@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, fields
-from functools import partial
 from typing import Any
 
 import ray
@@ -15,10 +14,10 @@ from transformers import AutoConfig
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
 from rlinf_vl.data.rows import RowFormat
-from rlinf_vl.data.unusable import ANSWER_UNUSABLE, RowError
+from rlinf_vl.data.unusable import ANSWER_UNUSABLE, ENVIRONMENT_UNUSABLE, RowError
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.engines.make import make_engine, warm_up
-from rlinf_vl.envs import make_env
+from rlinf_vl.envs import EnvMaker
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.models.processing import Processor
@@ -74,13 +73,13 @@ class RolloutRank:
         }
         if config.rollout.rollout_backend == "sglang":
             warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length)
+        rollout, grade = config.rollout, GRADERS[config.reward.reward_type]
         rewards = {"reward_max": config.reward.reward_max_val, "reward_min": config.reward.reward_min_val}
         self.player = Player(
             self.engine,
             self.renderer,
             self.processor,
-            partial(make_env, config.rollout.env_class, grade=GRADERS[config.reward.reward_type], **rewards),
-            env_name=config.rollout.env_class,
+            EnvMaker(rollout.env_class, rollout.env_kwargs, rollout.env_files, grade, **rewards),
             seq_length=config.runner.seq_length,
             max_prompt_length=data.max_prompt_length,
             reward_min=config.reward.reward_min_val,
@@ -107,13 +106,15 @@ class RolloutRank:
         one is bad where data.filter_prompt_by_length is false); and by row a number that stands for each of its images."""
         images: dict[int, set[int]] = {}
         data = self.config.data
-        check = REFERENCE_CHECKS.get(self.config.reward.reward_type)
-        if self.config.rollout.env_class != SINGLE:
-            check = None  # another environment may read the answer otherwise than the grader does
+        make_env, check = self.player.make_env, REFERENCE_CHECKS.get(self.config.reward.reward_type)
 
         def length(row: int, problem: Problem) -> int:
             try:
-                if check:
+                make_env.check(problem)
+            except ValueError as e:
+                raise RowError(problem.id, ENVIRONMENT_UNUSABLE, str(e)) from e
+            try:  # another environment may read the answer otherwise than the grader does
+                if check and make_env.name_of(problem) == SINGLE:
                     check(problem.answer)
             except GradingError as e:
                 raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
@@ -156,7 +157,8 @@ class RolloutRank:
             with span("prepare"):
                 dataset = self.datasets[task.split]
                 try:
-                    opening = self.player.open(dataset[task.row], task.seeds, self.sampling[task.split])
+                    problem = dataset[task.row]
+                    opening = self.player.open(problem, task.seeds, self.sampling[task.split], task.group_seed)
                 except Exception as e:
                     row = Problem(dataset.row_id(task.row), (), "")
                     opening = Opening(row, [Episode(seed, error=e) for seed in task.seeds], [])

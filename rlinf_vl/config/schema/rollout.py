@@ -53,5 +53,11 @@ class RolloutConfig:
     max_running_requests: int = key(256, AT_LEAST_1)
     """Responses decoded at once by one worker; further ones wait."""
     model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
-    env_class: str = key("single_turn", ("single_turn",))
-    """Environment, by its registered name."""
+    env_class: str = "single_turn"
+    """Environment: a registered name (single_turn), module:Class, or path/to/file.py:Class, whose text travels to the workers.
+    A row's column env_class names that row's own."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the environment's constructor. A row's column env_kwargs has further ones, over these."""
+    env_files: dict[str, str] = field(default_factory=dict)
+    """Path → text of the file that env_class names: filled in when a config is loaded, so that a run can go on where the file
+    isn't, or has changed since. Leave it out."""

@@ -1,15 +1,16 @@
-"""The environment contract, the registry, and the one-response environment."""
+"""The one-response environment."""
 
 import pytest
 
-from rlinf_vl.envs import ENVIRONMENTS, StepResult, make_env, register_env
+from rlinf_vl.envs import StepResult
+from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.types import Problem
 
 PROBLEM = Problem("p:0", ({"role": "user", "content": [{"type": "text", "text": "Say yes."}]},), "yes")
 
 
-def _env(name: str = "single_turn"):
-    return make_env(name, grade=lambda response, answer: answer in response, reward_max=2.0, reward_min=-1.0)
+def _env() -> SingleTurn:
+    return SingleTurn(grade=lambda response, answer: answer in response, reward_max=2.0, reward_min=-1.0)
 
 
 def test_a_right_response_pays_the_maximum_and_a_wrong_one_the_minimum() -> None:
@@ -30,20 +31,3 @@ def test_an_episode_takes_one_response() -> None:
         env.step("yes")
     env.start(PROBLEM)
     assert env.step("yes").reward == 2.0
-
-
-def test_environments_are_found_by_name() -> None:
-    with pytest.raises(ValueError, match=r"rollout\.env_class: .*'single_trun'; .*did you mean 'single_turn'"):
-        _env("single_trun")
-
-
-def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlinf_vl.envs.base.ENVIRONMENTS", dict(ENVIRONMENTS))
-
-    @register_env("mine")
-    class Mine(ENVIRONMENTS["single_turn"]):
-        pass
-
-    assert isinstance(_env("mine"), Mine)
-    with pytest.raises(ValueError, match="'mine' is already"):
-        register_env("mine")(Mine)

@@ -126,16 +126,28 @@ def env_class():
     return type("Fresh", (Env,), {"made": []})
 
 
+class Maker:
+    """As an `EnvMaker`, without a name to look up."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __call__(self, problem, seed, group_seed):
+        return self.make()
+
+    def name_of(self, problem):
+        return "scripted"
+
+
 def player_of(processor, engine, make_env, **changed):
     arguments = {
-        "env_name": "scripted",
         "seq_length": 200,
         "max_prompt_length": 100,
         "reward_min": -0.5,
         "return_logprobs": True,
         "alive_timeout_s": 1.0,
     }
-    return Player(engine, Renderer(processor), processor, make_env, **(arguments | changed))
+    return Player(engine, Renderer(processor), processor, Maker(make_env), **(arguments | changed))
 
 
 def play(player, n=1, problem=PROBLEM, **sampling):

@@ -1,0 +1,163 @@
+"""From the name of an environment to its class, and from a problem to an environment."""
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import linecache
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from threading import RLock
+from types import ModuleType
+from typing import Any, cast
+
+from rlinf_vl.envs.base import Env, Grade
+from rlinf_vl.types import Problem
+
+#: Name (rollout.env_class) → where its class is, imported when asked for.
+ENVIRONMENTS = {"single_turn": "rlinf_vl.envs.single_turn:SingleTurn"}
+#: Keywords that a constructor gets if it names them.
+OFFERED = ("grade", "reward_max", "reward_min", "seed", "group_seed")
+_METHODS = {"start": "start(problem)", "step": "step(response)", "close": "close()"}
+_importing = RLock()
+
+
+class EnvClassError(ValueError):
+    """A name that leads to no environment."""
+
+
+def load_env_class(name: str, files: Mapping[str, str]) -> type:
+    """The class of a registered name, of `module:Class` or of `path/to/file.py:Class`.
+
+    Args:
+        files: path → source text of files that need not be on this machine (rollout.env_files). A relative path in `name` is one of
+            them if it ends one of their paths; every other file is read from the disk.
+
+    Raises:
+        EnvClassError: there is no such class, or it lacks a method. Its cause is what the code raised as it was imported.
+    """
+    place, _, attribute = ENVIRONMENTS.get(name, name).rpartition(":")
+    if not place or not attribute:
+        known = ", ".join(sorted(ENVIRONMENTS))
+        raise EnvClassError(
+            f"no environment {name!r}; there are {known}; write module:Class or path/to/file.py:Class for another;"
+            f"{_nearest(name, ENVIRONMENTS)}".rstrip(";")
+        )
+    try:
+        with _importing:
+            module = _module_of_file(place, files) if place.endswith(".py") else importlib.import_module(place)
+    except FileNotFoundError as error:
+        raise EnvClassError(f"{name!r}: no file {error.filename!r}; give the path of a Python file") from error
+    except (Exception, SystemExit) as error:  # whatever a module does as it is imported
+        at = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise EnvClassError(f"{name!r}: {place}{at} can't be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if not isinstance(found, type):
+        classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
+        raise EnvClassError(
+            f"{name!r}: no class {attribute!r} in {place}; its classes are {', '.join(classes) or 'none'};"
+            f"{_nearest(attribute, classes)}".rstrip(";")
+        )
+    if lacking := [call for method, call in _METHODS.items() if not callable(getattr(found, method, None))]:
+        raise EnvClassError(
+            f"{name!r}: {attribute} has no {' and no '.join(lacking)}; an environment has {', '.join(_METHODS.values())}"
+        )
+    return found
+
+
+def _module_of_file(path: str, files: Mapping[str, str]) -> ModuleType:
+    """The module that a file's text makes, executed once in a process."""
+    path = os.path.expanduser(path)
+    full = next((known for known in files if known == path or known.endswith(f"/{os.path.normpath(path)}")), None)
+    if full is None:
+        full = os.path.abspath(path)
+        with open(full, encoding="utf-8") as file:
+            text = file.read()
+    else:
+        text = files[full]
+    name = f"rlinf_vl_env_{hashlib.sha256(f'{full}:{text}'.encode()).hexdigest()[:16]}"
+    if name not in sys.modules:
+        module = ModuleType(name)
+        module.__file__ = full
+        sys.modules[name] = module  # dataclasses and annotations look there
+        linecache.cache[full] = (len(text), None, text.splitlines(keepends=True), full)  # for tracebacks
+        try:
+            exec(compile(text, full, "exec"), vars(module))
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def keyword_problems(cls: type, kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Why a constructor doesn't take these keywords, each problem a sentence."""
+    parameters = _parameters(cls)
+    taken = [name for name in parameters if name not in OFFERED]
+    for name in kwargs:
+        if name in OFFERED:
+            yield f"{name!r} is given by the run; leave it out"
+        elif name not in parameters and not _takes_any(cls):
+            takes = ", ".join(taken) or "none"
+            yield f"{cls.__name__} takes no keyword {name!r}; it takes {takes};{_nearest(name, taken)}".rstrip(";")
+    for name in taken:
+        if parameters[name].default is inspect.Parameter.empty and name not in kwargs:
+            yield f"{cls.__name__} needs keyword {name!r}; give it a value"
+
+
+@dataclass(frozen=True)
+class EnvMaker:
+    """Makes the environment of each trajectory of a run.
+
+    Attributes:
+        name, kwargs: rollout.env_class and rollout.env_kwargs. A row may name another class (`Problem.env_class`), which gets none
+            of `kwargs`; and a row's column `env_kwargs` has further ones, over those.
+        files: rollout.env_files.
+    """
+
+    name: str
+    kwargs: Mapping[str, Any]
+    files: Mapping[str, str]
+    grade: Grade
+    reward_max: float
+    reward_min: float
+
+    def __call__(self, problem: Problem, seed: int, group_seed: int) -> Env:
+        """A fresh environment for one trajectory. Raises what its constructor raises; ValueError as `check`."""
+        cls, kwargs = self._class_and_keywords(problem)
+        own = {"grade": self.grade, "reward_max": self.reward_max, "reward_min": self.reward_min}
+        offered = own | {"seed": seed, "group_seed": group_seed}
+        names = _parameters(cls)
+        return cast(Env, cls(**kwargs, **{name: value for name, value in offered.items() if name in names}))
+
+    def name_of(self, problem: Problem) -> str:
+        return problem.env_class or self.name
+
+    def check(self, problem: Problem) -> None:
+        """Raise ValueError if a problem's environment can't be made: there is no such class, or it doesn't take the keywords."""
+        cls, kwargs = self._class_and_keywords(problem)
+        for found in keyword_problems(cls, kwargs):
+            raise ValueError(found)
+
+    def _class_and_keywords(self, problem: Problem) -> tuple[type, dict[str, Any]]:
+        own = problem.columns.get("env_kwargs") or {}
+        if not isinstance(own, dict):
+            raise ValueError(f"column 'env_kwargs' holds {own!r}; write a mapping of keywords")
+        name = self.name_of(problem)
+        return load_env_class(name, self.files), (dict(self.kwargs) if name == self.name else {}) | own
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """Keywords that a constructor names."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: p for name, p in inspect.signature(cls).parameters.items() if p.kind in kinds}
+
+
+def _takes_any(cls: type) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" did you mean {near[0]!r}?" if near else ""
