@@ -94,6 +94,7 @@ class Player:
         reward_min: reward of a response that can't be graded.
         return_logprobs: whether trajectories have the engine's logprobs.
         alive_timeout_s: an engine that does not say that it lives within so many seconds is dead.
+        max_turns: most answers of an episode.
     """
 
     engine: Engine
@@ -105,6 +106,10 @@ class Player:
     reward_min: float
     return_logprobs: bool
     alive_timeout_s: float
+    max_turns: int | None = None
+    max_concurrent: int | None = None
+    turn_timeout_s: float = 60.0
+    episode_timeout_s: float | None = None
 
     def prompt(
         self, problem: Problem, messages: Sequence[Message], sampling: SamplingParams, any_length: bool = False
@@ -194,6 +199,9 @@ class Player:
                 metrics |= result.info["metrics"]
                 correct, status = result.info["correct"], sample.finish_reason
                 if result.done:
+                    break
+                if len(turns) == self.max_turns:
+                    status = "length"
                     break
                 seed = _turn_seed(episode.seed, len(turns))
                 request = await in_thread(self._extend, request, sequence, result.messages, seed, opening.problem)

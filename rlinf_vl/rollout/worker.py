@@ -85,6 +85,10 @@ class RolloutRank:
             reward_min=config.reward.reward_min_val,
             return_logprobs=config.rollout.return_logprobs,
             alive_timeout_s=config.runner.heartbeat_timeout,
+            max_turns=config.rollout.max_turns,
+            max_concurrent=config.rollout.max_concurrent_rollouts,
+            turn_timeout_s=config.rollout.turn_timeout,
+            episode_timeout_s=config.rollout.episode_timeout,
         )
         self.store = GroupStore()
 

@@ -61,3 +61,11 @@ class RolloutConfig:
     env_files: dict[str, str] = field(default_factory=dict)
     """Path → text of the file that env_class names: filled in when a config is loaded, so that a run can go on where the file
     isn't, or has changed since. Leave it out."""
+    max_turns: int | None = key(None, AT_LEAST_1)
+    """Most answers of an episode, which then ends; null leaves it to the environment and to runner.seq_length."""
+    max_concurrent_rollouts: int | None = key(None, AT_LEAST_1)
+    """Most episodes under way in one worker, so that not all environments are open at once; null for all."""
+    turn_timeout: float = key(60.0, POSITIVE)
+    """Seconds that an environment has for one call (start, step, close). One that takes longer is an error of its trajectory."""
+    episode_timeout: float | None = key(None, POSITIVE)
+    """Seconds that an episode may take, waiting for the engine included; one that takes longer is an error. null: no limit."""
