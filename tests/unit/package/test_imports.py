@@ -20,7 +20,7 @@ ROOMS = {
     "runtime": {"config"},
     "data": {"config", "runtime"},
     "rewards": set(),
-    "envs": {"rewards"},
+    "envs": {"data", "rewards"},
     "models": {"data"},
     "packing": {"models"},
     "transport": set(),

@@ -1,0 +1,42 @@
+"""Geometry with a tool that checks answers.
+
+The tool knows the answer, so that accuracy with it says less than accuracy without: `env/first_correct` is that of the first
+answer given, to the tool or as the final one; `env/correct` that of the final answer.
+"""
+
+from rlinf_vl.envs.base import StepResult
+from rlinf_vl.envs.picture_tool import PictureTool
+from rlinf_vl.types import Message, Problem
+
+
+class GeometryTool(PictureTool):
+    """Pays for the final answer. The policy may have answers checked and look at parts of the picture first."""
+
+    _answered = False
+
+    def start(self, problem: Problem) -> list[Message]:
+        self.metrics |= {"first_correct": 0.0, "correct": 0.0}
+        return super().start(problem)
+
+    def calc_score(self, answer: str | float) -> float:
+        """Check an answer to the question: 1.0 says that it is right, 0.0 that it is wrong.
+
+        Args:
+            answer: The answer to check, such as 12 or 5\\sqrt{3}
+        """
+        text = str(answer)
+        return float(self._right(text if "\\boxed" in text else f"\\boxed{{{text}}}"))
+
+    def answer(self, response: str) -> StepResult:
+        correct = self._right(response)
+        self.metrics["correct"] = float(correct)
+        reward = self.pay(self.reward_max if correct else self.reward_min)
+        return StepResult((), reward, True, {"correct": correct})
+
+    def _right(self, response: str) -> bool:
+        """Grade a response; the first one is recorded, also where the grader comes to no verdict."""
+        first, self._answered = not self._answered, True
+        correct = self.grade(response, self.problem.answer)
+        if first:
+            self.metrics["first_correct"] = float(correct)
+        return correct

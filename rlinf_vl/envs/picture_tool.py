@@ -1,0 +1,68 @@
+"""Tools that look closer at the pictures of a problem."""
+
+import math
+
+from PIL import Image
+
+from rlinf_vl.data.images import decode
+from rlinf_vl.envs.tool import ToolEnv
+
+#: Smallest side of what is shown, in pixels: what the Qwen-VL families make one token of.
+MIN_SIDE = 32
+#: Longer side : shorter side of what is shown.
+MAX_ASPECT_RATIO = 100
+
+
+class PictureTool(ToolEnv):
+    """Graded as `single_turn` is; the policy may look at parts of the pictures first."""
+
+    def crop(self, box: list[float], picture: int = 1) -> Image.Image:
+        """Show a part of a picture of the question.
+
+        Args:
+            box: The part's [left, top, right, bottom], from 0 (the picture's left or top edge) to 1000 (its right or bottom edge)
+            picture: Which picture, counted from 1
+        """
+        whole = self._picture(picture)
+        return whole.crop(_pixels(box, *whole.size))
+
+    def zoom(self, box: list[float], picture: int = 1) -> Image.Image:
+        """Show a part of a picture of the question, enlarged as far as the whole picture's size allows.
+
+        Args:
+            box: The part's [left, top, right, bottom], from 0 (the picture's left or top edge) to 1000 (its right or bottom edge)
+            picture: Which picture, counted from 1
+        """
+        whole = self._picture(picture)
+        part = whole.crop(_pixels(box, *whole.size))
+        scale = min(whole.width / part.width, whole.height / part.height)
+        return part.resize((round(part.width * scale), round(part.height * scale)), Image.Resampling.LANCZOS)
+
+    def _picture(self, number: int) -> Image.Image:
+        images = self.problem.images
+        if not 1 <= number <= len(images):
+            raise ValueError(f"picture: {number} is none of the question's {len(images)}")
+        return decode(images[number - 1])
+
+
+def _pixels(box: list[float], width: int, height: int) -> tuple[int, int, int, int]:
+    """A box in thousandths → (left, top, right, bottom) in pixels: what the picture has of it, grown to the smallest size shown.
+
+    Raises:
+        ValueError: it is no box, or has no part in the picture.
+    """
+    if len(box) != 4:
+        raise ValueError(f"box: {len(box)} numbers are not [left, top, right, bottom]")
+    left, top, right, bottom = (min(max(value, 0), 1000) / 1000 for value in box)
+    if left >= right or top >= bottom:
+        raise ValueError(f"box: {box} holds no part of the picture; left < right and top < bottom lie within 0 … 1000")
+    shortest = max(MIN_SIDE, math.ceil(max(width, height) / MAX_ASPECT_RATIO))
+    (x, w), (y, h) = _span(left, right, width, shortest), _span(top, bottom, height, shortest)
+    return x, y, x + w, y + h
+
+
+def _span(begin: float, end: float, length: int, shortest: int) -> tuple[int, int]:
+    """(first pixel, pixels) of a share `begin` … `end` of `length` pixels; at least `shortest`, as far as there are so many."""
+    first, last = math.floor(begin * length), math.ceil(end * length)
+    n = max(last - first, min(shortest, length))
+    return min(max((first + last - n) // 2, 0), length - n), n
