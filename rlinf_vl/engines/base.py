@@ -37,8 +37,11 @@ class Engine(Protocol):
 
     version: int
     """Weight version that the next token is sampled with."""
-    prefilled_tokens: int
-    """Prompt tokens computed since the engine started; those whose keys and values it still had are not counted."""
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens computed since the engine started; those whose keys and values it still had are not counted."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         """Queue requests, in order and at once; each future resolves when all samples of its request are done."""

@@ -27,7 +27,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
     assert isinstance(memory_share, float), f"{memory_share!r} is resolved before an engine starts"
     family, dtype = family_of(rollout.model.model_type), DTYPES[rollout.model.precision]
     vocab = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
-    banned, pixels = processor.banned_ids(vocab), PixelCache(processor.pixels)
+    banned = processor.banned_ids(vocab)
     if rollout.rollout_backend == "torch":
         from rlinf_vl.engines.torch.engine import TorchEngine
 
@@ -35,7 +35,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
             load_model(model_path, family, dtype, trust_remote_code=trust),
             family,
             banned=banned,
-            pixels=pixels,
+            pixels=PixelCache(processor.pixels),
             image_token_id=processor.image_token_id,
             merge_size=processor.merge_size,
             max_running=rollout.max_running_requests,
@@ -62,7 +62,9 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
         trust_remote_code=trust,
         more=arguments | rollout.sglang.server_args,
     )
-    return SglangEngine(settings, family, banned=banned, pixels=pixels, request_timeout_s=rollout.request_timeout)
+    return SglangEngine(
+        settings, family, banned=banned, pixels=processor.pixels, request_timeout_s=rollout.request_timeout
+    )
 
 
 def warm_up(

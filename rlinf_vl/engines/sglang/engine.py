@@ -1,8 +1,10 @@
 """The SGLang engine behind the `Engine` protocol: SGLang's in-process `Engine` and its scheduler processes.
 
 One thread owns SGLang and its asyncio loop (`process.Host`); every request is a coroutine there. What is kept here:
-- Ids and pixels go in as the trainer has them: expanded ids, and patches from the same callable. The patches of a request
-  are written once, to a file that messages name (`pixels`).
+- Ids and pixels go in as the trainer has them: expanded ids, and patches from the same callable. Patches of an image are
+  written once, to a file that messages name (`pixels`).
+- A later turn of an episode sends all its ids and images again. SGLang computes what follows the ids that it has seen, and
+  encodes no image before that.
 - Logprobs are those of the distribution at the request's temperature over the ids that are not banned. top-p and top-k are
   not in them: SGLang reports the logprob before truncation (the config refuses truncation wherever logprobs are trained on).
 - Samples of one prompt differ by SGLang's own random stream: it honours `Request.seeds` in deterministic mode only.
@@ -30,7 +32,7 @@ from transformers import AutoConfig
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.engines.sglang import messages
 from rlinf_vl.engines.sglang.machine import missing_tools, require_platform, require_sglang
-from rlinf_vl.engines.sglang.pixels import PixelFile
+from rlinf_vl.engines.sglang.pixels import PixelFiles
 from rlinf_vl.engines.sglang.process import Host
 from rlinf_vl.engines.sglang.settings import PROCESSORS, Settings
 from rlinf_vl.models.families import Family
@@ -61,6 +63,7 @@ class SglangEngine:
 
         Args:
             banned: bool [V], never sampled.
+            pixels: patches of an image, float32 [P, d]; called once for each, as long as there is room for it.
             request_timeout_s: a request that takes longer, once handed to SGLang, fails and is aborted.
 
         Raises:
@@ -70,11 +73,11 @@ class SglangEngine:
             EngineDied: SGLang could not start.
         """
         self.settings = settings
-        self.pixels = pixels
+        self.pixels = PixelFiles(pixels)
         self.request_timeout_s = request_timeout_s
         self.bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), messages.BAN)
         self.version = 0
-        self.prefilled_tokens = 0
+        self.towers = 0  # how often weights of the vision tower have come
         self.paused = False
         self.asleep: set[str] = set()  # tags of the memory that is released
         self.in_flight = 0  # samples that SGLang has
@@ -84,11 +87,14 @@ class SglangEngine:
         self._control = threading.RLock()  # one of load_weights, pause, resume, release, restore at a time
         self._preparing = ThreadPoolExecutor(1, "sglang-pixels")
         config = self._checked_config(family)
-        self.shapes = {
-            engine_name: tuple(part.shape)
-            for name, shape in weight_shapes(config, settings.trust_remote_code).items()
-            for engine_name, part in family.engine_names(name, torch.empty(shape, device="meta"))
-        }
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of all weights, by the engine's names
+        self.tower_weights: set[str] = set()
+        for name, shape in weight_shapes(config, settings.trust_remote_code).items():
+            weight = torch.empty(shape, device="meta")
+            parts = {part: tuple(value.shape) for part, value in family.engine_names(name, weight)}
+            self.shapes |= parts
+            if name.startswith(f"{family.vision_tower}."):
+                self.tower_weights |= parts.keys()
         self.image_token_id = config.image_token_id
         self.merge_size = config.vision_config.spatial_merge_size
         kv_tokens = 0
@@ -139,6 +145,17 @@ class SglangEngine:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return [future.result() for future in self.submit(requests)]
 
+    @property
+    def prefilled_tokens(self) -> int:
+        """As `Engine.prefilled_tokens`, by the scheduler's own count: it publishes that between two of these answers."""
+
+        async def counted() -> int:
+            for _ in range(2):
+                await self.host.manager.get_internal_state()
+            return sum(load.total_prefill_uncached_tokens for load in await self.host.manager.get_loads())
+
+        return self.host.run(counted).result()
+
     def end_sessions(self, names: Sequence[str]) -> None:
         """Nothing to drop: the prefix cache of SGLang finds what requests have in common, and makes room by itself."""
 
@@ -155,18 +172,17 @@ class SglangEngine:
             await self._room.wait_for(lambda: not self.paused and (not self.in_flight or self.in_flight + n <= most))
             self.in_flight += n
         try:
-            pixels = await self.host.loop.run_in_executor(self._preparing, self._write_pixels, request)
-            images = messages.sent_images(request, runs, pixels.images)
+            holding = self._preparing.submit(self.pixels.hold, request.images)
             try:
+                patches = await asyncio.shield(asyncio.wrap_future(holding))
+                images = messages.sent_images(request, runs, patches, self.towers)
                 async with asyncio.timeout(self.request_timeout_s):
                     completion = await self._sample(request, images)
             except BaseException:
-                if self.host.end:
-                    pixels.close()
-                else:
-                    self.host.run(self._close_once_read, pixels)
+                if not self.host.end:
+                    self.host.run(self._release_once_read, holding, request)
                 raise
-            pixels.close()
+            self.pixels.release(request.images)
             return completion
         except TimeoutError:  # leaving its coroutine has aborted it in SGLang
             raise TimeoutError(
@@ -177,16 +193,12 @@ class SglangEngine:
             self.in_flight -= n
             await self._tell_waiting()
 
-    def _write_pixels(self, request: Request) -> PixelFile:
-        return PixelFile([self.pixels(image) for image in request.images])
-
-    async def _close_once_read(self, pixels: PixelFile) -> None:
-        """Close the file of a request that was given up: the scheduler reads messages in order, so once it has answered one
-        sent now, it has read all that name the file."""
-        try:
-            await self.host.manager.get_internal_state()
-        finally:
-            pixels.close()
+    async def _release_once_read(self, holding: Future[Any], request: Request) -> None:
+        """Release the images of a request that was given up, if it got as far as to hold them: the scheduler reads messages in
+        order, so once it has answered one sent now, it has read all that name them."""
+        await asyncio.wrap_future(holding)
+        await self.host.manager.get_internal_state()
+        self.pixels.release(request.images)
 
     async def _sample(self, request: Request, images: list[messages.SentImage]) -> Completion:
         """All samples of one request: as one group, whose prompt SGLang computes once; in deterministic mode each by itself,
@@ -223,9 +235,9 @@ class SglangEngine:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        def fields(bucket: dict[str, torch.Tensor]) -> dict[str, Any]:
+        def fields(bucket: dict[str, torch.Tensor]) -> tuple[Iterable[str], dict[str, Any]]:
             self._check_fits((name, tuple(value.shape)) for name, value in bucket.items())
-            return messages.bucket_fields(bucket, self.settings.tp_size)
+            return bucket, messages.bucket_fields(bucket, self.settings.tp_size)
 
         self._update("update_weights_from_tensor", map(fields, buckets), version)
 
@@ -249,7 +261,7 @@ class SglangEngine:
         assert self._weight_group, "no weight group was joined"
         for label in labels:  # before anything is sent
             self._check_fits((name, shape) for name, _, shape in label.entries)
-        fields = (messages.label_fields(label, self._weight_group) for label in labels)
+        fields = ((label.names, messages.label_fields(label, self._weight_group)) for label in labels)
         self._update("update_weights_from_distributed", fields, version)
 
     def fingerprint(self, names: Sequence[str]) -> None:
@@ -262,8 +274,8 @@ class SglangEngine:
             if held != shape:
                 raise ValueError(f"weight {name!r} {shape} does not fit the engine's ({held})")
 
-    def _update(self, operation: str, buckets: Iterable[dict[str, Any]], version: int) -> None:
-        """Have SGLang do `operation` with the fields of each bucket's message, paused between two decoding steps."""
+    def _update(self, operation: str, buckets: Iterable[tuple[Iterable[str], dict[str, Any]]], version: int) -> None:
+        """Have SGLang do `operation` with each bucket's names and the fields of its message, paused between two decoding steps."""
         assert "weights" not in self.asleep, "asked to load weights while their memory is released"
         common = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(version)}
         with self._control:
@@ -272,7 +284,8 @@ class SglangEngine:
             try:
                 self.host.call("begin_weight_update")
                 try:
-                    for fields in buckets:
+                    for names, fields in buckets:
+                        self.towers += not self.tower_weights.isdisjoint(names)
                         self.host.call(operation, **fields, **common)
                 finally:
                     self.host.call("end_weight_update")
@@ -326,3 +339,4 @@ class SglangEngine:
     def close(self) -> None:
         self.host.close()
         self._preparing.shutdown(wait=False)
+        self.pixels.close()

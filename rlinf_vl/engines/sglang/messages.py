@@ -40,8 +40,8 @@ class SentImage:
         patches: what the trainer's image processor made of it.
         grid: (t, h, w) in patches.
         run: first and last position of its placeholders in the ids.
-        identity: 32 bytes. Images with one identity are one image to SGLang's prefix cache. (To its cache of embeddings
-            too, which is off: there the identity would have to name the weights of the vision tower as well.)
+        identity: 32 bytes. Images with one identity are one image to SGLang's prefix cache, and to its cache of embeddings,
+            which survives every update: so the identity names the weights of the vision tower as well.
     """
 
     patches: MappedPatches
@@ -73,10 +73,12 @@ def placeholder_runs(request: Request, image_token_id: int, merge_size: int) -> 
     return runs
 
 
-def sent_images(request: Request, runs: Sequence[tuple[int, int]], patches: Sequence[MappedPatches]) -> list[SentImage]:
-    """The images of a request, with their `placeholder_runs` and patches."""
+def sent_images(
+    request: Request, runs: Sequence[tuple[int, int]], patches: Sequence[MappedPatches], tower: int
+) -> list[SentImage]:
+    """The images of a request, with their `placeholder_runs` and patches. `tower`: a number for the vision tower's weights."""
     return [
-        SentImage(where, tuple(grid), run, hashlib.sha256(image.hash.encode()).digest())
+        SentImage(where, tuple(grid), run, hashlib.sha256(f"{image.hash} {tower}".encode()).digest())
         for image, grid, run, where in zip(request.images, request.image_grids.tolist(), runs, patches, strict=True)
     ]
 

@@ -14,6 +14,10 @@ from rlinf_vl.engines.sglang.machine import PLATFORM, cuda_environment
 
 #: SGLang keeps a few tokens of its context length to itself.
 CONTEXT_SLACK = 8
+#: Memory for embeddings of images, on the engine's device: about 50 images of 400 tokens for a model of 2B in bfloat16.
+EMBEDDINGS_MB = 256
+#: Most tokens of one prefill on the CPU: there the tower attends over all patches of all images of it, under a dense mask.
+CPU_PREFILL = 256
 #: Package of the multimodal processors that SGLang uses in place of its own.
 PROCESSORS = "rlinf_vl.engines.sglang.processors"
 
@@ -75,6 +79,7 @@ class Settings:
                 "disable_cuda_graph": True,
                 "disable_overlap_schedule": True,
                 "max_total_tokens": kv_tokens,
+                "chunked_prefill_size": CPU_PREFILL,
             }
         else:
             arguments |= {"device": "cuda", "mem_fraction_static": self.memory_share}
@@ -89,8 +94,8 @@ class Settings:
         """Environment variables to set before SGLang is imported; its processes inherit them."""
         environment = {
             "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PROCESSORS,
-            # Embeddings of images seen before would survive a weight update: wrong as soon as the tower trains.
-            "SGLANG_VLM_CACHE_SIZE_MB": "0",
+            # It survives weight updates: images are named with the tower that encodes them (`messages.SentImage`).
+            "SGLANG_VLM_CACHE_SIZE_MB": str(EMBEDDINGS_MB),
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack; the engine checks the limit itself
         }
         if self.device != "cpu":

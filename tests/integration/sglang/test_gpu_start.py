@@ -13,7 +13,7 @@ import pytest
 from rlinf_vl.config.schema import ClusterConfig
 from rlinf_vl.engines.sglang.engine import SglangEngine
 from rlinf_vl.engines.sglang.machine import CUDA_MAJOR, cuda_environment
-from rlinf_vl.engines.sglang.settings import PROCESSORS, Settings
+from rlinf_vl.engines.sglang.settings import EMBEDDINGS_MB, PROCESSORS, Settings
 from rlinf_vl.models.families import family_of
 from rlinf_vl.runtime.launch import _actor_environment
 
@@ -65,7 +65,7 @@ def on_an_h100(toy, tmp_path_factory):
         arguments, environment = settings.server_arguments(kv_tokens=0), settings.environment()
         environment["PATH"] = os.pathsep.join([str(nvidia_smi.parent), environment["PATH"]])
         cases[kind] = arguments, environment | _actor_environment(ClusterConfig())
-    del cases["left to SGLang"][0]["mm_feature_transport"]
+    del cases["left to SGLang"][0]["mm_feature_transport"], cases["left to SGLang"][1]["SGLANG_VLM_CACHE_SIZE_MB"]
     cases["misspelt"] = cases["split"][0] | {"enable_memory_savers": True}, {}
     program = Path(__file__).with_name("pretended_h100.py")
     ours = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}  # of the CPU's engine
@@ -97,7 +97,7 @@ def test_arguments_are_what_we_mean_once_sglang_has_made_its_own_of_them(on_an_h
         "mm_preprocess_cache_size_mb": 0,
     }
     assert {name: arguments[name] for name in expected} == expected
-    assert environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    assert environment["SGLANG_VLM_CACHE_SIZE_MB"] == str(EMBEDDINGS_MB)
     assert environment["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"] == PROCESSORS
 
 

@@ -254,23 +254,21 @@ def test_an_image_is_told_from_another_of_its_size_and_found_again(engine, toy):
             np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample), atol=TOLERANCE)
 
 
-def files_of_pixels():
-    """How many such files this process holds."""
-    fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return sum("rlinf_vl pixels" in os.readlink(fd) for fd in fds if os.path.islink(fd))
+def test_pixels_are_held_until_a_request_is_answered_or_given_up(engine, toy):
+    def held():
+        return sum(file.holds for file in engine.pixels._files)
 
-
-def test_pixels_are_dropped_once_a_request_is_answered_or_given_up(engine, toy):
     assert engine.generate([toy.request(2, 2, seed=s) for s in range(3)])
+    assert not held()
     futures = engine.submit([toy.request(2, 4, seed=s, max_new_tokens=400) for s in range(3)])
-    while not files_of_pixels():
+    while not held():
         time.sleep(0.01)
     for future in futures:
         future.cancel()
     until = time.monotonic() + 60
-    while files_of_pixels() and time.monotonic() < until:
+    while held() and time.monotonic() < until:
         time.sleep(0.05)
-    assert not files_of_pixels()
+    assert not held()
     assert engine.generate([toy.request(1)])[0].samples
 
 

@@ -1,14 +1,15 @@
 """What passes between our types and SGLang's, as far as it needs no SGLang."""
 
-import gc
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rlinf_vl.data.unusable import ImageError
 from rlinf_vl.engines.sglang import messages
-from rlinf_vl.engines.sglang.pixels import PixelFile
+from rlinf_vl.engines.sglang.pixels import MappedPatches, PixelFiles
 from rlinf_vl.types import ImageRef, Request, SamplingParams
 
 PAD = 9
@@ -46,23 +47,44 @@ def test_what_sglang_would_answer_blind_or_for_the_wrong_image_is_refused(ids, g
 def test_one_image_has_one_identity_wherever_it_stands_and_another_has_another():
     images = request([PAD, 1, PAD, 1, PAD], *[(1, 2, 2)] * 3)
     images = Request(images.ids, (*images.images[:2], images.images[0]), images.image_grids, images.sampling, (0,))
-    file = PixelFile([np.zeros((4, 3), np.float32)] * 3)
+    places = [MappedPatches("", 0, (4, 3))] * 3
     runs = messages.placeholder_runs(images, PAD, 2)
-    first, second, again = messages.sent_images(images, runs, file.images)
+    first, second, again = messages.sent_images(images, runs, places, tower=0)
     assert first.identity == again.identity != second.identity and len(first.identity) == 32
     assert [i.run for i in (first, second, again)] == [(0, 0), (2, 2), (4, 4)] and first.grid == (1, 2, 2)
-    file.close()
+    assert messages.sent_images(images, runs, places, tower=1)[0].identity != first.identity, "or it is found encoded"
 
 
-def test_patches_travel_as_a_name_and_arrive_as_they_were():
-    rng = np.random.default_rng(0)
-    patches = [rng.standard_normal((n, 1536)).astype(np.float32) for n in (196, 1, 784)]
-    file = PixelFile(patches)
-    message = pickle.dumps(file.images, protocol=pickle.HIGHEST_PROTOCOL)
+@pytest.fixture
+def files():
+    """`PixelFiles` of images whose data says how many patches they have; `made` lists those that were computed."""
+    made = []
+
+    def pixels(image):
+        made.append(image)
+        if not image.data:
+            raise ImageError("image_unusable", "it is empty")
+        return np.random.default_rng(len(made)).standard_normal((int(image.data), 1536)).astype(np.float32)
+
+    files = PixelFiles(pixels, max_bytes=4 * 100 * 1536 * 4, files=4)
+    yield files, made
+    files.close()
+
+
+def image(patches, number=0):
+    return ImageRef(f"{patches}-{number}", str(patches).encode())
+
+
+def test_patches_travel_as_a_name_and_arrive_as_they_were(files):
+    files, _ = files
+    images = [image(n) for n in (196, 1, 784)]
+    held = files.hold(images)
+    message = pickle.dumps(held, protocol=pickle.HIGHEST_PROTOCOL)
     assert len(message) < 500
     arrived = pickle.loads(message)
-    file.close()  # what was mapped stays
-    for there, here in zip(arrived, patches, strict=True):
+    files.close()  # what was mapped stays
+    for number, there in enumerate(arrived):
+        here = np.random.default_rng(number + 1).standard_normal(there.shape).astype(np.float32)
         np.testing.assert_array_equal(there.numpy(), here)
         assert there.untyped_storage().nbytes() == here.nbytes  # its own: pickled again, it does not carry the others
     there.add_(1)  # and nobody else's
@@ -70,11 +92,36 @@ def test_patches_travel_as_a_name_and_arrive_as_they_were():
         pickle.loads(message)
 
 
-def test_a_file_that_is_dropped_is_closed():
-    with pytest.warns(ResourceWarning):
-        file = PixelFile([np.zeros((4, 3), np.float32)])
-        path = file.images[0].path
-        assert "rlinf_vl pixels" in os.readlink(path)
-        del file
-        gc.collect()
-    assert not os.path.exists(path) or "rlinf_vl pixels" not in os.readlink(path)
+def test_an_image_is_written_once_for_all_requests_and_turns(files):
+    files, made = files
+    one, other = image(40), image(50)
+    first = files.hold([one, one])
+    assert files.hold([one, other])[0] == first[0] == first[1]
+    files.release([one, one])
+    files.release([one, other])
+    assert files.hold([other, one])[1] == first[0] and made == [one, other]
+
+
+def test_held_images_stay_and_of_the_others_the_newest_within_the_bound(files):
+    files, made = files
+    held = files.hold([image(60, number=-1)])
+    arrived = [pickle.loads(pickle.dumps(place)) for place in held]
+    for number in range(20):  # 60 MiB in files of 100 patches: one image a file
+        files.hold([image(60, number)])
+        files.release([image(60, number)])
+    fds = Path("/proc/self/fd")
+    kept = sum("rlinf_vl pixels" in os.readlink(fd) for fd in fds.iterdir() if fd.is_symlink())
+    assert 4 <= kept <= 7
+    again = [pickle.loads(pickle.dumps(place)) for place in held]
+    np.testing.assert_array_equal(arrived[0].numpy(), again[0].numpy())
+    files.hold([image(60, 19), image(60, -1)])
+    assert len(made) == 21
+    files.hold([image(60, 0)])
+    assert len(made) == 22, "it had gone, and was made again"
+
+
+def test_a_request_with_an_image_that_can_not_be_used_holds_nothing(files):
+    files, _ = files
+    with pytest.raises(ImageError, match="empty"):
+        files.hold([image(60), ImageRef("broken", b"")])
+    assert not any(file.holds for file in files._files)

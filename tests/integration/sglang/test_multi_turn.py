@@ -1,0 +1,108 @@
+"""Conversations with pictures on SGLang: every turn sends all ids and images again, and computes what is new."""
+
+import numpy as np
+import pytest
+
+from rlinf_vl.types import Request
+
+pytestmark = pytest.mark.integration
+TOLERANCE = 1e-4
+
+
+class Episodes:
+    """Episodes side by side, one sample each; `asked` are the requests of every turn, `samples` their answers."""
+
+    def __init__(self, toy, engine, requests):
+        self.toy, self.engine = toy, engine
+        self.asked, self.samples = [], []
+        self.ask(requests)
+
+    def ask(self, requests):
+        self.asked.append(requests)
+        self.samples.append([done.samples[0] for done in self.engine.generate(requests)])
+
+    def go_on(self, images):
+        """The next turn. `images`: of the observation of each episode."""
+        self.ask([self.next(r, s, shown) for r, s, shown in zip(self.asked[-1], self.samples[-1], images, strict=True)])
+
+    def next(self, request, sample, images):
+        parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
+        observed = {"role": "user", "content": [*parts, {"type": "text", "text": "What now?"}]}
+        said = np.concatenate([request.ids, sample.ids])
+        new, grids = self.toy.renderer.extend(said, [observed], images)
+        ids, grids = np.concatenate([said, new]), np.concatenate([request.image_grids, grids])
+        return Request(ids, request.images + tuple(images), grids, request.sampling, request.seeds)
+
+    def new_tokens(self):
+        """Prompt tokens of each turn that were in no turn before."""
+        first, *later = self.asked
+        said = [
+            len(r.ids) + len(s.ids)
+            for turn, done in zip(self.asked, self.samples, strict=True)
+            for r, s in zip(turn, done, strict=True)
+        ]
+        return sum(len(r.ids) for turn in self.asked for r in turn) - sum(said[: len(first) * len(later)])
+
+    def assert_exact(self, model=None, turns=slice(None)):
+        for requests, samples in zip(self.asked[turns], self.samples[turns], strict=True):
+            for request, sample in zip(requests, samples, strict=True):
+                expected = self.toy.of_tokens(request, sample, model=model)
+                np.testing.assert_allclose(sample.logprobs, expected, atol=TOLERANCE)
+
+
+def images_of(toy, seed, n):
+    rng = np.random.default_rng([9, seed])
+    return tuple(toy.image(rng, (48 + 16 * (i % 2), 48)) for i in range(n))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_turns_are_exact_and_only_what_is_new_is_computed(engine, toy, again):
+    """Sixteen episodes, of which each turn shows no image, one or two; `again`: the second one is the first, shown again."""
+    before = engine.prefilled_tokens
+    episodes = Episodes(toy, engine, [toy.request(k % 3, seed=100 + k + 50 * again) for k in range(16)])
+    for turn in range(2):
+        shown = [images_of(toy, (k, turn), (k + turn) % 3) for k in range(16)]
+        episodes.go_on([episodes.asked[0][k].images[:2] if again else images for k, images in enumerate(shown)])
+    episodes.assert_exact()
+    new = episodes.new_tokens()
+    assert 0.9 * new <= engine.prefilled_tokens - before <= 1.1 * new, "less: prompts without images are alike"
+
+
+def test_an_update_in_mid_episode_is_followed_from_the_next_turn_on(engine, toy):
+    """All of the prompt is computed again, images by the new tower."""
+    episodes = Episodes(toy, engine, [toy.request(1 + k % 2, seed=200 + k) for k in range(6)])
+    changed = toy.perturbed("visual")[1] | toy.perturbed("language_model")[1]
+    engine.load_weights([changed], version=5)
+    before = engine.prefilled_tokens
+    episodes.go_on([images_of(toy, (k, 7), 1) for k in range(6)])
+    whole = sum(len(request.ids) for request in episodes.asked[1])
+    assert 0.9 * whole <= engine.prefilled_tokens - before <= whole, "the first ids of all prompts are the same"
+    versions = [{int(v) for sample in samples for v in sample.versions} for samples in episodes.samples]
+    assert versions == [{0}, {5}]
+    episodes.assert_exact(turns=slice(1))
+    episodes.assert_exact(toy.with_weights(changed), slice(1, None))
+
+
+def test_a_tower_that_stays_encodes_an_image_once_and_one_that_changes_again(engine, toy, monkeypatch):
+    """The pixels are swapped for blank ones: who encodes the image again is blind."""
+    requests = [toy.request(2, seed=300 + k) for k in range(4)]
+    engine.generate(requests)
+
+    def logprobs_are_those_of(model):
+        def off(request, sample):
+            return float(np.abs(sample.logprobs - toy.of_tokens(request, sample, model=model)).max())
+
+        done = engine.generate(requests)
+        return max(off(r, completion.samples[0]) for r, completion in zip(requests, done, strict=True)) < TOLERANCE
+
+    language, tower = toy.perturbed("language_model")[1], toy.perturbed("visual")[1]
+    monkeypatch.setattr(engine.pixels, "_pixels", lambda image: np.zeros_like(toy.pixels(image)))
+    engine.pixels.close()
+    engine.load_weights([language], version=1)
+    assert logprobs_are_those_of(toy.with_weights(language)), "its pixels were read again"
+    engine.load_weights([tower], version=2)
+    assert not logprobs_are_those_of(toy.with_weights(language | tower))
+    monkeypatch.undo()
+    engine.pixels.close()
+    engine.load_weights([{name: tower[name]} for name in tower], version=3)
+    assert logprobs_are_those_of(toy.with_weights(language | tower))
