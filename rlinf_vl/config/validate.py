@@ -178,7 +178,7 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.train_data_paths: empty; name at least one file, hf://owner/name:split, or {', '.join(TOYS)}"
     for key, paths in (("data.train_data_paths", data.train_data_paths), ("data.val_data_paths", data.val_data_paths)):
         for path in paths:
-            if path not in TOYS and not path.startswith("hf://") and not os.path.exists(path):
+            if path not in TOYS and not path.startswith(("hf://", "seeds://")) and not os.path.exists(path):
                 yield f"{key}: no file {path!r}{why_absent(path)}; a dataset of the hub is written hf://owner/name:split"
     if repeated := sorted({key for key in data.image_keys if data.image_keys.count(key) > 1}):
         yield f"data.image_keys: {', '.join(repeated)} named twice in {data.image_keys}; name every column once"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HUB_PREFIX = "hf://"
+SEEDS_PREFIX = "seeds://"
 FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 #: Bytes of a JSON file that `peek` reads before a run; a damaged line beyond them is found when the file is loaded.
 SCANNED = 2**25
@@ -76,7 +77,8 @@ def open_source(name: str, split: str) -> Source:
 
     Args:
         name: a parquet, json or jsonl file; a folder of them, or one that `save_to_disk` wrote; `hf://owner/name[:split]`
-            (split train unless named); or an embedded task (`TOYS`).
+            (split train unless named); an embedded task (`TOYS`); or `seeds://N`, N rows of nothing but their number, for an
+            environment that makes its tasks from seeds.
         split: "train" or "val": which part of an embedded task or of a folder with several parts.
 
     Raises:
@@ -92,6 +94,10 @@ def open_source(name: str, split: str) -> Source:
         except Exception as e:  # the hub's client raises its own, the network's and the builders' errors
             raise ValueError(f"{name}: can't be loaded from the hub: {type(e).__name__}: {e}") from e
         return Source(name, repository, rows, None)
+    if seeds := peek_seeds(name):
+        numbers = [str(number) for number in range(seeds.rows or 0)]
+        columns = {"id": numbers, "problem": [f"Episode {number}" for number in numbers], "answer": numbers}
+        return Source(name, f"seeds-{split}", datasets.Dataset.from_dict(columns), None)
     if name in TOYS:  # its file is made on first use, by a room that imports this one
         path: Path = importlib.import_module("rlinf_vl.toy.task").toy_dataset_path(split, name)
         return Source(name, name, _load(name, path, split), path.parent)
@@ -153,6 +159,16 @@ def _python(feature: Any, value: Any) -> Any:
     if isinstance(feature, (datasets.List, datasets.LargeList)):
         return [_python(feature.feature, item) for item in value]
     return value
+
+
+def peek_seeds(name: str) -> Peek | None:
+    """What `seeds://N` holds; None for another name. Raises ValueError: N is no number of rows."""
+    if not name.startswith(SEEDS_PREFIX):
+        return None
+    number = name.removeprefix(SEEDS_PREFIX)
+    if not (number.isascii() and number.isdigit() and 0 < int(number) <= 10**7):
+        raise ValueError(f"names no number of rows from 1 to 10,000,000; write {SEEDS_PREFIX}1000, say")
+    return Peek(["id", "problem", "answer"], int(number))
 
 
 def peek(path: Path, scanned: int = SCANNED) -> Peek:

@@ -25,7 +25,7 @@ from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
-from rlinf_vl.data.sources import Peek, peek
+from rlinf_vl.data.sources import Peek, peek, peek_seeds
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
 from rlinf_vl.envs.registry import EnvClassError, EnvMaker, keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError
@@ -58,15 +58,17 @@ def _data(config: Config) -> Iterator[str]:
         key, counts = f"data.{split}_data_paths", []
         for path in paths:
             found = Peek(None, None)
-            if toy := TOYS.get(path):
-                found = Peek(list(toy.columns), toy.rows[split])
-            elif path.startswith("hf://"):
-                yield from _hub_data(key, path)
-            elif os.path.exists(path):
-                try:
+            try:
+                if toy := TOYS.get(path):
+                    found = Peek(list(toy.columns), toy.rows[split])
+                elif path.startswith("hf://"):
+                    yield from _hub_data(key, path)
+                elif seeds := peek_seeds(path):
+                    found = seeds
+                elif os.path.exists(path):
                     found = peek(Path(path))
-                except ValueError as error:
-                    yield f"{key}: {path} {error}"
+            except ValueError as error:
+                yield f"{key}: {path} {error}"
             counts.append(found.rows)
             if found.columns is not None:
                 yield from _columns(config, path, found.columns)

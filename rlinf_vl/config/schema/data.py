@@ -10,7 +10,8 @@ from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, OFF_OR_POSIT
 @dataclass
 class DataConfig:
     train_data_paths: list[str] = MISSING
-    """Files (parquet, json, jsonl), HF dataset folders or hub names (hf://owner/name[:split]); or an embedded task (`toy`)."""
+    """Files (parquet, json, jsonl), HF dataset folders or hub names (hf://owner/name[:split]); or an embedded task (`toy`).
+    `seeds://N` is N rows of nothing but a number, for an environment that makes its tasks from seeds."""
     val_data_paths: list[str] = field(default_factory=list)
     """The same, for validation."""
     prompt_key: str = "problem"

@@ -102,6 +102,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ([train_on("nothing-in-it")], ["FILES/nothing-in-it holds no files", "name a folder"]),
     ([train_on("texts")], ["FILES/texts holds no file of rows (.parquet, .json, .jsonl)", "name a folder"]),
     ([train_on("folder"), NO_IMAGES, "data.answer_key=answr"], ["data.answer_key: column 'answr' not in FILES/folder", "'answer'?"]),
+    (["data.train_data_paths=[seeds://many]", NO_IMAGES], ["data.train_data_paths: seeds://many names no number of rows"]),
+    (["data.train_data_paths=[seeds://8]", NO_IMAGES], ["data.rollout_batch_size: 16", "has 8 rows", "set it to 8 or less"]),
     (["data.train_data_paths=['']"], ["data.train_data_paths: no file ''"]),
     (["data.train_data_paths=['https://a.org/x.parquet']"], ["no file 'https://a.org/x.parquet'", "hf://owner/name"]),
     (["data.train_data_paths=['~nobody-at-all/x']"], ["data.train_data_paths: no file '", "~nobody-at-all/x'"]),

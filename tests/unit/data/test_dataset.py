@@ -281,3 +281,43 @@ def test_the_real_data_set(geo3k_dir: Path) -> None:
         first, text = problem.messages[0]["content"]
         assert first == {"type": "image_url", "image_url": {"url": image.url}}
         assert text["text"].endswith(" Box it.") and problem.answer.startswith(r"\boxed{")
+
+
+def test_a_row_names_its_environment_and_keeps_its_other_columns(tmp_path: Path) -> None:
+    (tmp_path / "envs.py").touch()
+    cells: list[dict[str, Any]] = [
+        {
+            "env_class": "maze",
+            "env_kwargs": {"size": 4, "slip": None},
+            "level": 0.1,
+            "extra": {"a": [1, 2]},
+            "more": A,
+        },
+        {
+            "env_class": "envs.py:Mine",
+            "env_kwargs": {"size": None, "slip": 0.5},
+            "level": 2,
+            "extra": None,
+            "more": None,
+        },
+        {"env_class": None, "env_kwargs": None, "level": None, "extra": {"a": []}, "more": B},
+        {"env_class": "elsewhere/envs.py:Mine", "env_kwargs": None, "level": None, "extra": None, "more": None},
+    ]
+    found = open_(
+        write(tmp_path / "rows.parquet", [row | cell for row, cell in zip(rows(*[[A, B]] * 4), cells, strict=True)])
+    )
+    first, second, third, fourth = found
+    assert (first.env_class, first.columns) == (
+        "maze",
+        {"env_kwargs": {"size": 4}, "level": 0.1, "extra": {"a": [1, 2]}},
+    )
+    assert (second.env_class, second.columns["env_kwargs"]) == (f"{tmp_path}/envs.py:Mine", {"slip": 0.5})
+    assert (third.env_class, third.columns["env_kwargs"]) == (None, None)
+    assert fourth.env_class == "elsewhere/envs.py:Mine", "not here: perhaps the run's own file"
+
+
+def test_seeds_are_rows_of_nothing_but_a_number() -> None:
+    found = open_("seeds://3", image_keys=())
+    assert [problem.id for problem in found] == ["seeds-train:0", "seeds-train:1", "seeds-train:2"]
+    with pytest.raises(ValueError, match="seeds://0 names no number|names no number of rows"):
+        open_("seeds://0", image_keys=())

@@ -227,3 +227,26 @@ def test_blank_images_keep_place_and_size() -> None:
     assert contents(p) == [["Find ", p.images[0].url, "."]] and p.images[0] != ImageRef.of(A)
     picture = decode(p.images[0])
     assert picture.size == (6, 4) and picture.getcolors() == [(24, (128, 128, 128))]
+
+
+@pytest.mark.parametrize(
+    ("cells", "root", "expected"),
+    [
+        ({"env_class": "maze", "env_kwargs": '{"size": 4}'}, "/", "maze"),
+        ({"env_class": "maze"}, None, "maze"),
+        ({"env_class": "os:abc"}, None, "comes from the hub"),
+        ({"env_class": "envs.py:Mine"}, None, "comes from the hub"),
+        ({"env_kwargs": {"make": "os:abc"}}, None, "comes from the hub"),
+        ({"env_class": 3}, "/", "column 'env_class' holds 3: expected the name of an environment"),
+        ({"env_kwargs": [3]}, "/", "expected a mapping"),
+        ({"env_kwargs": "{"}, "/", "which is not JSON"),
+    ],
+)
+def test_the_environment_of_a_row(cells: dict[str, Any], root: str | None, expected: str) -> None:
+    row = {"problem": "1 + 1?", "images": None, "answer": "2", **cells}
+    try:
+        found = row_to_problem(row, "d:0", RowFormat(), Path(root) if root else None)
+    except RowError as e:
+        assert e.kind == "environment unusable" and expected in e.reason
+    else:
+        assert found.env_class == expected and found.columns.get("env_kwargs") in (None, {"size": 4})
