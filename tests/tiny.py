@@ -3,11 +3,12 @@
 import io
 from collections.abc import Iterable
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rlinf_vl.types import Group, ImageRef, Request, Sample, SamplingParams, TokenSequence, Trajectory, Turn
 
@@ -17,49 +18,62 @@ PATCH, MERGE = 4, 2
 PATCH_DIM = 3 * 2 * PATCH * PATCH
 
 
-def tiny_model(seed: int = 0, tie: bool = True, vision_heads: int = 2) -> Qwen3VLForConditionalGeneration:
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "pad_token_id": PAD,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+}
+VISION = {
+    "hidden_size": 24,
+    "depth": 2,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+    "initializer_range": 0.2,
+}
+IN_TURN = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+QWEN3_TEXT = {"head_dim": 16, "rope_parameters": IN_TURN}
+QWEN3_VISION = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+#: model_type → what a tiny member of the family has beside `TEXT` and `VISION`.
+MEMBERS: dict[str, tuple[dict, dict]] = {
+    "qwen3_vl": (QWEN3_TEXT, QWEN3_VISION),
+    "qwen3_vl_moe": (
+        QWEN3_TEXT | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+        QWEN3_VISION,
+    ),
+    "qwen2_5_vl": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]},  # of 2 × 2 tokens
+    ),
+}
+
+
+def tiny_model(seed: int = 0, tie: bool = True, vision_heads: int = 2, family: str = "qwen3_vl") -> Any:
     """float32, 2 text layers, 2 vision layers, deepstack on the first; weights large enough for images to matter."""
     torch.manual_seed(seed)
-    config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 512,
-            "initializer_range": 0.15,
-            "tie_word_embeddings": tie,
-            "pad_token_id": PAD,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [4, 2, 2],
-                "mrope_interleaved": True,
-            },
-        },
-        vision_config={
-            "hidden_size": 24,
-            "depth": 2,
-            "num_heads": vision_heads,
-            "intermediate_size": 32,
-            "patch_size": PATCH,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": 2,
-            "num_position_embeddings": 16,
-            "out_hidden_size": 32,
-            "deepstack_visual_indexes": [0],
-            "initializer_range": 0.2,
-        },
+    text, vision = MEMBERS[family]
+    config = AutoConfig.for_model(
+        family,
+        text_config=TEXT | text | {"tie_word_embeddings": tie},
+        vision_config=VISION | vision | {"num_heads": vision_heads},
         image_token_id=IMAGE_ID,
         video_token_id=VIDEO_ID,
         vision_start_token_id=VISION_START,
         vision_end_token_id=VISION_END,
         tie_word_embeddings=tie,
     )
-    return Qwen3VLForConditionalGeneration(config).eval()
+    return AutoModelForImageTextToText.from_config(config).eval()
 
 
 def banned() -> np.ndarray:

@@ -34,9 +34,8 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
         from rlinf_vl.toy.model import toy_checkpoint_path
 
         path = str(toy_checkpoint_path(path))
-    model = load_model(
-        path, family_of(model_config.model_type), DTYPES["fp32"], trust_remote_code=model_config.trust_remote_code
-    )
+    trust = model_config.trust_remote_code
+    model = load_model(path, family_of(model_config.model_type, path, trust), DTYPES["fp32"], trust_remote_code=trust)
     load_weights_only(folder / ACTOR_FOLDER, model)
     output.mkdir(parents=True, exist_ok=True)
     model.config._attn_implementation = "sdpa"

@@ -33,14 +33,15 @@ def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def attention_forward(self: Any, hidden_states, position_embeddings, *, context, **_):
-    """`forward` of a transformers attention with normed heads; `context` (`AttentionContext`) says who sees whom.
+    """`forward` of a transformers attention, its heads normed or not; `context` (`AttentionContext`) says who sees whom.
 
     hidden_states [B, T, H], position_embeddings (cos, sin) [B, T, D] → ([B, T, H], None).
     """
     kernels = kernels_for(hidden_states)
     heads = (*hidden_states.shape[:-1], -1, self.head_dim)
     q, k, v = (x.view(heads) for x in kernels.projections(hidden_states, self.q_proj, self.k_proj, self.v_proj))
-    q, k = self.q_norm(q), self.k_norm(k)
+    if hasattr(self, "q_norm"):
+        q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x.unsqueeze(2) for x in position_embeddings)
     q, k, v = (x.transpose(1, 2) for x in (kernels.rotate(q, cos, sin), kernels.rotate(k, cos, sin), v))
     out = context.attend(self.layer_idx, q, k, v, self.scaling)

@@ -19,9 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlinf_vl.config import Config, config_keys
+from rlinf_vl.config import Config
 from rlinf_vl.config.keys import nearest
 from rlinf_vl.config.placement import placement_of
+from rlinf_vl.config.schema.limits import FAMILIES
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
@@ -196,14 +197,12 @@ def _missing_and_damaged(folder: Path) -> tuple[list[str], dict[str, object]]:
 
 
 def _family(config: Config, of_checkpoint: str) -> Iterator[str]:
-    """The checkpoint's model_type must be a family of ours, and the one that the config says."""
+    """The checkpoint's model_type must be a family of ours, and the one that the config says, if it says one."""
     key, said = "rollout.model.model_type", config.rollout.model.model_type
-    families = config_keys()[key].allowed
-    assert isinstance(families, tuple)
     where = f"the checkpoint at {config.rollout.model.model_path} is of type {of_checkpoint!r}"
-    if of_checkpoint not in families:
-        yield f"rollout.model.model_path: {where}, which is not supported; supported: {', '.join(families)}"
-    elif said in families and said != of_checkpoint:
+    if of_checkpoint not in FAMILIES:
+        yield f"rollout.model.model_path: {where}, which is not supported; supported: {', '.join(FAMILIES)}"
+    elif said in FAMILIES and said != of_checkpoint:
         yield f"{key}: {said!r}, but {where}; set {key}={of_checkpoint}"
 
 

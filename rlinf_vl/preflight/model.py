@@ -31,7 +31,7 @@ class Model:
         """`path`: of the checkpoint where it isn't the config's own name (the toy's)."""
         rollout, fsdp = config.rollout.model, config.actor.fsdp_config
         self.shape, self.said = model_config(path or rollout.model_path, trust_remote_code=rollout.trust_remote_code)
-        self.family = family_of(rollout.model_type)
+        self.family = family_of(self.shape.model_type)
         self._made = meta_model(
             self.shape,
             self.family,

@@ -29,6 +29,8 @@ DECAY = Limit("lie in [0, 1)", lambda x: 0 <= x < 1)
 STORE_BYTES = Limit("be at least 78643200, Ray's minimum of 75 MiB", lambda x: x >= 75 * 2**20)
 
 DTYPES = ("fp32", "bf16", "fp16")
+#: Model types of `rlinf_vl.models.families`, which imports torch.
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 
 
 def key(default: T, allowed: Limit | tuple[str, ...]) -> T:

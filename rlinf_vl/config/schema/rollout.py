@@ -5,15 +5,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rlinf_vl.config.schema.limits import AT_LEAST_1, DTYPES, POSITIVE, SHARE_OR_AUTO, key
+from rlinf_vl.config.schema.limits import AT_LEAST_1, DTYPES, FAMILIES, POSITIVE, SHARE_OR_AUTO, key
 
 
 @dataclass
 class RolloutModelConfig:
     model_path: str = MISSING
     """Checkpoint folder (HF format) or hub name, for policy and reference; or an embedded task (`toy`), for its tiny model."""
-    model_type: str = key("qwen3_vl", ("qwen3_vl",))  # rows of rlinf_vl.models.families, which imports torch
-    """Model family: a row of rlinf_vl.models.families."""
+    model_type: str = key("auto", ("auto", *FAMILIES))
+    """Model family; auto: the one that the checkpoint's config.json names."""
     precision: str = key("bf16", DTYPES)
     """The engine's dtype: fp32, bf16 or fp16. Weights are cast to it once, before they travel."""
     trust_remote_code: bool = False

@@ -1,0 +1,98 @@
+"""What Qwen's families share: images to patches, the ids that end an answer, counts of what a model takes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers import AutoConfig, GenerationConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+from rlinf_vl.models.families.family import DecodeState
+from rlinf_vl.types import Prices
+
+IMAGE_TOKEN = "<|image_pad|>"
+SPECIAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN, "<|video_pad|>", "<|vision_pad|>")
+
+
+def stop_ids(tokenizer: Any, path: str | Path, trust_remote_code: bool) -> tuple[int, ...]:
+    """The tokenizer's end-of-turn token, then those of the checkpoint's generation_config.json and config.json (end of text,
+    mostly). SGLang stops at the same ones."""
+    found = [tokenizer.eos_token_id]
+    try:
+        found.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    except OSError:
+        pass  # the checkpoint has no generation_config.json
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    found.append(getattr(config, "eos_token_id", None))
+    flat = [i for entry in found for i in (entry if isinstance(entry, (list, tuple)) else [entry]) if i is not None]
+    return tuple(dict.fromkeys(flat))
+
+
+class QwenImages:
+    """Resizes an image to whole tokens within bounds of its area, and cuts it into patches."""
+
+    def __init__(self, path: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
+        self._processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+        size = self._processor.size
+        self._least = min_pixels or size["shortest_edge"]
+        self._most = max_pixels or size["longest_edge"]
+        if self._least > self._most:
+            raise ValueError(
+                f"data.image_min_pixels: {self._least} is above data.image_max_pixels, {self._most} (where unset: the "
+                "checkpoint's own)"
+            )
+        self._processor.size = type(size)(shortest_edge=self._least, longest_edge=self._most)
+        self.patch_size: int = self._processor.patch_size
+        self.merge_size: int = self._processor.merge_size
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        rows, columns = smart_resize(height, width, self.patch_size * self.merge_size, self._least, self._most)
+        return 1, rows // self.patch_size, columns // self.patch_size
+
+    def patches(self, image: Image.Image) -> np.ndarray:
+        out = self._processor(images=[image], return_tensors="np")
+        assert tuple(out["image_grid_thw"][0]) == self.grid(image.height, image.width), (image, out["image_grid_thw"])
+        return np.asarray(out["pixel_values"], np.float32)
+
+
+def blank_image(config: Any) -> tuple[np.ndarray, np.ndarray]:
+    vision = config.vision_config
+    merge = vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return np.zeros((merge * merge, width), np.float32), np.array([[1, merge, merge]])
+
+
+def head_dim(text: Any) -> int:
+    """Of a text config; some have no key for it."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def prices(config: Any, tower_trained: bool) -> Prices:
+    """Count multiply-adds: gated MLPs in the text model (of a mixture, those of the experts that a token visits), plain or gated
+    ones in the tower. A frozen tower has no backward, which is two thirds of the work."""
+    text, vision = config.text_config, config.vision_config
+    queries, keys = text.num_attention_heads * head_dim(text), text.num_key_value_heads * head_dim(text)
+    mlp = 3 * text.intermediate_size
+    if experts := getattr(text, "num_experts", 0):
+        mlp = 3 * text.num_experts_per_tok * text.moe_intermediate_size + experts
+    linear = text.num_hidden_layers * text.hidden_size * (2 * (queries + keys) + mlp)
+    products = 3 if vision.model_type.startswith("qwen2_5") else 2
+    block = vision.hidden_size * (4 * vision.hidden_size + products * vision.intermediate_size)
+    merged = vision.hidden_size * vision.spatial_merge_size**2  # a merger's input, for as many patches as it merges
+    merger = vision.hidden_size * (merged + vision.out_hidden_size)
+    patch = vision.depth * block + feature_layers(config) * merger
+    return Prices(
+        attention=2 * queries * text.num_hidden_layers / linear,
+        head=text.vocab_size * text.hidden_size / linear,
+        patch=patch / linear * (1 if tower_trained else 1 / 3),
+    )
+
+
+def feature_layers(config: Any) -> int:
+    return 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+
+
+def decode_state(config: Any) -> DecodeState:
+    text = config.text_config
+    return DecodeState(tuple(range(text.num_hidden_layers)), text.num_key_value_heads, head_dim(text))

@@ -1,0 +1,79 @@
+"""Qwen2.5-VL: a tower most of whose blocks attend within windows, and no deepstack."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.vision_utils import get_vision_window_index
+
+from rlinf_vl.models.attention import SegmentAttention
+from rlinf_vl.models.families import qwen3_vl
+from rlinf_vl.models.families.family import Family, VisionFeatures
+from rlinf_vl.models.layers import (
+    attention_forward,
+    frame_attention,
+    mlp_forward,
+    norm_forward,
+    patch_embed_forward,
+    vision_attention_forward,
+)
+from rlinf_vl.models.transfer import on_device
+
+
+def encode_images(tower: Any, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype) -> VisionFeatures:
+    """A patch sees those of its own window, and in some blocks those of its own frame."""
+    device = patches.device
+    shapes = torch.from_numpy(grids)
+    index, windows = get_vision_window_index(shapes, tower.spatial_merge_size, tower.window_size, tower.patch_size)
+    contexts = (
+        SegmentAttention(windows.numpy().astype(np.int64), causal=False, device=device, dtype=dtype),
+        frame_attention(grids, device, dtype),
+    )
+    frames = torch.from_numpy(np.cumsum([0, *np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])]))
+    out = tower(
+        patches,
+        grid_thw=shapes if patches.is_meta else on_device(grids, device),
+        window_index=index.to(device),
+        cu_window_seqlens=windows,
+        cu_seqlens=frames,
+        contexts={len(windows): contexts[0], len(frames): contexts[1]},
+    )
+    return VisionFeatures(out.pooler_output)
+
+
+def window_attention_forward(self: Any, hidden_states, *, cu_seqlens, contexts, **kwargs) -> torch.Tensor:
+    """`vision_attention_forward` within the segments that the tower hands to this block. Windows lie within frames, so if there
+    are as many of either they are the same."""
+    return vision_attention_forward(self, hidden_states, context=contexts[len(cu_seqlens)], **kwargs)
+
+
+def text_forward(
+    text_model: nn.Module, inputs_embeds, position_ids, image_positions, deepstack, **kwargs
+) -> torch.Tensor:
+    return text_model(
+        inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=None, use_cache=False, **kwargs
+    ).last_hidden_state
+
+
+def engine_names(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    """SGLang's names are those of the first release of transformers with this family, and of checkpoints on the hub."""
+    return ((name.replace("model.language_model.", "model.").replace("model.visual.", "visual."), weight),)
+
+
+FAMILY: Family = replace(
+    qwen3_vl.FAMILY,
+    model_type="qwen2_5_vl",
+    layers={
+        "Qwen2_5_VLAttention": attention_forward,
+        "Qwen2MLP": mlp_forward,
+        "Qwen2_5_VLRMSNorm": norm_forward,
+        "Qwen2_5_VLVisionAttention": window_attention_forward,
+        "Qwen2_5_VisionPatchEmbed": patch_embed_forward,
+    },
+    text_forward=text_forward,
+    encode_images=encode_images,
+    engine_names=engine_names,
+)
