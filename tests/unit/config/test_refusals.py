@@ -127,7 +127,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["rollout.model.model_path=FILES/pointers"], ["FILES/pointers: model.safetensors is damaged", "tokenizer.json is", "anew"]),
     ([f"rollout.model.model_path={'x' * 300}"], ["rollout.model.model_path: xxx", "nor a name that the hub allows", "owner/name"]),
     (["data.train_data_paths=[hf://a--b/c]"], ["data.train_data_paths: hf://a--b/c: neither", "owner/name"]),
-    (["rollout.model.model_type=qwen2_vl"], ["rollout.model.model_type: 'qwen2_vl' is unknown", "'qwen3_vl'?"]),
+    (["rollout.model.model_type=qwen2_vl"], ["rollout.model.model_type: 'qwen2_vl' is unknown", "'qwen2_5_vl'?"]),
     (["data.image_max_pixels=100"], ["data.image_max_pixels: 100", "256 pixels", "set it to 256 or more"]),
     (["data.image_max_pixels=0"], ["data.image_max_pixels: 0 must be at least 1"]),
     (["data.image_min_pixels=9", "data.image_max_pixels=4"], ["data.image_min_pixels=9", "=4; lower it"]),
@@ -495,7 +495,7 @@ def test_what_the_hub_says_of_a_name(tmp_path):
 
 
 def test_what_is_written_down_here_agrees_with_where_it_comes_from(tmp_path):
-    assert config_keys()["rollout.model.model_type"].allowed == tuple(FAMILIES)
+    assert config_keys()["rollout.model.model_type"].allowed == ("auto", *FAMILIES)
     assert inputs.STATE_FILE == STATE_FILE
     for name, toy in TOYS.items():
         for split, rows in toy.rows.items():

@@ -95,7 +95,7 @@ def some_groups() -> list[Group]:
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_packed_logprobs_and_gradients_are_those_of_transformers(family, share):
-    members = [Member(g, i, 0.0) for g in some_groups() for i in range(len(g.trajectories))]
+    members = [Member(g, i, [0.0]) for g in some_groups() for i in range(len(g.trajectories))]
     theirs = tiny_model(family=family.model_type).train()
     expected = torch.cat([transformers_logprobs(theirs, m.group, m.index) for m in members])
     ours = use_packed_attention(tiny_model(family=family.model_type), family).train()
