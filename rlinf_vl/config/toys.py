@@ -16,4 +16,5 @@ class ToyEntry(NamedTuple):
 
 TOYS = {
     "toy": ToyEntry("rlinf_vl.toy.drawings", ("id", "problem", "images", "answer"), {"train": 5840, "val": 152}),
+    "toy-maze": ToyEntry("rlinf_vl.toy.maze", ("id", "problem", "maze", "answer"), {"train": 4096, "val": 192}),
 }

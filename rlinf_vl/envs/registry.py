@@ -17,7 +17,10 @@ from rlinf_vl.envs.base import Env, Grade
 from rlinf_vl.types import Problem
 
 #: Name (rollout.env_class) → where its class is, imported when asked for.
-ENVIRONMENTS = {"single_turn": "rlinf_vl.envs.single_turn:SingleTurn"}
+ENVIRONMENTS = {
+    "single_turn": "rlinf_vl.envs.single_turn:SingleTurn",
+    "maze": "rlinf_vl.toy.maze:Maze",
+}
 #: Keywords that a constructor gets if it names them.
 OFFERED = ("grade", "reward_max", "reward_min", "seed", "group_seed")
 _METHODS = {"start": "start(problem)", "step": "step(response)", "close": "close()"}
