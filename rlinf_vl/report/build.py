@@ -21,7 +21,7 @@ from rlinf_vl.report.trajectories import ImageStore, encode_trajectories, read_t
 from rlinf_vl.runtime.files import write_aside
 
 ASSETS = Path(__file__).parent / "assets"
-PLOT_SCRIPT, SCRIPTS = "uPlot.iife.min.js", ("data.js", "charts.js", "gallery.js", "page.js")
+PLOT_SCRIPT, SCRIPTS = "uPlot.iife.min.js", ("data.js", "charts.js", "conversation.js", "gallery.js", "page.js")
 STYLES = ("uPlot.min.css", "report.css")
 PHASES = ("generate", "check", "train", "sync", "validate", "checkpoint")
 """`time/*` of a step in stacking order; the rest of the step is "other"."""

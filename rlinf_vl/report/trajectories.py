@@ -1,11 +1,13 @@
 """Trajectories and their images for the report: which ones are in it, and their columns as arrays that a browser reads.
 
 Text is a table of distinct strings and an index into it. What tokens have is one array over all trajectories, and one array
-of offsets cuts them all. Nothing outside the run's folder is read, whatever an image's path says.
+of offsets cuts them all; of an image's placeholders, hundreds of the same, the first one is there. Nothing outside the run's
+folder is read, whatever an image's path says.
 """
 
 import hashlib
 import io
+import json
 from collections import Counter, namedtuple
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +82,7 @@ def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
     """
     groups = []
     for file in sorted(run.glob("trajectories/step_*.parquet"), key=lambda f: (len(f.name), f.name)):
-        groups += _groups_of(file, _read(file, notes, ("split", "group_id", "response_mask")))
+        groups += _groups_of(file, _read(file, notes, ("split", "group_id", "response_mask", "response_ids")))
     if not groups:
         notes.append("No trajectories are stored.")
     rows_of: dict[Path, list[int]] = {}
@@ -106,19 +108,21 @@ def encode_trajectories(table: pa.Table, run: Path, sections: bytearray, images:
     are the pairs (name, reference) of "token_columns"."""
     columns: dict[str, Any] = {"count": len(table), "token_columns": []}
     lengths = _lengths(table["tokens"].combine_chunks())
-    columns["offsets"] = add_section(sections, _starts(lengths).astype(np.int32))
+    kept = _kept(table, lengths)
+    columns["offsets"] = add_section(sections, _starts(kept)[_starts(lengths)].astype(np.int32))
+    table = _shift_turns(table, lengths, kept)
     for name, column in ((name, table[name].combine_chunks()) for name in table.column_names if name != "images"):
         if column.type == pa.string() or name == "tokens":
-            texts = (column.flatten() if name == "tokens" else column).dictionary_encode()
+            texts = (column.flatten().filter(pa.array(kept)) if name == "tokens" else column).dictionary_encode()
             index = texts.indices.fill_null(-1).to_numpy().astype(np.int32)
             columns[name] = {"table": texts.dictionary.to_pylist(), "index": add_section(sections, index)}
         elif not pa.types.is_list(column.type):
             fill = 0 if pa.types.is_integer(column.type) else np.nan
             columns[name] = add_section(sections, column.cast(pa.float32()).fill_null(fill).to_numpy())
         elif name in SCHEMA.names:
-            columns[name] = add_section(sections, _align(column, lengths))
+            columns[name] = add_section(sections, _align(column, lengths)[kept])
         else:
-            columns["token_columns"].append((name, add_section(sections, _align(column, lengths))))
+            columns["token_columns"].append((name, add_section(sections, _align(column, lengths)[kept])))
     shown = table["images"].combine_chunks()
     columns["image_offsets"] = add_section(sections, _starts(_lengths(shown)).astype(np.int32))
     paths = shown.flatten().dictionary_encode()
@@ -138,8 +142,41 @@ def _groups_of(file: Path, index: pa.Table) -> list[_Group]:
     rows_of: dict[tuple[str, str], list[int]] = {}
     for row, key in enumerate(zip(index["split"].to_pylist(), index["group_id"].to_pylist(), strict=True)):
         rows_of.setdefault(key, []).append(row)
-    sizes = BYTES_PER_TRAJECTORY + BYTES_PER_TOKEN * _lengths(index["response_mask"].combine_chunks())
+    lengths = _lengths(index["response_mask"].combine_chunks())
+    ends = _starts(_kept(index, lengths))[_starts(lengths)]
+    sizes = BYTES_PER_TRAJECTORY + BYTES_PER_TOKEN * np.diff(ends)
     return [_Group(file, split, rows, int(sizes[rows].sum())) for (split, _), rows in rows_of.items()]
+
+
+def _kept(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    """Which tokens of all trajectories are in the report: all but those that were not sampled and repeat the one before."""
+    ids, mask = (_align(table[name].combine_chunks(), lengths) for name in ("response_ids", "response_mask"))
+    repeats = (ids[1:] == ids[:-1]) & (ids[1:] >= 0) & ~mask[1:].astype(bool) & ~mask[:-1].astype(bool)
+    kept = np.concatenate([np.ones(min(1, len(ids)), bool), ~repeats])
+    kept[(starts := _starts(lengths))[starts < len(kept)]] = True
+    return kept
+
+
+def _shift_turns(table: pa.Table, lengths: np.ndarray, kept: np.ndarray) -> pa.Table:
+    """Make positions in "turns" places among the kept tokens; drop "messages" if no trajectory has several turns."""
+    layouts, several = table["turns"].to_pylist(), False
+    counts, starts = _starts(kept), _starts(lengths)
+    for row, text in enumerate(layouts):
+        places = counts[starts[row] : starts[row + 1] + 1] - counts[starts[row]]
+        try:
+            layout = json.loads(text or "{}")
+            turns = layout.get("turns", ())
+            several |= len(turns) > 1
+            if places[-1] < lengths[row]:
+                layout["sequences"] = [int(places[at]) for at in layout["sequences"]]
+                layout["turns"] = [t | {end: int(places[t[end]]) for end in ("start", "end")} for t in turns]
+                layouts[row] = json.dumps(layout)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            continue  # the page shows such a trajectory as one text
+    table = table.set_column(table.column_names.index("turns"), "turns", pa.array(layouts, pa.string()))
+    if several:
+        return table
+    return table.set_column(table.column_names.index("messages"), "messages", pa.nulls(len(table), pa.string()))
 
 
 def _choose(groups: Sequence[_Group], max_bytes: int) -> list[_Group]:

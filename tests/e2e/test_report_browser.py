@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from unit.observe.conversations import make_conversations
 from unit.observe.test_report import HOSTILE, make_run
 from whole_run import Run
 
@@ -103,6 +104,12 @@ def page(tmp_path_factory) -> Path:
 def two(tmp_path_factory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
     return build_report([make_run(runs / "one"), make_run(runs / "two", problems=14, seed=1)])
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory) -> Path:
+    """Of a run with conversations."""
+    return build_report([make_conversations(tmp_path_factory.mktemp("runs") / "talk")])
 
 
 CARDS = "[...document.querySelectorAll('.trajectory')]"
@@ -224,7 +231,10 @@ def test_a_curve_tells_its_values_to_mouse_and_keyboard(browser, page):
     assert browser.run("document.getElementById('announce').textContent").startswith("step 0: accuracy 0.25")
 
 
-def test_light_and_dark_have_contrast(browser, page):
+@pytest.mark.parametrize("name", ["page", "talk"])
+def test_light_and_dark_have_contrast(browser, name, request):
+    page = request.getfixturevalue(name)
+
     def worst_contrast() -> float:
         return browser.run("""(() => {
             const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
@@ -256,7 +266,7 @@ def test_light_and_dark_have_contrast(browser, page):
     assert browser.problems == []
 
 
-@pytest.mark.parametrize("name", ["page", "two"])
+@pytest.mark.parametrize("name", ["page", "two", "talk"])
 def test_a_phone_needs_no_scrolling_sideways(browser, name, request):
     browser.open(request.getfixturevalue(name), width=360, height=740)
     browser.run("document.querySelectorAll('details').forEach((d) => (d.open = true))")
@@ -265,8 +275,9 @@ def test_a_phone_needs_no_scrolling_sideways(browser, name, request):
     assert browser.run(inside)
 
 
-def test_everything_has_a_name_and_a_place(browser, page):
-    browser.open(page)
+@pytest.mark.parametrize("name", ["page", "talk"])
+def test_everything_has_a_name_and_a_place(browser, name, request):
+    browser.open(request.getfixturevalue(name))
     nodes = browser.page.context.new_cdp_session(browser.page).send("Accessibility.getFullAXTree")["nodes"]
     named = [
         (n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n.get("ignored") and "role" in n
@@ -319,6 +330,124 @@ def test_sequences_and_turns_are_marked_and_columns_are_shown(browser, tmp_path)
     assert browser.problems == []
 
 
+def test_a_conversation_shows_its_pictures_where_they_stood(browser, talk):
+    browser.open(talk)
+    browser.choose("problem", "maze-0")
+    card = "document.querySelector('.trajectory')"
+    first = f"{card}.querySelector('.turn .message')"
+    assert browser.run(f"{first}.querySelector('h4').textContent") == "user"
+    parts = "[...document.querySelector('.turn .content').childNodes].map((n) => n.tagName === 'IMG' ? 'image' : n.innerText)"
+    assert browser.run(parts) == [
+        "Which way to the green cell? ", "image", "\nAnswer with \\boxed{up}, down, left or right.",
+    ]  # fmt: skip
+    turns = browser.run(f"{card}.querySelectorAll('.turn').length")
+    assert turns == browser.run(f"({FACT})('Turns')({card})") >= 2
+    assert browser.run(f"{card}.querySelectorAll('.filmstrip li img').length") == turns
+    assert browser.run(f"[...{card}.querySelectorAll('.done')].every((d, k) => d.textContent.startsWith(k + 1))")
+    paid = browser.run(f"[...{card}.querySelectorAll('.turn')].map((t) => t.querySelector('.paid')?.textContent ?? '')")
+    assert paid == [""] * (turns - 1) + ["+1"]
+    sources = f"(query) => [...{card}.querySelectorAll(query)].map((image) => image.src)"
+    assert browser.run(f"({sources})('.filmstrip img')") == browser.run(f"({sources})('.content img')")
+    browser.run(f"{card}.querySelectorAll('.filmstrip button')[1].focus()")
+    browser.press("Enter")
+    assert browser.run("document.activeElement.getAttribute('aria-label')") == "Turn 2"
+    assert browser.problems == []
+
+
+def test_tokens_of_a_turn_have_its_advantage(browser, talk):
+    browser.open(talk)
+    browser.choose("split", "train")
+    browser.choose("color", "advantage")
+    turn = "document.querySelectorAll('.trajectory .turn')[1]"
+    advantage = browser.run(f"{turn}.querySelector('.answer h4').textContent")
+    browser.run(f"{turn}.querySelector('.tokens span').focus()")
+    browser.press("ArrowRight")
+    shown = browser.run("document.getElementById('tooltip').innerText")
+    assert _number_after(shown, "advantage") == _number_after(advantage, "advantage")
+    assert browser.run(f"document.activeElement === {turn}.querySelectorAll('.tokens span')[1]")
+    browser.press("End")
+    assert browser.run(f"document.activeElement === {turn}.querySelector('.tokens span:last-child')")
+    sign = "p" if _number_after(advantage, "advantage") > 0 else "n"
+    assert browser.run(f"[...{turn}.querySelectorAll('.tokens span')].every((s) => s.dataset.shade[0] === '{sign}')")
+
+
+def test_tool_calls_are_cards_and_the_raw_text_is_a_fold_away(browser, talk):
+    browser.open(talk)
+    browser.choose("problem", "drawing-1")
+    tools = browser.run("[...document.querySelector('.trajectory').querySelectorAll('.tool')].map((t) => t.innerText)")
+    assert len(tools) == 3 and "zoom" in tools[0] and "[0,0,160,100]" in tools[0]
+    assert "no JSON object" in tools[1] and "no JSON object" not in tools[2]
+    assert browser.run("document.querySelector('.trajectory').querySelectorAll('.tool.failed').length") == 1
+    browser.click(".trajectory details > summary")
+    browser.wait("document.querySelector('.trajectory details .tokens') !== null")
+    assert browser.run("document.querySelectorAll('.trajectory details .boundary').length") == 4
+    assert browser.problems == []
+
+
+def test_success_by_turns_and_what_the_environment_measures(browser, talk):
+    browser.open(talk)
+    table = browser.run("document.querySelector('.by-turns table').innerText")
+    stored = pq.read_table(talk.parent / "trajectories/step_6.parquet").to_pylist()
+    last = [row for row in stored if row["split"] == "val"]
+    share = round(100 * sum(row["correct"] for row in last) / len(last))
+    assert "validation at 0" in table and "validation at 6" in table and f"{share} % of {len(last)}" in table
+    titles = browser.run("[...document.querySelectorAll('.chart h3')].map((title) => title.textContent)")
+    assert "Turns" in titles and "distance_left" in titles
+
+
+def test_a_history_that_was_rewritten_is_folded(browser, tmp_path):
+    run = make_conversations(tmp_path / "talk", steps=0, groups=1)
+    file = run / "trajectories/step_0.parquet"
+    rows = pq.read_table(file).to_pylist()
+    for row in rows:
+        layout, (said,) = json.loads(row["turns"]), json.loads(row["messages"])
+        answers = [at for at, message in enumerate(said) if "turn" in message]
+        cut = answers[0] + 1
+        again = [*said[: answers[0]], {"role": "assistant", "content": ["without its thoughts"]}]
+        row["messages"] = json.dumps([said[:cut], again + said[cut:]])
+        row["turns"] = json.dumps(layout | {"sequences": [0, layout["turns"][0]["end"]]})
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    browser.open(build_report([run]))
+    card = "document.querySelector('.trajectory')"
+    before = browser.run(f"{card}.querySelectorAll('.turn').length")
+    assert before == browser.run(f"({FACT})('Turns')({card})")
+    assert browser.run(f"{card}.querySelectorAll('.repeated').length") == 1
+    assert browser.run(f"{card}.querySelectorAll('.turn')[1].querySelectorAll('.said .message').length") == 1
+    browser.click(".repeated > summary")
+    browser.wait("document.querySelectorAll('.repeated .message').length === 2")
+    assert "without its thoughts" in browser.run("document.querySelector('.repeated').innerText")
+    assert browser.problems == []
+
+
+def test_a_huge_conversation_is_folded(browser, tmp_path):
+    run = make_conversations(tmp_path / "talk", steps=0, groups=1)
+    file = run / "trajectories/step_0.parquet"
+    rows = pq.read_table(file).to_pylist()
+    turn = {
+        "finish_reason": "stop",
+        "reward": 0.0,
+        "tool_calls": [{"name": "x" * 9000, "arguments": {"y": "z" * 90_000}}],
+    }
+    turns = [turn | {"start": k, "end": k + 1} for k in range(400)]
+    said = [{"role": "user", "content": ["w" * 50_000, 0] * 2}, {"role": "assistant", "content": []}]
+    talk = [message | ({"turn": k} if message["role"] == "assistant" else {}) for k in range(400) for message in said]
+    for row in rows:
+        n = len(row["tokens"])
+        row |= {"turns": json.dumps({"sequences": [0], "turns": turns[:n]}), "messages": json.dumps([talk[: 2 * n]])}
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    seconds = browser.open(build_report([run]))
+    assert seconds < 5
+    card = "document.querySelector('.trajectory')"
+    shown = f"{card}.querySelectorAll('.turn').length"
+    assert browser.run(shown) == 8
+    assert browser.run(f"{card}.querySelector('.content').textContent.length") < 9000
+    browser.click(".content button")
+    assert browser.run(f"{card}.querySelector('.content').textContent.length") > 50_000
+    browser.click(".turns > button")
+    assert browser.run(shown) == browser.run(f"({FACT})('Turns')({card})")
+    assert browser.problems == []
+
+
 def test_hostile_texts_are_shown_and_do_nothing(browser, tmp_path):
     run = make_run(tmp_path / "toy", steps=1)
     rows = pq.read_table(run / "trajectories/step_1.parquet").to_pylist()
@@ -331,9 +460,29 @@ def test_hostile_texts_are_shown_and_do_nothing(browser, tmp_path):
     (run / "config.yaml").write_text(json.dumps({"runner": {"experiment_name": HOSTILE}}))
     (run / "baselines.json").write_text(json.dumps({HOSTILE: 0.5}))
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1, HOSTILE: 1, "val/accuracy": 0.5}))
+    call = {"name": HOSTILE, "arguments": {HOSTILE: HOSTILE}, "error": HOSTILE}
+    odd = [[call, None, 7, {"name": None, "arguments": [HOSTILE]}], HOSTILE, {"a": 1}, None]
+    talk = [[{"role": HOSTILE, "content": [HOSTILE, 99, -1, 0.5, None]}, 7, {"content": 3}, None], HOSTILE, None]
+    for row in rows[2:]:
+        turns = [
+            {"start": k, "end": k + 2, "reward": HOSTILE, "state": HOSTILE, "tool_calls": odd[k]} for k in range(4)
+        ]
+        talk[0] += [{"role": "assistant", "content": [HOSTILE], "turn": k} for k in range(4)]
+        row |= {
+            "turns": json.dumps({"sequences": [0], "turns": turns}),
+            "messages": json.dumps(talk),
+            "metrics": json.dumps({HOSTILE: 1}),
+        }
+    for row in rows:
+        row.setdefault("turns", None), row.setdefault("messages", HOSTILE), row.setdefault("metrics", HOSTILE)
+    pq.write_table(pa.Table.from_pylist(rows), run / "trajectories/step_1.parquet")
     browser.open(build_report([run]))
     browser.choose("split", "train")
     assert HOSTILE in browser.run("document.querySelector('.tokens span').textContent")
+    for place in ("h4", ".content", ".prefix", ".tool code", ".tool dt", ".tool .why"):
+        assert browser.run(
+            f"[...document.querySelectorAll('.turn {place}')].some((e) => e.textContent.includes('boxed{{4}}'))"
+        )
     browser.point_at(".tokens span")
     browser.run("document.querySelectorAll('details').forEach((d) => (d.open = true))")
     time.sleep(0.2)

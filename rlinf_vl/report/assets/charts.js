@@ -8,6 +8,9 @@ const color = (i) => css(`--c${i % 7}`);
 
 function drawCharts({ runs, charts, phases }) {
   const section = document.getElementById("curves");
+  const measured = new Set(runs.flatMap((run) => Object.keys(run.metrics)).map((name) => name.match(/^(?:val\/)?env\/(.+)/s)?.[1]).filter(Boolean));
+  const about = "What the environment measures: mean over the episodes that gave it.";
+  charts = [...charts, ...[...measured].sort().map((name) => ({ title: name, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
   const shown = ["val/accuracy_error", "val/problems", ...charts.flatMap((spec) => Object.keys(spec.lines))];
   const figures = charts.map((spec) => chart(spec, linesOf(spec, runs)));
   for (const run of runs) {
@@ -42,6 +45,7 @@ function linesOf(spec, runs) {
       at: points(run, metric), errors: points(run, `${metric}_error`),
     })));
   const drawn = lines.filter((line) => [...line.at.values()].some((value) => value !== null));
+  if (spec.above !== undefined && !drawn.some((line) => [...line.at.values()].some((value) => value > spec.above))) return [];
   if (!spec.baselines || !drawn.length) return drawn;
   const steps = drawn.flatMap((line) => [...line.at.keys()]);
   const ends = [Math.min(...steps), Math.max(...steps)];

@@ -42,7 +42,7 @@ async function unpack() {
 
 /** Four digits, for people; a dash for what isn't there. */
 function number(value) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number" || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   const text = size && (size < 1e-3 || size >= 1e7) ? value.toExponential(1).replace(".0e", "e")
     : size >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4));

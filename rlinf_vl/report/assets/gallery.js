@@ -9,7 +9,10 @@ function setUpGallery({ runs, images }) {
   const holder = document.getElementById("gallery");
   const pages = document.getElementById("pages");
   const all = runs.flatMap((run) => indexRun(run));
-  const scales = { difference: scaleOf(all.map((item) => item.mismatch_max)), advantage: scaleOf(all.map((item) => item.advantage)) };
+  const advantages = all.flatMap((item) => item.layout.turns.map((turn) => turn.advantage ?? item.advantage).concat(item.advantage));
+  const scales = { difference: scaleOf(all.map((item) => item.mismatch_max)), advantage: scaleOf(advantages) };
+  if (runs.some((run) => run.conversational)) form.elements.sort.append(h("option", { value: "turns" }, "most turns"));
+  document.querySelector("#curves .charts").append(...[successByTurns(runs, all)].filter(Boolean));
   const pageSize = runs.length > 1 ? 10 : 20;
   let entries = [];
   let page = 0;
@@ -67,11 +70,14 @@ function indexRun(run) {
     const item = {
       run, i, text, step: t.step[i], sample: t.sample[i], reward: t.reward[i], advantage: t.advantage[i],
       split: text("split"), problem: text("problem_id"), group: text("group_id"), error: text("error"),
-      truncated: text("finish_reason") === "length" ? 1 : 0, from: t.offsets[i], to: t.offsets[i + 1],
+      truncated: text("finish_reason") === "length" ? 1 : 0, from: t.offsets[i], to: t.offsets[i + 1], layout: layoutOf(text("turns")),
     };
+    run.conversational ||= item.layout.turns.length > 1;
     item.outcome = item.error !== null ? "error" : t.correct[i] === 1 ? "correct" : t.correct[i] === 0 ? "wrong" : "not graded";
     let [sum, count] = [0, 0];
+    item.sampled = 0;
     for (let k = item.from; k < item.to; k++) {
+      item.sampled += t.response_mask[k];
       const size = t.response_mask[k] ? Math.abs(t.rollout_logprobs[k] - t.train_logprobs[k]) : NaN;
       if (Number.isNaN(size)) continue;
       item.mismatch_max = Math.max(item.mismatch_max ?? 0, size);
@@ -102,7 +108,7 @@ function scaleOf(values) {
 function comparison(sort) {
   const key = {
     newest: (x) => x.step, best: (x) => x.reward, worst: (x) => -x.reward, disputed: (x) => x.disputed,
-    mismatch_max: (x) => x.mismatch_max, mismatch_mean: (x) => x.mismatch_mean, truncated: (x) => x.truncated,
+    mismatch_max: (x) => x.mismatch_max, mismatch_mean: (x) => x.mismatch_mean, truncated: (x) => x.truncated, turns: (x) => x.layout.turns.length,
   }[sort];
   const value = (item) => (Number.isFinite(key(item)) ? key(item) : -Infinity);
   const order = (a, b) => (a === b ? 0 : a < b ? -1 : 1);
@@ -161,13 +167,6 @@ function aligned(entry, runs, view) {
 
 function card(item, view) {
   const t = item.run.trajectories;
-  const indices = [...t.images.slice(t.image_offsets[item.i], t.image_offsets[item.i + 1])];
-  const pictures = indices.map((index, k) => {
-    if (index < 0) return h("p", { class: "no-image" }, "Image left out");
-    const { url, size } = view.images[index];
-    const small = Math.max(...size) <= 128 && "small";
-    return h("img", { src: url, width: size[0], height: size[1], class: small, decoding: "async", alt: `Image ${k + 1} of ${indices.length} of problem ${item.problem}, ${size[0]} × ${size[1]} pixels` });
-  });
   const head = h("header", {},
     h("h3", {}, `${item.split === "val" ? "Validation" : "Training"}, step ${item.step}`),
     h("span", { class: `badge ${item.outcome.replace(" ", "-")}` }, item.outcome),
@@ -179,19 +178,34 @@ function card(item, view) {
     ["Reward", number(item.reward), rewardParts(item.text("reward_parts"))],
     ["Advantage", number(item.advantage)],
     item.groupSize > 1 && ["Group's reward", number(item.groupMean), `± ${number(Math.sqrt(item.disputed))}`],
-    ["Tokens", String(item.to - item.from), item.text("finish_reason") && `finish: ${item.text("finish_reason")}`],
-    layoutOf(item).turns.length > 1 && ["Turns", String(layoutOf(item).turns.length)],
+    ["Tokens", String(item.sampled), item.text("finish_reason") && `finish: ${item.text("finish_reason")}`],
+    item.layout.turns.length > 1 && ["Turns", String(item.layout.turns.length)],
+    ...Object.entries(parsed(item.text("metrics")) ?? {}).slice(0, 20).map(([name, value]) => [name, number(Number(value))]),
     item.mismatch_max !== undefined && ["|rollout − train|", number(item.mismatch_mean), `largest ${number(item.mismatch_max)}`],
     versions.length > 0 && ["Weights of step", versions.length > 1 ? `${Math.min(...versions)}–${Math.max(...versions)}` : String(versions[0])],
   ].filter(Boolean);
   return h("article", { class: "card trajectory", "aria-label": `Step ${item.step}, problem ${item.problem}, sample ${item.sample + 1}` }, head,
-    h("div", { class: "body" }, pictures.length > 0 && h("div", { class: "images" }, pictures),
-      h("div", { class: "texts" },
-        h("h4", {}, "Prompt"), longText(item.text("prompt") ?? "–"),
-        h("h4", {}, "Response"), response(item, view),
-        item.error !== null && [h("h4", {}, "Error"), h("pre", { class: "error" }, item.error)],
-        h("h4", {}, "Answer"), h("pre", {}, item.text("answer") ?? "–"))),
+    h("div", { class: "body" }, item.run.conversational && item.text("messages") ? asConversation(item, view) : asOneText(item, view)),
     h("dl", { class: "facts" }, facts.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more && h("small", {}, ` ${more}`))))));
+}
+
+/** What the model was shown, and what it answered. */
+function asOneText(item, view) {
+  const t = item.run.trajectories;
+  const pictures = Array.from({ length: t.image_offsets[item.i + 1] - t.image_offsets[item.i] }, (_, index) => picture(item, index, view));
+  return [pictures.length > 0 && h("div", { class: "images" }, pictures),
+    h("div", { class: "texts" }, h("h4", {}, "Prompt"), longText(item.text("prompt") ?? "–"), h("h4", {}, "Response"), response(item, view), ...verdict(item))];
+}
+
+/** Turn by turn; folded below it, the tokens as the model reads them. */
+function asConversation(item, view) {
+  const raw = h("details", {}, h("summary", {}, "As the model reads it"));
+  raw.addEventListener("toggle", () => raw.append(h("h4", {}, "Prompt"), longText(item.text("prompt") ?? "–"), h("h4", {}, "What follows"), response(item, view)), { once: true });
+  return h("div", { class: "texts" }, conversation(item, view), ...verdict(item), raw);
+}
+
+function verdict(item) {
+  return [item.error !== null && [h("h4", {}, "Error"), h("pre", { class: "error" }, item.error)], h("h4", {}, "Answer"), h("pre", {}, item.text("answer") ?? "–")].flat();
 }
 
 function rewardParts(text) {
@@ -210,17 +224,13 @@ function longText(text) {
 }
 
 /** A trajectory's sequences (positions of their first tokens) and turns; none in older files. */
-function layoutOf(item) {
-  try {
-    return { sequences: [], turns: [], ...JSON.parse(item.text("turns")) };
-  } catch {
-    return { sequences: [], turns: [] };
-  }
+function layoutOf(text) {
+  const layout = parsed(text);
+  return { sequences: list(layout?.sequences), turns: list(layout?.turns).filter((turn) => turn !== null && typeof turn === "object") };
 }
 
 /** Where a trajectory has several: position of the first token → "sequence 2", "turn 3, reward 0.5". */
-function boundaries(item) {
-  const { sequences, turns } = layoutOf(item);
+function boundaries({ layout: { sequences, turns } }) {
   const labels = new Map();
   const add = (at, text) => labels.set(at, labels.has(at) ? `${labels.get(at)}, ${text}` : text);
   if (sequences.length > 1) sequences.forEach((at, n) => add(at, `sequence ${n + 1}`));
@@ -228,25 +238,36 @@ function boundaries(item) {
   return labels;
 }
 
-/** The response's tokens, each colored by its value; a long one's first, with a button for all. */
-function response(item, view, limit = TOKENS_SHOWN) {
+/** The whole response, token by token. */
+function response(item, view) {
+  if (item.to === item.from) return h("pre", {}, item.text("response") || "(empty)");
+  return tokenList(item, view, 0, item.to - item.from, "Response", boundaries(item));
+}
+
+/** What a token's turn is paid for. */
+function advantageAt(item, n) {
+  return item.layout.turns.find((turn) => turn.start <= n && n < turn.end)?.advantage ?? item.advantage;
+}
+
+/** Tokens number `start` … `end` of a response, each colored by its value; of many the first, with a button for all. */
+function tokenList(item, view, start, end, name, labels = new Map(), limit = TOKENS_SHOWN) {
   const t = item.run.trajectories;
-  const count = item.to - item.from;
-  if (!count) return h("pre", {}, item.text("response") || "(empty)");
-  const labels = boundaries(item);
-  const spans = Array.from({ length: Math.min(count, limit) }, (_, n) => {
+  const [first, count] = [Math.max(0, start), Math.min(end, item.to - item.from) - Math.max(0, start)];
+  if (!(count > 0)) return h("pre", {}, "(empty)");
+  const spans = Array.from({ length: Math.min(count, limit) }, (_, i) => {
+    const n = first + i;
     const k = item.from + n;
-    const value = { difference: t.rollout_logprobs[k] - t.train_logprobs[k], advantage: item.advantage }[view.mode];
+    const value = { difference: t.rollout_logprobs[k] - t.train_logprobs[k], advantage: view.mode === "advantage" ? advantageAt(item, n) : 0 }[view.mode];
     const level = Math.min(LEVELS, Math.ceil((LEVELS * Math.abs(value)) / view.scales[view.mode]));
     const shade = level > 0 && t.response_mask[k] ? (value > 0 ? "p" : "n") + level : null;
-    const span = h("span", { role: "option", "aria-selected": "false", "aria-describedby": "tooltip", tabindex: n ? -1 : 0, "data-n": n,
+    const span = h("span", { role: "option", "aria-selected": "false", "aria-describedby": "tooltip", tabindex: i ? -1 : 0, "data-n": n,
       "data-shade": shade, class: t.response_mask[k] ? null : "untrained" }, tokenText(t, k).replaceAll("\n", "↵\n") || "∅");
     return labels.has(n) ? [h("small", { class: "boundary", role: "presentation" }, labels.get(n)), span] : span;
   });
-  const tokens = h("div", { class: "tokens", role: "listbox", "aria-label": "Response token by token; arrow keys move from one to the next" }, spans.flat());
+  const tokens = h("div", { class: "tokens", role: "listbox", "aria-label": `${name} token by token; arrow keys move from one to the next` }, spans.flat());
   tokens.item = item;
   if (count <= limit) return tokens;
-  const showAll = (event) => event.currentTarget.parentElement.replaceWith(response(item, view, count));
+  const showAll = (event) => event.currentTarget.parentElement.replaceWith(tokenList(item, view, start, end, name, labels, count));
   return h("div", {}, tokens, h("button", { type: "button", onclick: showAll }, `Show all ${count.toLocaleString("en")} tokens`));
 }
 
@@ -264,7 +285,7 @@ function setUpTooltip(holder) {
     const rows = [
       ["rollout − train", number(t.rollout_logprobs[k] - t.train_logprobs[k])],
       ["rollout logprob", number(t.rollout_logprobs[k])], ["train logprob", number(t.train_logprobs[k])],
-      ["advantage", number(item.advantage)], ["token id", t.response_ids[k] < 0 ? "–" : String(t.response_ids[k])],
+      ["advantage", number(advantageAt(item, Number(span.dataset.n)))], ["token id", t.response_ids[k] < 0 ? "–" : String(t.response_ids[k])],
       ["weights of step", t.weight_versions[k] < 0 ? "–" : String(t.weight_versions[k])],
       ...t.token_columns.map(([name, values]) => [name, number(values[k])]),
       ["place", `${Number(span.dataset.n) + 1} of ${item.to - item.from}`],
@@ -289,7 +310,7 @@ function setUpTooltip(holder) {
     const span = tokenOf(event);
     if (event.key === "Escape") hide();
     const tokens = [...(span?.parentElement.querySelectorAll("[data-n]") ?? [])];
-    const at = Number(span?.dataset.n);
+    const at = tokens.indexOf(span);
     const to = { ArrowRight: tokens[at + 1], ArrowLeft: tokens[at - 1], Home: tokens[0], End: tokens.at(-1) }[event.key];
     if (!to) return;
     event.preventDefault();

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageDraw
+from unit.observe.conversations import make_conversations
 
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress
@@ -414,3 +415,33 @@ def test_a_file_whose_footer_is_whole_and_a_column_is_not_is_left_out(tmp_path):
     page = build_report([run])
     assert unpack(page)[0]["runs"][0]["trajectories"]["count"] == 16 + 12
     assert "step_1.parquet could not be read" in page.read_text()
+
+
+def test_a_conversation_is_in_the_report_without_repeated_placeholders(tmp_path):
+    run = make_conversations(tmp_path / "talk", steps=3)
+    header, arrays = unpack(build_report([run]))
+    stored = pa.concat_tables(
+        [pq.read_table(run / f"trajectories/step_{step}.parquet") for step in range(4)], promote_options="permissive"
+    ).to_pylist()
+    assert column(header, arrays, "messages") == [row["messages"] for row in stored]
+    offsets, tokens = column(header, arrays, "offsets"), column(header, arrays, "tokens")
+    assert "<|image_pad|>" in tokens and len(tokens) < sum(len(row["tokens"]) for row in stored)
+    for i, (row, found) in enumerate(zip(stored, column(header, arrays, "turns"), strict=True)):
+        own = tokens[offsets[i] : offsets[i + 1]]
+        for turn, shown in zip(json.loads(row["turns"])["turns"], json.loads(found)["turns"], strict=True):
+            assert own[shown["start"] : shown["end"]] == row["tokens"][turn["start"] : turn["end"]]
+    for text in ("{", "[1]", '{"turns": [{"start": 10000000}]}', '{"turns": 7}'):
+        rows = [row | {"turns": text} for row in stored if row["step"] == 1]
+        pq.write_table(pa.Table.from_pylist(rows), run / "trajectories/step_1.parquet")
+        header, arrays = unpack(build_report([run]))
+        assert text in column(header, arrays, "turns")
+
+
+def test_one_turn_runs_carry_no_messages(tmp_path):
+    run = make_run(tmp_path / "toy", steps=1)
+    rows = pq.read_table(run / "trajectories/step_1.parquet").to_pylist()
+    turns = {"sequences": [0], "turns": [{"start": 0, "end": 11, "finish_reason": "stop", "reward": 1.0}]}
+    rows = [row | {"turns": json.dumps(turns), "messages": '[[{"role": "user", "content": ["?"]}]]'} for row in rows]
+    pq.write_table(pa.Table.from_pylist(rows), run / "trajectories/step_1.parquet")
+    header, arrays = unpack(build_report([run]))
+    assert set(column(header, arrays, "messages")) == {None}

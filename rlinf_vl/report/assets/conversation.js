@@ -1,0 +1,180 @@
+// A trajectory of several turns: a filmstrip, then turn by turn what was said, answered, called and paid.
+
+const TURNS_SHOWN = 8;
+const TEXT_SHOWN = 4000;
+const MOST_ROWS = 12; // of success by turns
+const ANSWERERS = ["assistant", "model"];
+
+/** [{number, start, end, reward, …, said, before, sequence}] of a trajectory. `said`: messages new in the turn; `before`: those that a rewritten history
+ *  repeats; `prefix`: what the template began the answer with. */
+function turnsOf(item) {
+  const { turns } = item.layout;
+  const found = [];
+  list(parsed(item.text("messages"))).forEach((messages, sequence) => {
+    let said = [];
+    let first = true;
+    for (const message of list(messages).filter((m) => Array.isArray(m?.content))) {
+      if (turns[message.turn] === undefined) {
+        said.push(message);
+        continue;
+      }
+      const again = first && sequence ? said.findLastIndex((m) => ANSWERERS.includes(m.role)) + 1 : 0;
+      found.push({ ...turns[message.turn], number: message.turn + 1, role: message.role, prefix: message.content,
+        said: said.slice(again), before: said.slice(0, again), sequence });
+      [said, first] = [[], false];
+    }
+    if (said.length) found.push({ number: null, said, before: [], sequence });
+  });
+  return found;
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text ?? "null");
+  } catch {
+    return null;
+  }
+}
+
+const list = (value) => (Array.isArray(value) ? value : []);
+
+function conversation(item, view) {
+  const turns = turnsOf(item);
+  const places = new Map(); // turn → its element
+  const holder = h("div", { class: "turns" });
+  const showTurns = (count) => {
+    const rows = turns.slice(0, count).map((turn, k) => {
+      places.set(turn, turnRow(item, turn, view, turns[k - 1]));
+      return places.get(turn);
+    });
+    const more = h("button", { type: "button", onclick: () => showTurns(turns.length) }, `Show all ${turns.length} turns`);
+    holder.replaceChildren(...rows, ...(count < turns.length ? [more] : []));
+  };
+  showTurns(turns.length <= TURNS_SHOWN + 2 ? turns.length : TURNS_SHOWN);
+  const go = (turn) => {
+    if (!places.has(turn)) showTurns(turns.length);
+    places.get(turn).scrollIntoView({ block: "nearest" });
+    places.get(turn).focus({ preventScroll: true });
+  };
+  return h("div", { class: "conversation" }, filmstrip(item, turns, view, go), holder);
+}
+
+/** Pictures in order, under each what was done; null where fewer than two turns show one. */
+function filmstrip(item, turns, view, go) {
+  const frames = turns.map((turn) => [turn, turn.said.flatMap((m) => m.content).filter((part) => typeof part === "number")]);
+  if (frames.filter(([, shown]) => shown.length).length < 2) return null;
+  const cells = frames.map(([turn, shown]) => {
+    const done = turn.number === null ? "" : actionOf(item, turn);
+    const label = turn.number === null ? "After the last turn" : `Turn ${turn.number}: ${done}, reward ${number(turn.reward)}`;
+    return h("li", {}, h("button", { type: "button", title: label, "aria-label": label, onclick: () => go(turn) },
+      h("span", { class: "pictures" }, shown.length ? shown.map((index) => picture(item, index, view)) : h("small", {}, "no picture")),
+      h("span", { class: "done" }, turn.number !== null && h("b", {}, String(turn.number)), ` ${done} `, reward(turn))));
+  });
+  return h("ol", { class: "filmstrip", "aria-label": "Filmstrip: what each turn saw and did" }, cells);
+}
+
+/** What a turn did, in a few words: what it boxed, the tools it called, or how its answer ends. */
+function actionOf(item, turn) {
+  const text = tokensText(item, turn.start, turn.end).replace(/<\|[\w-]{1,40}\|>/g, "").trim();
+  const boxed = [...text.matchAll(/\\boxed\s*\{([^{}]*)\}/g)].at(-1)?.[1].trim();
+  const words = boxed || toolCalls(turn).map((call) => String(call.name)).join(", ") || text.replace(/\s+/g, " ") || "nothing";
+  return words.length > 24 ? `…${words.slice(-23)}` : words;
+}
+
+function tokensText(item, start, end) {
+  let text = "";
+  for (let n = start; n < Math.min(end, item.to - item.from); n++) text += tokenText(item.run.trajectories, item.from + n);
+  return text;
+}
+
+function turnRow(item, turn, view, last) {
+  const rewritten = last && last.sequence !== turn.sequence;
+  const repeated = h("details", { class: "repeated" }, h("summary", {}, `The history was rewritten: ${turn.before.length} messages before this one`));
+  repeated.addEventListener("toggle", () => repeated.append(...turn.before.map((m) => message(item, m, view))), { once: true });
+  const said = turn.said.map((m) => message(item, m, view));
+  if (turn.number === null) return h("section", { class: "turn", "aria-label": "After the last turn", tabindex: -1 }, h("div", { class: "rail" }), h("div", { class: "said" }, said));
+  const notes = [
+    turn.finish_reason && turn.finish_reason !== "stop" && `finish: ${turn.finish_reason}`,
+    turn.advantage !== undefined && turn.advantage !== null && `advantage ${number(turn.advantage)}`,
+    typeof turn.state === "string" && `state ${turn.state.length > 60 ? `${turn.state.slice(0, 60)}…` : turn.state}`,
+  ].filter(Boolean).join(" · ");
+  return h("section", { class: "turn", "aria-label": `Turn ${turn.number}`, tabindex: -1 },
+    h("div", { class: "rail" }, h("b", { title: `Turn ${turn.number}` }, String(turn.number)), reward(turn)),
+    h("div", { class: "exchange" },
+      rewritten && (turn.before.length ? repeated : h("p", { class: "about" }, "The history was rewritten: a new sequence.")),
+      said.length > 0 && h("div", { class: "said" }, said),
+      h("div", { class: "answer" }, h("h4", {}, turn.role || "answer", notes && h("small", {}, ` · ${notes}`)),
+        turn.prefix.length > 0 && h("pre", { class: "prefix" }, turn.prefix.filter((part) => typeof part === "string")),
+        tokenList(item, view, turn.start, turn.end, `Turn ${turn.number}'s answer`),
+        toolCalls(turn).map((call) => toolCard(call)))));
+}
+
+function reward({ reward: paid }) {
+  return typeof paid === "number" && paid !== 0 && h("span", { class: `paid ${paid > 0 ? "good" : "bad"}`, title: `reward ${number(paid)}` }, `${paid > 0 ? "+" : ""}${number(paid)}`);
+}
+
+/** A message: its texts, and its images where they stood between them. */
+function message(item, { role, content }, view) {
+  const parts = content.map((part) => (typeof part === "number" ? picture(item, part, view) : foldedText(String(part))));
+  const long = content.reduce((sum, part) => sum + (typeof part === "string" ? part.length : 0), 0) > 700;
+  return h("div", { class: "message" }, h("h4", {}, role || "text"), h("div", { class: "content", tabindex: long && 0 }, parts));
+}
+
+function foldedText(text) {
+  if (text.length <= TEXT_SHOWN) return h("span", {}, text);
+  const all = h("button", { type: "button", onclick: (event) => event.currentTarget.parentElement.replaceChildren(text) }, `Show all ${text.length.toLocaleString("en")} characters`);
+  return h("span", {}, `${text.slice(0, TEXT_SHOWN)}… `, all);
+}
+
+function picture(item, index, view) {
+  const t = item.run.trajectories;
+  const at = t.image_offsets[item.i] + index;
+  const image = view.images[at < t.image_offsets[item.i + 1] ? t.images[at] : -1];
+  if (!image) return h("span", { class: "no-image" }, "[image left out]");
+  const [width, height] = image.size;
+  return h("img", { src: image.url, width, height, class: Math.max(width, height) <= 128 && "small", decoding: "async",
+    alt: `Image ${index + 1} of problem ${item.problem}, ${width} × ${height} pixels` });
+}
+
+function toolCalls({ tool_calls: calls }) {
+  return list(calls).filter((call) => call !== null && typeof call === "object");
+}
+
+function toolCard({ name, arguments: given, error }) {
+  const values = given !== null && typeof given === "object" && !Array.isArray(given) ? Object.entries(given) : given === undefined || given === null ? [] : [["", given]];
+  const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  return h("div", { class: `tool ${error ? "failed" : ""}`, role: "group", "aria-label": `Tool call ${String(name ?? "")}` },
+    h("code", {}, String(name ?? "no name")),
+    values.length > 0 && h("dl", {}, values.map(([key, value]) => h("div", {}, key && h("dt", {}, key), h("dd", {}, foldedText(shown(value)))))),
+    error !== undefined && error !== null && h("p", { class: "why" }, foldedText(shown(error))));
+}
+
+/** How often episodes of so many turns succeed: in a run's first and last validation, or in the last one of several runs; of
+ *  training steps where none was recorded, null without any. */
+function successByTurns(runs, all) {
+  const columns = runs.flatMap((run, r) => {
+    const validated = all.filter((item) => item.run === run && item.split === "val");
+    const items = (validated.length ? validated : all.filter((item) => item.run === run)).filter((item) => item.error === null && item.layout.turns.length);
+    if (!items.length || !run.conversational) return [];
+    const steps = items.reduce((known, item) => known.add(item.step), new Set());
+    const ends = [...new Set(runs.length > 1 ? [Math.max(...steps)] : [Math.min(...steps), Math.max(...steps)])];
+    return ends.map((step) => ({ r, split: items[0].split, step, run, items: items.filter((item) => item.step === step) }));
+  });
+  if (!columns.length) return null;
+  const length = (item) => Math.min(item.layout.turns.length, MOST_ROWS);
+  const rows = [...new Set(columns.flatMap(({ items }) => items.map(length)))].sort((a, b) => a - b);
+  const cell = ({ items, r }, n, c) => {
+    const these = items.filter((item) => n === null || length(item) === n);
+    if (!these.length) return h("td", { class: "number" }, "–");
+    const share = these.filter((item) => item.outcome === "correct").length / these.length;
+    const bar = h("span", { class: "share", "data-color": (runs.length > 1 ? r : c) % 7 });
+    bar.style.width = `${100 * share}%`;
+    return h("td", { class: "number" }, `${Math.round(100 * share)} % `, h("small", {}, `of ${these.length}`), h("span", { class: "track" }, bar));
+  };
+  const name = ({ run, step, split }) => `${runs.length > 1 ? `${run.name}, ` : ""}${split === "val" ? "validation" : "step"} ${split === "val" ? `at ${step}` : step}`;
+  const line = (label, n) => h("tr", {}, h("th", { scope: "row" }, label), columns.map((column, c) => cell(column, n, c)));
+  return h("figure", { class: "card chart by-turns" },
+    h("figcaption", {}, h("h3", {}, "Success by number of turns"), h("p", { class: "about" }, "Share graded correct of the recorded episodes that took so many turns.")),
+    h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Turns"), columns.map((column) => h("th", { scope: "col", class: "number" }, name(column))))),
+      h("tbody", {}, rows.map((n) => line(n === MOST_ROWS ? `${n} or more` : String(n), n)), line("all", null))));
+}
