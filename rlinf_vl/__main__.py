@@ -84,6 +84,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, still going or ended")
     argument("--output", type=Path, default=None, help="the file; the default is report.html in the first run's folder")
 
+    argument = verb("check-env", "play an environment with random and hostile answers; say what breaks its contract")
+    argument("env_class", metavar="NAME", help="as rollout.env_class: a name, module:Class or path/to/file.py:Class")
+    argument("overrides", nargs="*", metavar="key=value", help="keywords of its constructor; data.* for --data")
+    argument("--data", metavar="FILE", help="rows to start it with, as in data.train_data_paths")
+    argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="for one call (default 60)")
+
     argument = verb("doctor", "what this machine has, and what a config would need")
     argument("config", nargs="?", help="as for train; without one, the machine alone")
     argument("overrides", nargs="*", help="as for train")
@@ -224,6 +230,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.report import build_report
 
             print(build_report(arguments.runs, arguments.output))
+        case "check-env":
+            from rlinf_vl.rollout import check_env
+
+            return check_env.main(arguments)
         case "doctor":
             from rlinf_vl.preflight import doctor
 

@@ -80,7 +80,9 @@ def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
 def _field_docs(section: type) -> dict[str, str]:
     """Field → the string literal under it, on one line; Python drops it at run time."""
     docs = {}
-    for statement, below in pairwise(ast.parse(inspect.getsource(section)).body[0].body):
+    (parsed,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(parsed, ast.ClassDef)
+    for statement, below in pairwise(parsed.body):
         match statement, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
                 docs[name] = " ".join(doc.split())

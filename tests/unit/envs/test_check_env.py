@@ -1,0 +1,196 @@
+"""`check-env` on environments that break one rule each, and on some that break none."""
+
+from pathlib import Path
+
+import pytest
+
+from rlinf_vl.__main__ import main
+
+ENV = '''
+import asyncio, random, time
+import numpy as np
+from PIL import Image
+from rlinf_vl.envs import StepResult
+from rlinf_vl.rewards import GradingTimeout
+
+PICTURE = np.zeros((32, 48, 3), np.uint8)
+
+def said(*parts, role="user"):
+    return {"role": role, "content": [{"type": "text", "text": part} if isinstance(part, str) else
+                                      {"type": "image", "image": part} for part in parts]}
+
+class Good:
+    """Three turns with a picture each; pays for the word left."""
+    def __init__(self, turns=3, *, group_seed):
+        self.turns, self.cell = turns, random.Random(group_seed).randrange(9)
+    def start(self, problem):
+        self.left = self.turns
+        return [said(f"You are in cell {self.cell}. Go left, right, up or down.", PICTURE)]
+    def step(self, response):
+        self.left -= 1
+        if self.left < 0: raise RuntimeError("it is over")
+        right = "left" in response
+        info = {"metrics": {"left": self.left}, "reward_parts": {"word": right}, "state": str(self.left), "correct": right}
+        return StepResult([said(Image.fromarray(PICTURE), "and now left?")], float(right), self.left == 0, info)
+    def close(self): pass
+
+class Env(Good):
+'''
+GOOD = {
+    "as it should be": "    pass",
+    "coroutines": """
+    async def start(self, problem): await asyncio.sleep(0); return super().start(problem)
+    async def step(self, response): await asyncio.sleep(0); return super().step(response)
+    async def close(self): await asyncio.sleep(0)""",
+    "no verdict": "    def step(self, response): raise GradingTimeout('in 0.5 s')",
+    "an end that stays": "    def step(self, response): return StepResult((), 0, True)",
+}
+BROKEN = {
+    "no messages": ("    def start(self, problem): return []", "messages can't be shown: there are none"),
+    "none": ("    def start(self, problem): return None", "messages can't be shown: 'NoneType' object is not iterable"),
+    "texts": ("    def start(self, problem): return ['go']", "messages can't be shown: 'go' is no message with a role"),
+    "role": ("    def start(self, problem): return [said('go', role='world')]", "is no message with a role (system, user"),
+    "assistant": ("    def start(self, problem): return [said('go', role='assistant')]", "the last is of role 'assistant'"),
+    "content": ("    def start(self, problem): return [{'role': 'user', 'content': 3}]", "the content 3 is neither a text nor"),
+    "part": (
+        "    def start(self, problem): return [{'role': 'user', 'content': [{'type': 'video', 'video': 'x'}]}]",
+        "is neither a text nor an image",
+    ),
+    "no image": ("    def start(self, problem): return [said(b'GIF')]", "messages can't be shown: 3 bytes beginning b'GIF'"),
+    "truncated": (
+        """    def start(self, problem):
+        import io; file = io.BytesIO()
+        Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8)).save(file, 'PNG')
+        return [said(file.getvalue()[:900])]""",
+        "can't be decoded",
+    ),
+    "floats": ("    def start(self, problem): return [said(PICTURE / 255)]", "messages can't be shown: "),
+    "too large": ("    def start(self, problem): return [said(Image.new('1', (9000, 9000)))]", "9000×9000 pixels; at most"),
+    "foreign address": (
+        "    def start(self, problem):\n"
+        "        return [{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'image://abc'}}]}]",
+        "image://abc is no image of the problem",
+    ),
+    "fetched": (
+        "    def start(self, problem):\n"
+        "        return [{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'http://127.0.0.1/x.png'}}]}]",
+        "messages can't be shown: ",
+    ),
+    "start raises": ("    def start(self, problem): return problem.columns['map']", "start(problem) raised KeyError: 'map'"),
+    "tuple": ("    def step(self, response): return [], 1.0, True", "step returned tuple: return StepResult("),
+    "nan": ("    def step(self, response): return StepResult((), float('nan'), True)", "gave the reward nan"),
+    "reward of text": ("    def step(self, response): return StepResult((), '1', True)", "gave the reward '1'"),
+    "done": ("    def step(self, response): return StepResult((), 1, 'yes')", "gave done='yes'"),
+    "metrics": (
+        "    def step(self, response): return StepResult((), 1, True, {'metrics': {'x': 'many'}})",
+        "gave an info that can't be recorded",
+    ),
+    "tool calls": (
+        "    def step(self, response): return StepResult((), 1, True, {'tool_calls': [{'function': 'x'}]})",
+        "the tool call {'function': 'x'} is no mapping with 'name' and 'arguments'",
+    ),
+    "empty answers": (
+        "    def step(self, response): response[0]; return super().step(response)",
+        "step raised IndexError: string index out of range",
+    ),
+    "json": (
+        "    def step(self, response):\n"
+        "        import json\n"
+        "        if '<tool_call>' in response: json.loads(response.split('<tool_call>')[1])\n"
+        "        return super().step(response)",
+        "step raised JSONDecodeError",
+    ),
+    "formats": (
+        "    def step(self, response): response.format(); return super().step(response)",
+        "step raised ",
+    ),
+    "never done": (
+        "    def step(self, response): return StepResult([said('go')], 0, False)",
+        "no episode was done within 100 turns",
+    ),
+    "wakes again": (
+        "    def step(self, response): self.left = (self.left or 2) - 1; return StepResult([said('go')], 0, self.left == 0)",
+        "step after done returned done=False",
+    ),
+    "own dice": (
+        "    def start(self, problem): self.left = 3; return [said(str(random.random()))]",
+        "start(problem) says something else for equal seeds",
+    ),
+    "shared state": (
+        "    cells = [0]\n"
+        "    def start(self, problem): self.cells[0] += 1; self.left = 3; return [said(str(self.cells))]",
+        "start(problem) says something else for equal seeds",
+    ),
+    "close without start": ("    def close(self): del self.left", "close() without start raised AttributeError"),
+    "close twice": (
+        "    closed = False\n"
+        "    def close(self):\n        assert not self.closed, 'closed already'\n        self.closed = True",
+        "close() a second time raised AssertionError: closed already",
+    ),
+    "hangs": (
+        "    def step(self, response): time.sleep(30 if '<|im_end|>' in response else 0); return super().step(response)",
+        "step(response) did not return within 2 s",
+    ),
+    "hangs for ever in a coroutine": (
+        "    async def close(self): await asyncio.Event().wait()",
+        "close() did not return within 2 s",
+    ),
+}  # fmt: skip
+
+
+def checked(tmp_path: Path, body: str, capsys, *arguments: str) -> tuple[int, str]:
+    (tmp_path / "env.py").write_text(ENV + body + "\n")
+    code = main(["check-env", f"{tmp_path / 'env.py'}:Env", *arguments])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_a_good_environment_holds_the_contract(case, tmp_path, capsys):
+    code, out = checked(tmp_path, GOOD[case], capsys)
+    assert code == 0 and "BROKEN" not in out and out.endswith("Env holds the contract\n"), out
+
+
+def test_what_was_seen_is_told(tmp_path, capsys):
+    _, out = checked(tmp_path, GOOD["as it should be"], capsys, "turns=5")
+    for text in ("turns of an episode: 5 to 5", "reward of an episode: 0 to ", "images a turn: 1 to 1; sizes: 48×32"):
+        assert text in out
+    for text in ("metric left (", "reward part word (", "the start depends on group_seed", "slowest calls: "):
+        assert text in out
+    assert "0 to 0, mean" not in out, "random answers find the word that pays"
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken_is_told_in_a_sentence(case, tmp_path, capsys):
+    body, expected = BROKEN[case]
+    code, out = checked(tmp_path, body, capsys, "--time-limit", "2")
+    broken = [line for line in out.splitlines() if line.startswith("BROKEN: ")]
+    assert code == 1 and expected in "\n".join(broken), out
+    assert len(broken) <= 3, out
+
+
+def test_rows_of_a_file_start_it(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "Go.", "answer": "x", "map": "ab"}\n' * 3)
+    body = "    def start(self, problem): self.left = 1; return [said(problem.columns['map'])]"
+    code, out = checked(tmp_path, body, capsys, "--data", str(rows), "data.prompt_key=question")
+    assert code == 0, out
+    assert main(["check-env", f"{tmp_path / 'env.py'}:Env", "--data", str(rows)]) == 2
+    assert "data.prompt_key: column 'problem' not in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("env.py:Evn", [], "no class 'Evn'"),
+        ("sngle_turn", [], "did you mean 'single_turn'"),
+        ("env.py:Env", ["turn=3"], "Env takes no keyword 'turn'; it takes turns; did you mean 'turns'"),
+        ("env.py:Env", ["turns"], "write key=value"),
+        ("env.py:Env", ["turns=["], "its value is not YAML"),
+        ("env.py:Env", ["data.nothing=1"], "data.nothing: no such key"),
+    ],
+)
+def test_mistakes_of_the_call_are_refused(name, arguments, expected, tmp_path, monkeypatch, capsys):
+    (tmp_path / "env.py").write_text(ENV + "    pass\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check-env", name, *arguments]) == 2
+    assert expected in capsys.readouterr().err
