@@ -75,6 +75,11 @@ def _rollout(config: Config) -> Iterator[str]:
             "rollout.deterministic: true needs a GPU (cluster.device is cpu): SGLang's deterministic kernels exist for CUDA "
             "attention backends, not for torch_native, the only one on a CPU"
         )
+    if target := rollout.sglang.server_args.get("rl_on_policy_target"):
+        yield (
+            f"rollout.sglang.server_args: rl_on_policy_target={target!r} has SGLang give prompts with images plain positions "
+            "instead of M-RoPE; leave it out: rollout.deterministic has the same kernels without that"
+        )
 
 
 def _runner(config: Config) -> Iterator[str]:

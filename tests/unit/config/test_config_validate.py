@@ -36,6 +36,10 @@ RULES = [
     (["runner.weight_sync_interval=4"], ["runner.weight_sync_interval: 4", "runner.mismatch_check_interval=-1"]),
     (["rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size", "SGLang", "torch"]),
     (["rollout.sglang.server_args={disable_radix_cache: true}"], ["rollout.sglang.server_args", "SGLang"]),
+    (
+        ["rollout.rollout_backend=sglang", "rollout.sglang.server_args={rl_on_policy_target: fsdp}"],
+        ["rollout.sglang.server_args", "rl_on_policy_target='fsdp'", "M-RoPE", "rollout.deterministic"],
+    ),
     (["actor.enable_offload=true"], ["actor.enable_offload", "cluster.device=cpu"]),
     (["rollout.deterministic=true"], ["rollout.deterministic", "SGLang"]),
     (
