@@ -26,6 +26,7 @@ BYTES_PER_TRAJECTORY, BYTES_PER_TOKEN = 1000, 20
 """What a trajectory takes in the report before compression, its images aside, and what each of its tokens adds."""
 MAX_BYTES_PER_IMAGE, MAX_PIXELS_ACROSS, THUMBNAIL_PIXELS = 100_000, 2048, 512
 """An image larger than one of the first two is shown as a thumbnail of the third."""
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 _Group = namedtuple("_Group", "file split rows bytes")
 
@@ -36,6 +37,16 @@ def add_section(sections: bytearray, data: np.ndarray) -> dict[str, Any]:
     reference = {"type": data.dtype.str[1:], "at": len(sections), "count": len(data)}
     sections += data.tobytes()
     return reference
+
+
+def read_image(run: Path, name: str) -> bytes:
+    """The encoded image of this path in the run's folder. Raises ValueError: why it is left out, for a reader."""
+    file = (run / name).resolve()
+    if not file.is_relative_to(run.resolve()):
+        raise ValueError("outside the run's folder")
+    if not file.is_file():  # nor wait for a pipe
+        raise ValueError("missing")
+    return file.read_bytes()
 
 
 class ImageStore:
@@ -54,12 +65,7 @@ class ImageStore:
         Raises:
             ValueError: why it is left out, for a reader.
         """
-        file = (run / name).resolve()
-        if not file.is_relative_to(run.resolve()):
-            raise ValueError("outside the run's folder")
-        if not file.is_file():  # nor wait for a pipe
-            raise ValueError("missing")
-        data = file.read_bytes()
+        data = read_image(run, name)
         digest = hashlib.sha256(data).digest()
         if digest not in self._known:
             try:
@@ -239,7 +245,7 @@ def _align(lists: pa.Array, lengths: np.ndarray) -> np.ndarray:
 
 def _shrink(data: bytes) -> tuple[bytes, str, tuple[int, int]]:
     """Bytes to show, their format and the original's pixels (width, height)."""
-    with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF")) as image:
+    with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
         size = image.size
         if len(data) <= MAX_BYTES_PER_IMAGE and max(size) <= MAX_PIXELS_ACROSS:
             assert image.format is not None  # one of those above

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rlinf_vl.observe.status import read_status
+from rlinf_vl.report.newest import Newest, read_newest
 from rlinf_vl.report.run_folder import check_is_run, read_metrics
 from rlinf_vl.runtime.files import read_lines
 
@@ -29,10 +30,15 @@ CURVES = {
     "rollout/train KL": "actor/rollout_train_kl",
     "grad norm": "actor/grad_norm",
     "response length": "rollout/response_length_mean",
+    "turns": "rollout/turns_mean",
     "truncated": "rollout/truncated",
     "tokens/s": "rollout/tokens_per_second",
 }
-"""Label → metric. Those that a run has are drawn, in this order."""
+"""Label → metric. Those that a run has are drawn, in this order, and after them what its environment measures."""
+MAX_MEASURED = 6
+"""Curves of what the environment measures."""
+TALL = 40
+"""Lines from which a page without halves shows the newest conversation."""
 WINDOW = 20
 """Rates and phases are those of so many last steps."""
 WIDE = 140
@@ -45,7 +51,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _PHASE_LOOKS = (("█", "cyan"), ("▓", "magenta"), ("▒", "blue"), ("░", "green"), ("▪", "yellow"))
 _STATE_COLORS = {"running": "green", "starting": "cyan", "done": "green", "failed": "red", "gone": "red"}
 _WORKER_LOOKS = {"alive": ("●", "green"), "restarting": ("○", "yellow"), "dead": ("×", "red")}
-_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▪●○×─━·…", "._-=+*%#+=.:o-x-=|.")
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▪●○×─━·…▀▣→", "._-=+*%#+=.:o-x-=|. #>")
 
 
 class Curve:
@@ -81,6 +87,7 @@ class RunPage:
         self._curves: dict[str, Curve] = {}
         self._times: list[dict[str, float]] = []  # seconds by phase, of the last steps
         self._events: list[dict[str, Any]] = []
+        self._newest: Newest | None = None
         self._status: dict[str, Any] = {}
         self.poll()
 
@@ -89,7 +96,11 @@ class RunPage:
         if self._changed("metrics.jsonl"):
             rows = self._metrics = read_metrics(self._run_dir, [])
             logged = set().union(*rows)
-            self._curves = {label: Curve(rows, metric) for label, metric in CURVES.items() if metric in logged}
+            if not any((row.get("rollout/turns_max") or 1) > 1 for row in rows):
+                logged.discard("rollout/turns_mean")
+            measured = [name for name in sorted(logged) if name.removeprefix("val/").startswith("env/")][:MAX_MEASURED]
+            curves = CURVES | {_clean(name.replace("env/", ""))[:16]: name for name in measured}
+            self._curves = {label: Curve(rows, metric) for label, metric in curves.items() if metric in logged}
             self._times = [
                 {name.removeprefix("time/"): x for name, x in row.items() if name.startswith("time/") and x is not None}
                 for row in rows[-WINDOW:]
@@ -98,6 +109,10 @@ class RunPage:
             with suppress(OSError):
                 rows, _ = read_lines(self._run_dir / "events.jsonl")
                 self._events = [row for row in rows if row.keys() >= {"time", "step", "kind", "message"}]
+        files = (self._run_dir / "trajectories").glob("step_*.parquet")
+        newest = max(files, key=lambda file: (len(file.name), file.name), default=None)
+        if newest is not None and self._changed(str(newest.relative_to(self._run_dir))):
+            self._newest = read_newest(newest) or self._newest
         self._status = read_status(self._run_dir) or self._status
 
     def _changed(self, name: str) -> bool:
@@ -214,6 +229,13 @@ class RunPage:
             lines.append(Text.assemble((clock, "dim"), *about))
         return lines
 
+    def _conversation(self, width: int, height: int) -> list[Text]:
+        """The newest one in at most `height` lines; nothing where there is none."""
+        if self._newest is None or height < 4:
+            return []
+        title = _rule(f"newest conversation: {_clean(self._newest.title)}", width)
+        return [title, *self._newest.draw(self._run_dir, width, height - 1)]
+
     def draw(self, width: int, height: int, now: float) -> list[Text]:
         """At most `height` lines, each exactly `width` wide, as of `now` in Unix seconds."""
         head = self._header(width, height // 4, now)
@@ -222,9 +244,12 @@ class RunPage:
             left, right = width - width * 9 // 20, width * 9 // 20 - 3
             side = self._phase_lines(right, now) + self._worker_lines(right, body // 2)
             side += self._newest_events(right, body - len(side))
-            halves = _fit(self._curve_lines(left, body), left, body), _fit(side, right, body)
+            talk = self._conversation(left, body // 2)
+            main = self._curve_lines(left, body - len(talk))
+            halves = _fit(_fit(main, left, body - len(talk)) + talk, left, body), _fit(side, right, body)
             return _fit(head + [Text.assemble(a, "   ", b) for a, b in zip(*halves, strict=True)], width, height)
         below = self._phase_lines(width, now) + self._worker_lines(width, 0)
+        below += self._conversation(width, body // 2) if height >= TALL else []
         lines = self._curve_lines(width, body - len(below) - min(6, max(2, 1 + len(self._events)))) + below
         lines += self._newest_events(width, max(2, body - len(lines)))
         return _fit(head + lines, width, min(height, len(head) + len(lines)))

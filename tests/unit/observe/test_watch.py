@@ -4,12 +4,17 @@ import io
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
+from unit.observe.conversations import make_conversations
+from unit.observe.test_report import HOSTILE
 
 from rlinf_vl.report import watch as watch_module
 from rlinf_vl.report.watch import Curve, RunPage, watch
@@ -249,3 +254,45 @@ def test_a_failed_run_says_why(run, width, height):
     assert "no GPU" not in text(run, width, height)
     write_status(run, pid=2**22, started=NOW)
     assert width == 20 or "ended without a word" in text(run, width, height)
+
+
+@pytest.mark.parametrize(("width", "height"), [(200, 50), (100, 60)])
+def test_the_newest_conversation_is_shown_with_its_pictures(tmp_path, width, height):
+    run = make_conversations(tmp_path / "talk")
+    page = text(run, width, height)
+    row = pq.read_table(run / "trajectories/step_6.parquet").to_pylist()[-1]
+    assert f"newest conversation: training at step 6, problem {row['problem_id']}: right, reward 1" in page
+    assert re.search(r"success by number of turns  4: 100% of \d", page)
+    for said in ("1 zoom", 'call zoom {"box": [0, 0, 160, 100]}'):
+        assert said in page, said
+    for said in (
+        "the arguments are no JSON object",
+        f"\\boxed{{{row['answer']}}}  reward 1",
+        "turns ",
+        "distance_left",
+    ):
+        assert said in page, said
+    drawn = [line for line in RunPage(run).draw(width, height, NOW) if "▀" in line.plain]
+    assert len(drawn) == 8 and any("#f4f1e8" in str(span.style) for line in drawn for span in line.spans)
+
+
+def test_where_there_is_little_room_or_only_one_turn_no_conversation_is_shown(tmp_path, run):
+    talk = make_conversations(tmp_path / "talk", steps=1)
+    assert "conversation" not in text(talk, 80, 24) and "conversation" not in text(run, 200, 50)
+
+
+def test_a_new_file_is_followed_and_what_it_has_broken_is_left_out(tmp_path):
+    run = make_conversations(tmp_path / "talk", steps=1)
+    page = RunPage(run)
+    rows = pq.read_table(run / "trajectories/step_1.parquet").to_pylist()
+    broken = ("{", "[]", '{"turns": [{"start": {}}]}', "7", "null")
+    odd = [row | {"turns": turns, "messages": messages} for row in rows for turns in broken for messages in broken]
+    shown = [row | {"step": 2, "problem_id": HOSTILE, "images": ["../x", "no.png", *row["images"]]} for row in rows]
+    pq.write_table(pa.Table.from_pylist(odd + shown + odd), run / "trajectories/step_2.parquet")
+    page.poll()
+    drawn = page.draw(200, 50, NOW)
+    said = "\n".join(line.plain for line in drawn)
+    assert "at step 2" in said and all(line.cell_len == 200 and "\u202e" not in line.plain for line in drawn)
+    (run / "trajectories/step_3.parquet").write_bytes(b"torn")
+    page.poll()
+    assert "at step 2" in "\n".join(line.plain for line in page.draw(200, 50, NOW))
