@@ -26,6 +26,8 @@ BYTES_PER_TRAJECTORY, BYTES_PER_TOKEN = 1000, 20
 """What a trajectory takes in the report before compression, its images aside, and what each of its tokens adds."""
 MAX_BYTES_PER_IMAGE, MAX_PIXELS_ACROSS, THUMBNAIL_PIXELS = 100_000, 2048, 512
 """An image larger than one of the first two is shown as a thumbnail of the third."""
+SMALL_BYTES, SMALL_PIXELS = 10_000, 256
+"""The same once half of the images' room is used: a report of many pictures shows all of them small rather than a few."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 _Group = namedtuple("_Group", "file split rows bytes")
@@ -69,7 +71,9 @@ class ImageStore:
         digest = hashlib.sha256(data).digest()
         if digest not in self._known:
             try:
-                shown, kind, size = _shrink(data)
+                few = self._bytes < self._max_bytes / 2
+                most, across = (MAX_BYTES_PER_IMAGE, THUMBNAIL_PIXELS) if few else (SMALL_BYTES, SMALL_PIXELS)
+                shown, kind, size = _shrink(data, most, across)
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
                 raise ValueError("not an image that can be shown") from error
             if self._bytes + len(shown) > self._max_bytes:
@@ -132,16 +136,16 @@ def encode_trajectories(table: pa.Table, run: Path, sections: bytearray, images:
     shown = table["images"].combine_chunks()
     columns["image_offsets"] = add_section(sections, _starts(_lengths(shown)).astype(np.int32))
     paths = shown.flatten().dictionary_encode()
-    numbers, reasons = [], Counter()
-    for name in paths.dictionary.to_pylist():
+    names, places = paths.dictionary.to_pylist(), paths.indices.fill_null(-1).to_numpy()
+    numbers, last, reasons = np.full(len(names) + 1, -1, np.int32), np.zeros(len(names) + 1, np.int64), Counter()
+    last[places] = np.arange(len(places))
+    for k in np.argsort(-last[:-1]):  # those shown latest come first, should there be no room for all
         try:
-            numbers.append(images.add(run, name))
+            numbers[k] = images.add(run, names[k])
         except (ValueError, OSError) as error:
-            numbers.append(-1)
             reasons[getattr(error, "strerror", None) or str(error)] += 1
     notes += [f"{count} image{'s' if count > 1 else ''} left out: {reason}." for reason, count in reasons.items()]
-    index = np.array([*numbers, -1], np.int32)[paths.indices.fill_null(-1).to_numpy()]
-    return columns | {"images": add_section(sections, index)}
+    return columns | {"images": add_section(sections, numbers[places])}
 
 
 def _groups_of(file: Path, index: pa.Table) -> list[_Group]:
@@ -243,14 +247,15 @@ def _align(lists: pa.Array, lengths: np.ndarray) -> np.ndarray:
     return aligned
 
 
-def _shrink(data: bytes) -> tuple[bytes, str, tuple[int, int]]:
-    """Bytes to show, their format and the original's pixels (width, height)."""
+def _shrink(data: bytes, most: int, across: int) -> tuple[bytes, str, tuple[int, int]]:
+    """Bytes to show (a thumbnail `across` pixels wide if there are more than `most`), their format and the original's pixels
+    (width, height)."""
     with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
         size = image.size
-        if len(data) <= MAX_BYTES_PER_IMAGE and max(size) <= MAX_PIXELS_ACROSS:
+        if len(data) <= most and max(size) <= MAX_PIXELS_ACROSS:
             assert image.format is not None  # one of those above
             return data, image.format, size
-        image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+        image.thumbnail((across, across))
         shown = io.BytesIO()
         image.convert("RGBA" if "A" in image.getbands() else "RGB").save(shown, "WEBP", quality=80)
         return shown.getvalue(), "WEBP", size

@@ -205,8 +205,8 @@ def test_each_image_is_stored_once(tmp_path):
     run = make_run(tmp_path / "toy", problems=3)
     header, arrays = unpack(build_report([run]))
     assert len(header["images"]) == 3
-    image = _array(arrays, header["images"][0]["data"]).tobytes()
-    assert image == (run / column_of_first_image(run)).read_bytes()
+    images = [_array(arrays, image["data"]).tobytes() for image in header["images"]]
+    assert sorted(images) == sorted(file.read_bytes() for file in (run / "images").iterdir())
     assert len(set(column(header, arrays, "images"))) == 3
 
 
@@ -445,3 +445,19 @@ def test_one_turn_runs_carry_no_messages(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), run / "trajectories/step_1.parquet")
     header, arrays = unpack(build_report([run]))
     assert set(column(header, arrays, "messages")) == {None}
+
+
+def test_many_images_become_small_and_the_latest_are_kept(tmp_path):
+    run = make_run(tmp_path / "toy", steps=1, problems=12, val_every=9)
+    rows = pq.read_table(run / "trajectories/step_1.parquet").to_pylist()
+    rng = np.random.default_rng(0)
+    for k, row in enumerate(rows):
+        Image.fromarray(rng.integers(0, 256, (100, 150, 3), np.uint8)).save(run / f"images/{k}.png")
+        row["images"] = [f"images/{k}.png"]
+    pq.write_table(pa.Table.from_pylist(rows), run / "trajectories/step_1.parquet")
+    header, arrays = unpack(build_report([run], max_image_bytes=500_000))
+    kinds = [header["images"][k]["type"] if k >= 0 else None for k in column(header, arrays, "images")[-16:]]
+    pngs = kinds.count("image/png")
+    assert 4 < pngs < 8 and kinds == ["image/webp"] * (16 - pngs) + ["image/png"] * pngs
+    header, arrays = unpack(build_report([run], max_image_bytes=120_000))
+    assert [k >= 0 for k in column(header, arrays, "images")[-16:]].index(True) > 5
