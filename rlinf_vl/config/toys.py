@@ -14,7 +14,9 @@ class ToyEntry(NamedTuple):
     rows: dict[str, int]  # by split, "train" and "val"
 
 
+_QUESTIONS = (("id", "problem", "images", "answer"), {"train": 5840, "val": 152})
 TOYS = {
-    "toy": ToyEntry("rlinf_vl.toy.drawings", ("id", "problem", "images", "answer"), {"train": 5840, "val": 152}),
+    "toy": ToyEntry("rlinf_vl.toy.drawings", *_QUESTIONS),
     "toy-maze": ToyEntry("rlinf_vl.toy.maze", ("id", "problem", "maze", "answer"), {"train": 4096, "val": 192}),
+    "toy-tool": ToyEntry("rlinf_vl.toy.rectangle_tool", *_QUESTIONS),
 }

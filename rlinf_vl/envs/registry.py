@@ -19,7 +19,10 @@ from rlinf_vl.types import Problem
 #: Name (rollout.env_class) → where its class is, imported when asked for.
 ENVIRONMENTS = {
     "single_turn": "rlinf_vl.envs.single_turn:SingleTurn",
+    "picture_tool": "rlinf_vl.envs.picture_tool:PictureTool",
+    "geometry_tool": "rlinf_vl.envs.geometry_tool:GeometryTool",
     "maze": "rlinf_vl.toy.maze:Maze",
+    "rectangle_tool": "rlinf_vl.toy.rectangle_tool:RectangleTool",
 }
 #: Keywords that a constructor gets if it names them.
 OFFERED = ("grade", "reward_max", "reward_min", "seed", "group_seed")

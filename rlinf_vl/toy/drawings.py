@@ -157,18 +157,20 @@ def _by_size() -> tuple[tuple[Placement, ...], ...]:
     return tuple(tuple(same) for _, same in sizes)
 
 
-def demonstrate(rng: np.random.Generator) -> list[Message]:
-    """A question on a training placement and its worked answer. Sizes are drawn evenly (a large rectangle has few placements
-    and would hardly be seen), then one of the size's placements."""
+def ask(rng: np.random.Generator) -> tuple[Placement, Kind, Message]:
+    """A question on a training placement. Sizes are drawn evenly (a large rectangle has few placements and would hardly be seen),
+    then one of the size's placements."""
     placements = _by_size()[rng.integers(len(_by_size()))]
     placement = placements[rng.integers(len(placements))]
     kind = list(QUESTIONS)[rng.integers(len(QUESTIONS))]
     picture = {"type": "image", "image": draw(placement, rng)}
-    answer = demonstration(placement.width, placement.height, kind, rng)
-    return [
-        {"role": "user", "content": [picture, {"type": "text", "text": QUESTIONS[kind]}]},
-        {"role": "assistant", "content": answer},
-    ]
+    return placement, kind, {"role": "user", "content": [picture, {"type": "text", "text": QUESTIONS[kind]}]}
+
+
+def demonstrate(rng: np.random.Generator) -> list[Message]:
+    """A question and its worked answer."""
+    placement, kind, question = ask(rng)
+    return [question, {"role": "assistant", "content": demonstration(placement.width, placement.height, kind, rng)}]
 
 
 def summary() -> str:
