@@ -91,7 +91,7 @@ def train(
     state = resume(newest_checkpoint(run_dir, start), pool, learner, data, gpu, sync, log)
     guard = MismatchGuard(config, learner, log)
     try:
-        if state.step == 0:
+        if state.step == 0 and runner.val_before_train:
             state.metrics = validate(state, config, pool, data, log)
             if state.metrics:
                 pool.release(log.end_step(0, state.metrics))

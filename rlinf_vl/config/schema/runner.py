@@ -84,7 +84,9 @@ class RunnerConfig:
     max_steps: int = key(-1, OFF_OR_POSITIVE)
     """Training steps; -1 leaves it to max_epochs."""
     val_check_interval: int = key(10, OFF_OR_POSITIVE)
-    """Validate every so many steps, and before the first and after the last; -1 never validates."""
+    """Validate every so many steps, and after the last; -1 never validates."""
+    val_before_train: bool = True
+    """Validate before the first step, too, unless val_check_interval is -1."""
     weight_sync_interval: int = key(1, AT_LEAST_1)
     """Training steps between weight syncs. Above 1 the engine samples from older weights, which TIS corrects for."""
     mismatch_check_interval: int = key(20, OFF_OR_POSITIVE)

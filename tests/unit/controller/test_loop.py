@@ -68,6 +68,13 @@ def test_a_run_validates_trains_syncs_saves_and_logs_on_schedule(folder):
     assert [worker["name"] for worker in status["workers"]] == ["actor 0", "rollout 0"]
 
 
+def test_a_run_need_not_validate_before_it_trains(undisturbed, folder):
+    run = FakeRun(folder, "runner.val_before_train=false")
+    run.train()
+    assert run.metrics() == {step: row for step, row in undisturbed.items() if step}
+    assert len(run.pool.asked[0]) == 4, "training groups"
+
+
 def test_what_a_checkpoint_holds_is_the_run_after_its_step(folder):
     run = FakeRun(folder)
     run.train()
