@@ -1,9 +1,15 @@
 """Conversations with pictures on SGLang: every turn sends all ids and images again, and computes what is new."""
 
+import asyncio
+
 import numpy as np
 import pytest
+import torch
 
-from rlinf_vl.types import Request
+from rlinf_vl.envs import StepResult
+from rlinf_vl.models.families import family_of
+from rlinf_vl.rollout.player import Player
+from rlinf_vl.types import Problem, Request, SamplingParams
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-4
@@ -106,3 +112,134 @@ def test_a_tower_that_stays_encodes_an_image_once_and_one_that_changes_again(eng
     engine.pixels.close()
     engine.load_weights([{name: tower[name]} for name in tower], version=3)
     assert logprobs_are_those_of(toy.with_weights(language | tower))
+
+
+class Talk:
+    """An environment that talks for one to six turns, and shows up to three pictures in each, of the same and other sizes; the
+    group has its beginning in common."""
+
+    def __init__(self, seed, group_seed):
+        self.common, self.own = np.random.default_rng(group_seed), np.random.default_rng([group_seed, seed])
+        self.turns = int(self.own.integers(1, 7))
+
+    def say(self, rng):
+        pictures = [
+            {"type": "image", "image": rng.integers(0, 256, (48, 48 + 32 * rng.integers(2), 3), dtype=np.uint8)}
+            for _ in range(rng.integers(4))
+        ]
+        texts = ["What now?", "<tool_response> error: no such tool </tool_response>", "and <|image_pad|> again"]
+        said = [*pictures, {"type": "text", "text": texts[rng.integers(3)]}]
+        return [{"role": "user", "content": [said[i] for i in rng.permutation(len(said))]}]
+
+    def start(self, problem):
+        return self.say(self.common)
+
+    def step(self, response):
+        self.turns -= 1
+        return StepResult(self.say(self.own) if self.turns else (), 0.0, not self.turns)
+
+    def close(self):
+        pass
+
+
+class Talks:
+    """As an `EnvMaker`."""
+
+    def __call__(self, problem, seed, group_seed):
+        return Talk(seed, group_seed)
+
+    def name_of(self, problem):
+        return "talk"
+
+
+@pytest.fixture
+def heard(engine, monkeypatch):
+    """Every request, and the future of its completion."""
+    pairs, submit = [], engine.submit
+
+    def submitting(requests):
+        futures = submit(requests)
+        pairs.extend(zip(requests, futures, strict=True))
+        return futures
+
+    monkeypatch.setattr(engine, "submit", submitting)
+    return pairs
+
+
+def test_every_trained_token_was_sampled_as_recorded_and_the_trainer_scores_it_alike(engine, toy, heard):
+    """Random conversations, answers cut and ended, through the real player; the trainer's rows alone, packed and shared."""
+    from rlinf_vl.models.loading import load_model
+    from rlinf_vl.models.policy import PolicyModel
+    from rlinf_vl.packing.collator import Collator, Member
+
+    player = Player(
+        engine,
+        toy.renderer,
+        toy.processor,
+        Talks(),
+        seq_length=400,
+        max_prompt_length=300,
+        reward_min=0.0,
+        return_logprobs=True,
+        alive_timeout_s=60.0,
+    )
+
+    async def play():
+        plays = []
+        for seed in range(6):
+            sampling = SamplingParams(
+                max_new_tokens=2 + 4 * (seed % 3), stop_ids=(*toy.processor.stop_ids, *range(5, 15))
+            )
+            opening = player.open(Problem(str(seed), (), ""), range(3), sampling, group_seed=seed)
+            plays.append(player.play(str(seed), opening, engine.submit(opening.requests)))
+        return await asyncio.gather(*plays)
+
+    groups = asyncio.run(play())
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    assert {t.error for t in trajectories} == {None}
+    assert {turn.finish_reason for t in trajectories for turn in t.turns} == {"stop", "length"}
+    assert max(len(t.turns) for t in trajectories) >= 5 and any(len(t.sequences[0].images) >= 8 for t in trajectories)
+
+    sampled = {
+        (request.ids.tobytes(), sample.ids.tobytes(), sample.logprobs.tobytes())
+        for request, future in heard
+        for sample in future.result().samples
+    }
+    for trajectory in trajectories:
+        ours = [np.zeros_like(sequence.loss_mask) for sequence in trajectory.sequences]
+        for turn in trajectory.turns:
+            sequence = trajectory.sequences[turn.sequence]
+            ours[turn.sequence][turn.start : turn.end] = True
+            parts = (
+                sequence.ids[: turn.start],
+                sequence.ids[turn.start : turn.end],
+                sequence.logprobs[turn.start : turn.end],
+            )
+            assert tuple(part.tobytes() for part in parts) in sampled
+        for mask, sequence in zip(ours, trajectory.sequences, strict=True):
+            assert np.array_equal(mask, sequence.loss_mask) and (sequence.versions[mask] == 0).all()
+
+    policy = PolicyModel(
+        load_model(toy.path, family_of("qwen3_vl"), torch.float32),
+        family_of("qwen3_vl"),
+        toy.banned,
+        temperature=1.0,
+        chunk=None,
+    )
+    members = [[Member(group, i, [0.0] * len(t.turns)) for i, t in enumerate(group.trajectories)] for group in groups]
+    flat = [member for own in members for member in own]
+    for rows, share in (([[member] for member in flat], False), ([flat], False), (members, True), ([flat], True)):
+        collate = Collator(
+            family_of("qwen3_vl"),
+            toy.processor.image_token_id,
+            toy.processor.merge_size,
+            toy.pixels,
+            toy.processor.pad_id,
+            share_prompts=share,
+        )
+        for row in rows:
+            batch = collate(row, run_vision=True)
+            assert len(batch.targets) == sum(m.trajectory.n_response_tokens for m in row)
+            with torch.no_grad():
+                logprobs, _ = policy(batch)
+            torch.testing.assert_close(logprobs, torch.from_numpy(batch.rollout_logprobs), atol=TOLERANCE, rtol=0)
