@@ -123,12 +123,10 @@ def logprobs(trainer: Trainer, plan: StepPlan, groups: list[Group]) -> torch.Ten
 def plan_of(groups: list[Group], args: argparse.Namespace, *, ranks: int = 1, share: bool = True) -> StepPlan:
     return plan_step(
         [GroupSummary.of(g, image_token_id=-1) for g in groups],
+        AlgorithmConfig(),
         ranks=ranks,
-        n_minibatches=1,
         budget=args.budget,
         micro_batch_size=None,
-        normalize_advantages=True,
-        aggregation="token-mean",
         share_prompts=share,
     )
 

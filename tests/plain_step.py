@@ -31,6 +31,15 @@ class Layout:
     tis_clip: float | None = 2.0
     tis_level: str = "token"
     dtype: str = "fp32"
+    loss: str = "actor"
+    credit: str = "trajectory"
+    discount: float = 1.0
+    state_weight: float = 0.0
+
+    @property
+    def turns(self) -> bool:
+        """Whether a turn is a sequence of its own."""
+        return self.credit == "turn" or self.state_weight > 0
 
 
 MIXED = [[(2, 3)], [], [(1, 1), (3, 2), (2, 2)], []]
@@ -39,7 +48,8 @@ SHAPES = {"text": [[], [], [], []], "one image": [[(2, 2)], [], [], []]}
 
 def groups_of(kind: str):
     """Four groups of three. `errors`: some trajectories failed, among them a whole group but one. `gaps`: an environment's
-    observations stand between sampled tokens, at the start and at the end, and one trajectory has nothing but them."""
+    observations stand between sampled tokens, at the start and at the end, and one trajectory has nothing but them. `turns`: up to
+    four turns with an observation between two, paid and with a state each."""
     rng = np.random.default_rng(3)
     lengths = [[5, 12, 1], [4, 6, 9], [7, 3, 3], [2, 20, 8]]
     groups = [
@@ -52,7 +62,27 @@ def groups_of(kind: str):
         sampled = {k: rng.random(n) < 0.6 for k, n in np.ndenumerate(np.array(lengths))}
         sampled[1, 1][:2], sampled[2, 0][-1], sampled[3, 0][:] = False, False, False
         groups = _changed(groups, lambda g, i, t: _observed(t, sampled[g, i]))
+    if "turns" in kind:
+        groups = _changed(groups, lambda g, i, t: _in_turns(rng, t))
     return groups
+
+
+def _in_turns(rng, t):
+    """The trajectory with every sixth token an observation, which ends a turn."""
+    (turn,) = t.turns
+    seen = [*range(turn.start + 5, turn.end, 6), turn.end]
+    t = _observed(t, np.isin(np.arange(turn.start, turn.end), seen, invert=True))
+    turns = [
+        replace(
+            turn,
+            start=start,
+            end=end,
+            reward=float(rng.choice([0.0, 0.5, 1.0])),
+            info=f'{{"state": "{rng.integers(2)}"}}',
+        )
+        for start, end in zip([turn.start, *(k + 1 for k in seen)], seen, strict=False)
+    ]
+    return replace(t, turns=tuple(turns), reward=sum(turn.reward for turn in turns))
 
 
 def _changed(groups, change):
@@ -104,6 +134,8 @@ def plain_reference(layout: Layout, kind: str = "mixed"):
     for part in np.array_split(np.arange(len(groups)), layout.minibatches):
         members = [(groups[k], i) for k in part for i in trained_on[groups[k].id]]
         tokens = sum(g.trajectories[i].n_response_tokens for g, i in members)
+        parts = {(g.id, i): sequences_of(layout, g.trajectories[i]) for g, i in members}
+        n_sequences = sum(len(found) for found in parts.values())
         loss = torch.zeros(())
         for g, i in members:
             token = token_losses(layout, g, i, trained_on[g.id], logprobs_of(model, g, i), start[g.id, i])
@@ -116,8 +148,11 @@ def plain_reference(layout: Layout, kind: str = "mixed"):
             if layout.aggregation == "token-mean":
                 loss = loss + token.sum() / tokens
             else:
-                per_sequence = token.mean() if layout.aggregation == "seq-mean-token-mean" else token.sum()
-                loss = loss + per_sequence / len(members)
+                for where in parts[g.id, i]:
+                    own = token[where]
+                    loss = (
+                        loss + (own.mean() if layout.aggregation == "seq-mean-token-mean" else own.sum()) / n_sequences
+                    )
         grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         norms.append(math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads if g is not None)))
         losses.append(float(loss.detach()))
@@ -129,22 +164,58 @@ def plain_reference(layout: Layout, kind: str = "mixed"):
     return np.mean(losses), np.mean(norms), {n: p.numpy() for n, p in masters.items()}
 
 
+def sequences_of(layout: Layout, t):
+    """Which of a trajectory's sampled tokens make a sequence: slices, one for each turn, or one for all."""
+    lengths = t.turn_tokens if layout.turns else [t.n_response_tokens]
+    ends = np.cumsum(lengths)
+    return [slice(end - n, end) for n, end in zip(lengths, ends, strict=True) if n]
+
+
+def relative(value: float, values: list[float]) -> float:
+    return 0.0 if len(set(values)) == 1 else (value - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
+
+
+def advantages(layout: Layout, g, i: int, trained_on: list[int]):
+    """Of each sampled token of a trajectory, float32."""
+    played = {k: g.trajectories[k].turns for k in trained_on}
+
+    def paid_from(k: int, t: int) -> float:
+        return sum(layout.discount**n * turn.reward for n, turn in enumerate(played[k][t:]))
+
+    def of_turn(t: int) -> float:
+        if layout.credit == "turn":
+            return relative(paid_from(i, t), [paid_from(k, t) for k in trained_on if len(played[k]) > t])
+        value = relative(g.trajectories[i].reward, [g.trajectories[k].reward for k in trained_on])
+        if layout.state_weight:
+            state = played[i][t].info
+            alike = [paid_from(k, n) for k in trained_on for n, turn in enumerate(played[k]) if turn.info == state]
+            value += layout.state_weight * relative(paid_from(i, t), alike)
+        return value
+
+    t = g.trajectories[i]
+    values = [of_turn(k) for k in range(len(t.turns))]
+    return torch.tensor(np.repeat(values, t.turn_tokens), dtype=torch.float32)
+
+
 def token_losses(layout: Layout, g, i: int, trained_on: list[int], logp, start):
-    """Clipped policy losses of a trajectory's sampled tokens, by the formulas in docs/algorithms.md."""
-    rewards = np.array([g.trajectories[k].reward for k in trained_on])
-    tied = len(set(rewards)) == 1
-    adv = 0.0 if tied else (g.trajectories[i].reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    """Clipped policy losses of a trajectory's sampled tokens, by the formulas in docs/concepts.md and docs/credit.md."""
+    adv = advantages(layout, g, i, trained_on)
     (sequence,) = g.trajectories[i].sequences
     rollout = torch.from_numpy(sequence.logprobs[sequence.loss_mask])
     train = start if layout.minibatches > 1 else logp.detach()
-    ratio = (logp - (rollout if layout.old_logprobs == "false" else train)).exp()
+    parts = sequences_of(layout, g.trajectories[i])
+    log_ratio = logp - (rollout if layout.old_logprobs == "false" else train)
+    if layout.loss == "gspo":
+        log_ratio = torch.cat([log_ratio[where].mean().expand(len(log_ratio[where])) for where in parts])
+    ratio = log_ratio.exp()
     token = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.28))
-    if adv < 0:
-        token = torch.minimum(token, torch.tensor(-adv * 3.0))
+    token = torch.where(adv < 0, torch.minimum(token, -adv * 3.0), token)
     if layout.tis_clip is None:
         return token
     gap = train - rollout
-    gap = {"token": gap, "sequence": gap.sum(), "geometric": gap.mean()}[layout.tis_level]
+    if layout.tis_level != "token":
+        whole = {"sequence": torch.sum, "geometric": torch.mean}[layout.tis_level]
+        gap = torch.cat([whole(gap[where]).expand(len(gap[where])) for where in parts])
     return token * gap.exp().clamp(max=layout.tis_clip)
 
 

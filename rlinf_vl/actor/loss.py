@@ -30,8 +30,9 @@ def micro_batch_loss(
     """
     n, device = len(logprobs), logprobs.device
     mask = torch.ones(n, dtype=torch.bool, device=device)
-    n_segments = int(batch.trajectories[-1]) + 1 if n else 0
-    segments: Any = {"segment_ids": on_device(batch.trajectories, device), "n_segments": n_segments}
+    sequences = batch.turns if algorithm.turns_are_sequences else batch.trajectories
+    n_segments = int(sequences.max()) + 1 if n else 0
+    segments: Any = {"segment_ids": on_device(sequences, device), "n_segments": n_segments}
     rollout = None if batch.rollout_logprobs is None else on_device(batch.rollout_logprobs, device)
     ratio_base = rollout if algorithm.recompute_logprobs == "false" else old_logprobs
     weights, clip = None, algorithm.importance_sampling_clip

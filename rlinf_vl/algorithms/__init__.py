@@ -8,6 +8,7 @@ or, without it, the rows of a 2-D tensor and the whole of a 1-D one. float16 and
 
 from rlinf_vl.algorithms.advantages import group_advantages
 from rlinf_vl.algorithms.aggregation import AGGREGATION_MODES, aggregate
+from rlinf_vl.algorithms.credit import discounted_returns, gigpo_advantages, turn_advantages
 from rlinf_vl.algorithms.divergence import DIVERGENCE_ESTIMATORS, divergence
 from rlinf_vl.algorithms.losses import IMPORTANCE_LEVELS, importance_weights, policy_loss
 
@@ -16,8 +17,11 @@ __all__ = [
     "DIVERGENCE_ESTIMATORS",
     "IMPORTANCE_LEVELS",
     "aggregate",
+    "discounted_returns",
     "divergence",
+    "gigpo_advantages",
     "group_advantages",
     "importance_weights",
     "policy_loss",
+    "turn_advantages",
 ]

@@ -37,14 +37,9 @@ def group_advantages(
     """
     if rewards.ndim != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a 1-D float tensor, got {rewards.dtype} of shape {tuple(rewards.shape)}")
-    if isinstance(group_ids, torch.Tensor):
-        if group_ids.is_floating_point() or group_ids.is_complex():
-            raise ValueError(f"group_ids must be integers, got {group_ids.dtype}")
-        group_ids = group_ids.tolist()
+    groups = listed("group_ids", group_ids, rewards)
     number: dict[Hashable, int] = {}
-    index = torch.tensor([number.setdefault(g, len(number)) for g in group_ids], dtype=torch.int64)
-    if index.shape != rewards.shape:
-        raise ValueError(f"rewards have shape {tuple(rewards.shape)}, group_ids {tuple(index.shape)}")
+    index = torch.tensor([number.setdefault(g, len(number)) for g in groups], dtype=torch.int64)
     if not torch.isfinite(rewards).all():
         raise ValueError(f"rewards must be finite, got {rewards[~torch.isfinite(rewards)].tolist()}")
 
@@ -61,3 +56,18 @@ def group_advantages(
     lowest = zeros.scatter_reduce(0, index, r, "amin", include_self=False)
     tied = (highest == lowest)[index]
     return advantages.masked_fill(tied, 0.0).to(rewards.dtype)
+
+
+def listed(name: str, ids: torch.Tensor | Iterable[Hashable], rewards: torch.Tensor) -> list[Hashable]:
+    """One id for each of `rewards`; ValueError if there are more or fewer, or `name` is a tensor of other than integers."""
+    if isinstance(ids, torch.Tensor):
+        if ids.is_floating_point() or ids.is_complex():
+            raise ValueError(f"{name} must be integers, got {ids.dtype}")
+        found = tuple(ids.shape)
+        ids = ids.flatten().tolist()
+    else:
+        ids = list(ids)
+        found = (len(ids),)
+    if found != tuple(rewards.shape):
+        raise ValueError(f"rewards have shape {tuple(rewards.shape)}, {name} {found}")
+    return ids

@@ -139,6 +139,23 @@ def _algorithm(config: Config) -> Iterator[str]:
             "algorithm.kl_penalty_type: k1 (kl) in the loss has an expected gradient of exactly zero, so that algorithm.kl_beta="
             f"{algorithm.kl_beta:g} would add noise and pull nowhere (k1 belongs in the reward); use k2 or k3"
         )
+    weight, one_turn = algorithm.state_advantage_weight, config.rollout.max_turns == 1
+    if weight and algorithm.credit == "turn":
+        yield (
+            f"algorithm.state_advantage_weight: {weight:g} adds to a trajectory's advantage (GiGPO), but algorithm.credit=turn "
+            "replaces that by each turn's own; set credit=trajectory, or state_advantage_weight=0"
+        )
+    if algorithm.turn_discount != 1 and not algorithm.turns_are_sequences:
+        yield (
+            f"algorithm.turn_discount: {algorithm.turn_discount:g} with algorithm.credit=trajectory discounts nothing; set "
+            "credit=turn, state_advantage_weight > 0, or turn_discount=1"
+        )
+    for key, used in (
+        ("credit: turn", algorithm.credit == "turn"),
+        (f"state_advantage_weight: {weight:g}", weight > 0),
+    ):
+        if used and one_turn:
+            yield f"algorithm.{key} with rollout.max_turns=1: an episode of one turn has no other credit; raise max_turns"
     if algorithm.n_minibatches >= 1 and batch % algorithm.n_minibatches:
         yield f"data.rollout_batch_size={batch} is not divisible by {parts}; change one of them"
     if running < algorithm.group_size:

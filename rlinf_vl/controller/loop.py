@@ -218,16 +218,13 @@ def rollout(
 
 
 def plan_of(summaries: Sequence[GroupSummary], config: Config, learner: Learner) -> StepPlan:
-    algorithm, runner = config.algorithm, config.runner
+    runner = config.runner
     return plan_step(
         summaries,
+        config.algorithm,
         ranks=learner.data_size,
-        n_minibatches=algorithm.n_minibatches,
         budget=runner.max_tokens_per_mbs,
         micro_batch_size=None if runner.enable_dynamic_batch_size else config.actor.micro_batch_size,
-        normalize_advantages=algorithm.normalize_advantages,
-        leave_one_out=algorithm.adv_type == "rloo",
-        aggregation=algorithm.loss_agg_func,
         share_prompts=config.actor.share_prompts,
         prices=learner.prices,
     )

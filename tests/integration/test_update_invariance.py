@@ -37,6 +37,7 @@ def train(layout: Layout, kind: str):
         return policy
 
     algorithm = AlgorithmConfig(
+        n_minibatches=layout.minibatches,
         loss_agg_func=layout.aggregation,
         clip_ratio_low=0.2,
         clip_ratio_high=0.28,
@@ -47,6 +48,10 @@ def train(layout: Layout, kind: str):
         importance_sampling_clip=layout.tis_clip or 0.0,
         importance_sampling_level=layout.tis_level,
         recompute_logprobs=layout.old_logprobs,
+        loss_type=layout.loss,
+        credit=layout.credit,
+        turn_discount=layout.discount,
+        state_advantage_weight=layout.state_weight,
     )
     fsdp = FsdpConfig(
         gradient_checkpointing=layout.checkpointing,
@@ -71,12 +76,10 @@ def train(layout: Layout, kind: str):
     groups = groups_of(kind)
     plan = plan_step(
         [GroupSummary.of(g, IMAGE_ID) for g in groups],
+        algorithm,
         ranks=layout.ranks,
-        n_minibatches=layout.minibatches,
         budget=layout.budget,
         micro_batch_size=layout.size,
-        normalize_advantages=True,
-        aggregation=layout.aggregation,
         share_prompts=layout.share,
     )
     minibatches = [ranks[mesh.data_rank] for ranks in plan.minibatches]
@@ -151,7 +154,8 @@ def references():
 
     def get(layout: Layout, kind: str = "mixed"):
         plain = (layout.minibatches, layout.aggregation, layout.kl_beta, layout.train_tower, layout.tis_clip,
-                 layout.tis_level, layout.old_logprobs == "false", layout.dtype, kind)  # fmt: skip
+                 layout.tis_level, layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
+                 layout.discount, layout.state_weight, kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -236,6 +240,32 @@ def test_the_engines_logprobs_enter_the_step_as_the_formulas_say(layout, run, re
 )
 def test_only_sampled_tokens_of_sound_trajectories_count(layout, kind, run, references):
     assert_same(run(layout, kind), references(layout, kind))
+
+
+SEQUENCES = replace(BASE, aggregation="seq-mean-token-mean", tis_level="geometric", tis_clip=1.2)
+BY_TURN = replace(SEQUENCES, credit="turn", discount=0.5)
+BY_STATE = replace(SEQUENCES, state_weight=0.7, discount=0.5, tis_level="sequence")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(SEQUENCES, id="trajectories"),
+        pytest.param(BY_TURN, id="turns"),
+        pytest.param(replace(BY_TURN, ranks=2, budget=90, minibatches=2), id="turns, split, 2 mini-batches"),
+        pytest.param(
+            replace(BY_TURN, aggregation="seq-mean-token-sum", share=False), id="sums of turns, repeated prompts"
+        ),
+        pytest.param(replace(BY_TURN, minibatches=2, loss="gspo", size=1), id="ratios of turns, 2 mini-batches"),
+        pytest.param(BY_STATE, id="states"),
+        pytest.param(replace(BY_STATE, ranks=2, budget=80, train_tower=False, kl_beta=0.1), id="states, split"),
+        pytest.param(
+            replace(BY_STATE, aggregation="token-mean", old_logprobs="false", tis_clip=None), id="states, tokens"
+        ),
+    ],
+)
+def test_turns_are_credited_as_the_formulas_say(layout, run, references):
+    assert_same(run(layout, "turns"), references(layout, "turns"))
 
 
 @pytest.mark.parametrize(

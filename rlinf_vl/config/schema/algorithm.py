@@ -34,6 +34,15 @@ class AlgorithmConfig:
     """Optimizer steps per rollout batch."""
     normalize_advantages: bool = True
     """Divide by the group's sample standard deviation (n - 1)."""
+    credit: str = key("trajectory", ("trajectory", "turn"))
+    """What is compared within a group. trajectory: whole episodes by their reward; each turn has its trajectory's advantage. turn:
+    equal turn numbers by what was paid from there on; each turn then is a sequence of its own, also in loss_agg_func, gspo and
+    importance_sampling_level."""
+    turn_discount: float = key(1.0, Limit("lie in [0, 1]", lambda x: 0 <= x <= 1))
+    """What is paid n turns later counts this to the n-th power in a turn's return."""
+    state_advantage_weight: float = key(0.0, NOT_NEGATIVE)
+    """GiGPO's ω: adds so much of a turn's advantage among those of its group that answered to the same state, by its return; each
+    turn then is a sequence of its own. For environments that name states; 0 is off."""
     clip_ratio_low: float = key(0.2, NOT_NEGATIVE)
     """The probability ratio is clipped below at 1 - this."""
     clip_ratio_high: float = key(0.2, NOT_NEGATIVE)
@@ -59,3 +68,8 @@ class AlgorithmConfig:
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling during validation; one response per problem."""
+
+    @property
+    def turns_are_sequences(self) -> bool:
+        """Whether each turn is a sample of its own: turns of a trajectory then have different advantages."""
+        return self.credit == "turn" or self.state_advantage_weight > 0

@@ -11,11 +11,12 @@ from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.types import MicroBatch
 
 
-def batch_of(trajectories: list[int], advantages: list[float]) -> MicroBatch:
+def batch_of(trajectories: list[int], advantages: list[float], turns: list[int] | None = None) -> MicroBatch:
     n, none = len(trajectories), np.zeros(0, np.int64)
     return MicroBatch(
         ids=np.zeros(n, np.int64), positions=np.zeros((4, n), np.int64), cu_seqlens=np.array([0, n]), prefix=np.array([-1]),
-        predict=np.arange(n), targets=np.zeros(n, np.int64), trajectories=np.array(trajectories), turns=np.array(trajectories),
+        predict=np.arange(n), targets=np.zeros(n, np.int64), trajectories=np.array(trajectories),
+        turns=np.array(turns or trajectories),
         advantages=np.array(advantages, np.float32), rollout_logprobs=None, columns={}, images=(), pixel_values=None,
         grids=np.zeros((0, 3), np.int64), image_positions=none, image_features=none,
     )  # fmt: skip
@@ -38,3 +39,18 @@ def test_the_loss_type_says_whose_ratio_counts(loss_type, expected):
     logprobs = (old + torch.tensor([0.2, 0.4, -0.3])).requires_grad_()
     loss, _ = micro_batch_loss(logprobs, torch.zeros(3), old, None, batch, algorithm, 3)
     assert loss.item() == pytest.approx(expected / 3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"credit": "turn"}, {"state_advantage_weight": 1.0}])
+def test_a_sequence_is_a_trajectory_or_a_turn(changes):
+    """Two trajectories, the first of two turns: its ratio is e^0.2 as a whole, of its turns e^0.3 and e^0."""
+    algorithm = AlgorithmConfig(
+        loss_type="gspo", loss_agg_func="seq-mean-token-mean", clip_ratio_low=1, clip_ratio_high=1,
+        importance_sampling_fix=False, **changes,
+    )  # fmt: skip
+    batch = batch_of([0, 0, 0, 1], [1.0, 1.0, 1.0, -2.0], [0, 0, 1, 2])
+    old = torch.tensor([-1.0, -2.0, -0.5, -0.5])
+    logprobs = (old + torch.tensor([0.2, 0.4, 0.0, -0.3])).requires_grad_()
+    loss, _ = micro_batch_loss(logprobs, torch.zeros(4), old, None, batch, algorithm, 10)
+    first = -math.exp(0.3) - 1 if changes else -math.exp(0.2)
+    assert loss.item() == pytest.approx((first + 2 * math.exp(-0.3)) / 10)

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.controller.step_plan import advantages_of, plan_step
+from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import GroupSummary, Prices
 
@@ -42,14 +44,14 @@ GROUPS = [
 
 
 def plan(groups=GROUPS, **changes):
-    options = {"ranks": 2, "n_minibatches": 1, "budget": 60, "micro_batch_size": None}
-    options |= {"normalize_advantages": True, "aggregation": "token-mean"} | changes
-    return plan_step(groups, **options)
+    settings = {name: changes.pop(name) for name in list(changes) if name in AlgorithmConfig.__dataclass_fields__}
+    options = {"ranks": 2, "budget": 60, "micro_batch_size": None} | changes
+    return plan_step(groups, AlgorithmConfig(**settings), **options)
 
 
 def test_advantages_leave_out_what_is_not_trained():
-    assert advantages_of([], normalize=True) == ()
-    a, b, c, d = advantages_of(GROUPS, normalize=True)
+    assert advantages_of([], AlgorithmConfig()) == ()
+    a, b, c, d = advantages_of(GROUPS, AlgorithmConfig())
     std = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
     assert [turn for (turn,) in a] == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std], rel=1e-5)
     assert b == ((0.0,), (0.0,), (0.0,))
@@ -57,9 +59,57 @@ def test_advantages_leave_out_what_is_not_trained():
     assert d[2] == (0.0,) and d[0][0] == pytest.approx(-d[1][0]) and d[0][0] > 0
 
 
+def played(name, *trajectories, errors=None):
+    """Each trajectory as its turns' (reward, sampled tokens, state)."""
+    rewards, tokens, states = (
+        tuple(tuple(turn[k] for turn in trajectory) for trajectory in trajectories) for k in range(3)
+    )
+    whole = summary(name, [sum(own) for own in rewards], [sum(own) for own in tokens], errors)
+    return replace(whole, turn_rewards=rewards, turn_tokens=tokens, turn_states=states)
+
+
+PLAYED = [
+    played("a", [(0.0, 2, "s"), (1.0, 3, "t")], [(0.0, 4, "s"), (0.0, 1, "s"), (0.5, 2, "t")]),
+    played(
+        "b", [(1.0, 3, "s")], [(0.0, 2, "s"), (0.0, 0, "t")], [(9.0, 1, "s")], [(0.0, 0, "s")],
+        errors=[None, None, "environment: lost", None],
+    ),
+]  # fmt: skip
+
+
+def test_each_turn_can_have_an_advantage_of_its_own():
+    turn = {"credit": "turn", "normalize_advantages": False}
+    (a, b), (c, d, failed, empty) = plan(PLAYED, **turn, turn_discount=0.5).advantages
+    assert a == pytest.approx((0.5 - 0.3125, 1 - 0.625)) and b == pytest.approx((0.125 - 0.3125, 0.25 - 0.625, 0.0))
+    assert (c, d, failed, empty) == ((0.5,), (-0.5, 0.0), (0.0,), (0.0,))
+    (a, b), _ = plan(PLAYED, **turn, adv_type="rloo").advantages
+    assert a == (0.5, 0.5) and b == (-0.5, -0.5, 0.0)
+    step = plan(PLAYED, state_advantage_weight=2.0, normalize_advantages=False)
+    (a, b), (c, d, failed, empty) = step.advantages
+    assert a == pytest.approx((0.25 + 2 / 3, 0.25 + 0.5)) and b == pytest.approx((-0.25 - 1 / 3, -0.25 - 1 / 3, -0.75))
+    assert (c, d, failed, empty) == ((1.5,), (-1.5, -0.5), (0.0,), (0.0,))
+    assert step.metrics["reward/shared_states"] == 7 / 8
+    assert "reward/shared_states" not in plan(PLAYED, **turn).metrics
+
+
+@pytest.mark.parametrize("changes", [{"credit": "turn"}, {"state_advantage_weight": 0.5}])
+def test_denominators_count_turns_where_each_is_a_sequence(changes):
+    for mode, expected in (("token-mean", 12 + 5), ("seq-mean-token-mean", 5 + 2), ("seq-mean-token-sum", 5 + 2)):
+        step = plan(PLAYED, loss_agg_func=mode, **changes)
+        assert {mini.denominator for ranks in step.minibatches for mini in ranks} == {expected}
+    step = plan(PLAYED, loss_agg_func="seq-mean-token-mean")
+    assert {mini.denominator for ranks in step.minibatches for mini in ranks} == {2 + 2}
+
+
+def test_an_environment_that_names_no_states_is_found():
+    with pytest.raises(RunError, match=r"algorithm.state_advantage_weight: 0.5 .*names none"):
+        plan(GROUPS, state_advantage_weight=0.5)
+    assert plan([summary("a", [0.0], [0], ["why"])], state_advantage_weight=0.5).advantages == (((0.0,),),)
+
+
 @pytest.mark.parametrize("mode, expected", [("token-mean", 18 + 12 + 5 + 8), ("seq-mean-token-mean", 3 + 3 + 2 + 2)])
 def test_denominators_are_global_counts_of_what_is_trained(mode, expected):
-    step = plan(aggregation=mode)
+    step = plan(loss_agg_func=mode)
     assert {mini.denominator for ranks in step.minibatches for mini in ranks} == {expected}
 
 
