@@ -300,6 +300,10 @@ class GroupSummary:
     ungradable: int = 0  # responses that could not be graded within the grader's limits
     turns: tuple[int, ...] = ()  # answers of each
     metrics: tuple[dict[str, float], ...] = ()  # `Trajectory.metrics` of each
+    engine_seconds: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # since its worker's last group: with work for the engine, and in all
     turn_rewards: tuple[tuple[float, ...], ...] = ()  # of each turn of each
     turn_tokens: tuple[tuple[int, ...], ...] = ()  # sampled in each turn of each
     turn_states: tuple[tuple[str, ...], ...] = ()  # `Turn.state` of each turn of each

@@ -120,6 +120,8 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         metrics["rollout/turns_mean"] = float(np.mean(turns))
         metrics["rollout/turns_max"] = max(turns)
     metrics |= env_metrics(summaries)
+    if clocks := sum(s.engine_seconds[1] for s in summaries):
+        metrics["rollout/engine_busy"] = sum(s.engine_seconds[0] for s in summaries) / clocks
     if seconds > 0:
         metrics["rollout/tokens_per_second"] = sum(sum(s.response_tokens) for s in summaries) / seconds
     sampled = [s for s in summaries if s.max_version >= 0]

@@ -4,7 +4,8 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,7 +24,8 @@ from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
-from rlinf_vl.rollout.player import Episode, Opening, Player, in_thread
+from rlinf_vl.rollout.busy import LapClock
+from rlinf_vl.rollout.player import SINGLE, Episode, Opening, Player
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.ray_process import own_process, where
@@ -35,8 +37,8 @@ from rlinf_vl.types import Group, GroupSummary, Problem, SamplingParams
 
 log = logging.getLogger(__name__)
 
-#: The environment that grades by the reference answer alone.
-SINGLE = "single_turn"
+#: Calls of environments that may hang, each in a thread, before the worker is replaced.
+MAX_HUNG = 1000
 
 
 class RolloutRank:
@@ -90,6 +92,7 @@ class RolloutRank:
             turn_timeout_s=config.rollout.turn_timeout,
             episode_timeout_s=config.rollout.episode_timeout,
         )
+        self.clock = LapClock(self.player.busy.seconds)
         self.store = GroupStore()
 
     async def ready(self) -> dict[str, int]:
@@ -132,41 +135,54 @@ class RolloutRank:
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
         """Answer tasks: summaries of groups, and references to them, as they finish. Raises EngineDied."""
         alone = {task.group_id for task in tasks if task.own_images}
-        opened: list[tuple[Task, Opening]] = []
+        opened: list[Opening] = []
         running: list[asyncio.Future[Group]] = []
+        self.clock.begin()
         try:
-            await in_thread(self._open, tasks, opened)
-            try:
-                futures = self.engine.submit([request for _, opening in opened for request in opening.requests])
-            except RuntimeError as e:
-                raise EngineDied(f"it takes no requests: {e}") from e
-            first = iter(futures)
-            for task, opening in opened:
-                answers = [next(first) for _ in opening.requests]
-                running.append(asyncio.ensure_future(self.player.play(task.group_id, opening, answers)))
+            if self.player.calls.hung > MAX_HUNG:
+                raise EngineDied(f"{self.player.calls.hung} calls of its environments hang, each in a thread")
+            problems = await asyncio.to_thread(lambda: list(map(self._problem, tasks)))
+            names = {self.player.make_env.name_of(problem) for problem in problems if isinstance(problem, Problem)}
+            if names <= {SINGLE} and self.config.rollout.max_concurrent_rollouts is None:
+                opening = partial(self._open, opened, patience_s=None)
+                openings = await asyncio.gather(*map(opening, tasks, problems))
+                self.player.submit(openings)
+                plays = map(self.player.play, (task.group_id for task in tasks), openings)
+            else:
+                plays = map(partial(self._play, opened), tasks, problems)
+            running += map(asyncio.ensure_future, plays)
             for finished in asyncio.as_completed(running):
                 group = await finished
                 reference, object_bytes = self.store.put(group, own_images=group.id in alone)
-                yield GroupSummary.of(group, self.processor.image_token_id, object_bytes), reference
+                summary = GroupSummary.of(group, self.processor.image_token_id, object_bytes)
+                yield replace(summary, engine_seconds=self.clock.lap()), reference
         finally:  # the engine died, or nobody wants the rest
             for future in running:
                 future.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            for _, opening in opened:
-                opening.close()
+            await asyncio.gather(*map(self.player.close, opened))
+            self.clock.end()
 
-    def _open(self, tasks: Sequence[Task], opened: list[tuple[Task, Opening]]) -> None:
-        """Start the environments of all tasks; a row that can't be read makes an opening of episodes that failed."""
-        for task in tasks:
-            with span("prepare"):
-                dataset = self.datasets[task.split]
-                try:
-                    problem = dataset[task.row]
-                    opening = self.player.open(problem, task.seeds, self.sampling[task.split], task.group_seed)
-                except Exception as e:
-                    row = Problem(dataset.row_id(task.row), (), "")
-                    opening = Opening(row, [Episode(seed, error=e) for seed in task.seeds], [])
-                opened.append((task, opening))
+    async def _play(self, opened: list[Opening], task: Task, problem: Problem | Exception) -> Group:
+        opening = await self._open(opened, task, problem)
+        self.player.submit([opening])
+        return await self.player.play(task.group_id, opening)
+
+    async def _open(self, opened: list[Opening], task: Task, problem: Problem | Exception, **patience: Any) -> Opening:
+        """Start a task's environments; a row that can't be read makes an opening of episodes that failed."""
+        sampling = self.sampling[task.split]
+        if isinstance(problem, Problem):
+            opened.append(await self.player.open(problem, task.seeds, sampling, task.group_seed, **patience))
+        else:
+            row = Problem(self.datasets[task.split].row_id(task.row), (), "")
+            opened.append(Opening(row, sampling, [Episode(seed, error=problem) for seed in task.seeds]))
+        return opened[-1]
+
+    def _problem(self, task: Task) -> Problem | Exception:
+        try:
+            return self.datasets[task.split][task.row]
+        except Exception as error:
+            return error
 
     async def release(self, group_ids: Sequence[str] | None) -> None:
         """Free the memory of these groups (None: all)."""

@@ -196,7 +196,8 @@ def test_what_is_kept_can_be_answered_and_trained_on(rank, found):
     images = {}
     for i in list(found.kept)[::17]:
         problem = rank.datasets["train"][i]
-        assert len(rank.player.open(problem, (1,), rank.sampling["train"]).requests) == 1
+        opening = asyncio.run(rank.player.open(problem, (1,), rank.sampling["train"]))
+        assert len(opening.requests) == 1
         images |= {image.hash: image for image in problem.images}
     assert len(images) > 40
     for image in images.values():

@@ -71,7 +71,7 @@ class Scripted:
 
     def submit(self, requests):
         self.requests += requests
-        futures = [Future() for _ in requests]
+        futures = self.futures = [Future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
             if isinstance(answer, Exception):
@@ -151,8 +151,12 @@ def player_of(processor, engine, make_env, **changed):
 
 
 def play(player, n=1, problem=PROBLEM, **sampling):
-    opening = player.open(problem, range(n), SamplingParams(**{"max_new_tokens": 20, **sampling}))
-    group = asyncio.run(player.play("g", opening, player.engine.submit(opening.requests)))
+    async def played():
+        opening = await player.open(problem, range(n), SamplingParams(**{"max_new_tokens": 20, **sampling}))
+        player.submit([opening])
+        return await player.play("g", opening)
+
+    group = asyncio.run(played())
     return group, GroupSummary.of(group, player.processor.image_token_id)
 
 
@@ -441,12 +445,14 @@ def test_facts_of_another_kind_are_the_environments_error(processor, env_class, 
 def test_environments_are_closed_where_the_engine_dies(processor, env_class):
     engine = Scripted(processor, [None])
     player = player_of(processor, engine, env_class)
-    opening = player.open(PROBLEM, range(3), SamplingParams())
-    (future,) = engine.submit(opening.requests)
-    engine.is_alive = False
-    future.set_exception(RuntimeError("gone"))
+
+    def die():
+        engine.is_alive = False
+        engine.futures[0].set_exception(RuntimeError("gone"))
+
+    threading.Timer(0.2, die).start()
     with pytest.raises(EngineDied, match="gone"):
-        asyncio.run(player.play("g", opening, [future]))
+        play(player, 3)
     assert closed_once(env_class, 3)
 
 
@@ -461,10 +467,11 @@ def test_an_episode_that_nobody_waits_for_closes_its_environment_after_its_step(
 
     env_class.step = step
     player = player_of(processor, Scripted(processor), env_class)
-    opening = player.open(PROBLEM, (0,), SamplingParams())
 
     async def abandon():
-        running = asyncio.ensure_future(player.play("g", opening, player.engine.submit(opening.requests)))
+        opening = await player.open(PROBLEM, (0,), SamplingParams())
+        player.submit([opening])
+        running = asyncio.ensure_future(player.play("g", opening))
         await asyncio.to_thread(begun.wait, 10)
         running.cancel()
         asyncio.get_running_loop().call_later(0.02, goes_on.set)

@@ -1,0 +1,265 @@
+"""Calls of environments, made so that nobody waits for one that hangs. No Ray.
+
+A function runs in a daemon thread, a coroutine function in an event loop that has a thread of its own. What does not return in
+time is left alone, for a thread can't be ended: it stays until its function returns, and no longer than the process.
+
+Invariants: an environment gets one call at a time; each that was made is closed, one that hangs when its call returns.
+"""
+
+import asyncio
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+from rlinf_vl.data.unusable import shorten
+from rlinf_vl.envs import Env
+from rlinf_vl.observe.spans import span
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: Calls that begin while none of them has returned. More threads at work on Python code would keep the engine's thread waiting.
+AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
+#: Seconds after which a call is taken to wait for something, and no longer counts among those.
+WAITING_S = 0.02
+#: Seconds that a thread waits for another call before it ends.
+IDLE_S = 10.0
+#: Seconds that a coroutine has to end once its time is over, and the event loop to show that it lives.
+CANCEL_S = 0.5
+#: Characters of an error that are kept.
+LONGEST = 500
+
+
+class CallTimeout(Exception):
+    """A call has not returned in time."""
+
+
+class Calls:
+    """Threads, and an event loop, for the calls of many environments; awaited in one event loop.
+
+    Attributes:
+        timeout_s: seconds that a call may take, once it has begun.
+        hung: calls that were given up and have not returned.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.hung = 0
+        self._room = _PerLoop(lambda: asyncio.Semaphore(AT_ONCE))
+        self._jobs: SimpleQueue[tuple[Future, Callable, tuple]] = SimpleQueue()
+        self._idle = 0  # threads that wait for a job which is not in the queue yet
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def make(self, function: Callable, *arguments: Any, begun: Callable[[Future], None]) -> Any:
+        """What the function, or coroutine function, returns; `begun` is told of the call.
+
+        Raises:
+            CallTimeout: nothing within `timeout_s`.
+            Exception: what the function raised; RuntimeError in place of what is no error (SystemExit, StopIteration).
+        """
+        if inspect.iscoroutinefunction(function):
+            future = self.begin(function, *arguments)
+            begun(future)
+            in_time = await done(future, self.timeout_s + CANCEL_S)
+            if not in_time and self._loop is not None:
+                echo = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+                if not await done(echo, CANCEL_S):
+                    self._loop = None  # a coroutine function blocks it: the others get a new one
+        else:
+            async with self._room():
+                future = self.begin(function, *arguments)
+                begun(future)
+                await done(future, min(WAITING_S, self.timeout_s))
+            in_time = await done(future, self.timeout_s - WAITING_S)
+        if not in_time:
+            with self._lock:
+                self.hung += 1
+            future.add_done_callback(self._returned)
+            raise CallTimeout
+        return future.result()
+
+    def begin(self, function: Callable, *arguments: Any) -> Future:
+        """Call it, without waiting; from any thread."""
+        if inspect.iscoroutinefunction(function):
+            with self._lock:
+                if self._loop is None:
+                    self._loop = asyncio.new_event_loop()
+                    threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+                return asyncio.run_coroutine_threadsafe(self._in_time(function(*arguments)), self._loop)
+        future: Future = Future()
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            has_thread = self._idle > 0
+            self._idle -= has_thread
+        self._jobs.put((future, function, arguments))
+        if not has_thread:
+            threading.Thread(target=self._work, name="environment", daemon=True).start()
+        return future
+
+    async def _in_time(self, coroutine: Coroutine) -> Any:
+        limit = asyncio.timeout(self.timeout_s)
+        try:
+            async with limit:
+                return await coroutine
+        except BaseException as error:
+            if limit.expired() and isinstance(error, TimeoutError):
+                raise CallTimeout from error
+            raise plain(error) from error
+
+    def _work(self) -> None:
+        while True:
+            try:
+                future, function, arguments = self._jobs.get(timeout=IDLE_S)
+            except Empty:
+                with self._lock:
+                    if self._idle:
+                        self._idle -= 1
+                        return
+                continue  # this thread was counted on just now
+            try:
+                result = function(*arguments)
+            except BaseException as error:
+                future.set_exception(plain(error))
+            else:
+                future.set_result(result)
+            future = function = arguments = result = None  # what an idle thread holds would not be freed
+            with self._lock:
+                self._idle += 1
+
+    def _returned(self, _: Future) -> None:
+        with self._lock:
+            self.hung -= 1
+
+
+class Places:
+    """`n` places (None: any number), of which several may be taken at once; whoever asked first is first."""
+
+    def __init__(self, n: int | None) -> None:
+        self._free = _PerLoop(lambda: asyncio.Semaphore(n or 2**31))
+        self._turnstile = _PerLoop(asyncio.Lock)
+
+    async def take(self, n: int) -> None:
+        async with self._turnstile():
+            for taken in range(n):
+                try:
+                    await self._free().acquire()
+                except asyncio.CancelledError:
+                    for _ in range(taken):
+                        self.give()
+                    raise
+
+    def give(self) -> None:
+        self._free().release()
+
+
+class _PerLoop(Generic[T]):
+    """One object per event loop, made when it is first asked for: what is waited for belongs to one."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
+
+    def __call__(self) -> T:
+        loop = asyncio.get_running_loop()
+        if loop not in self._made:
+            self._made[loop] = self._make()
+        return self._made[loop]
+
+
+class Stage:
+    """One environment, behind `Calls`."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.env: Env | None = None
+        self._calls = calls
+        self._last: Future | None = None
+        self._closed: Future | None = None
+
+    async def make(self, make_env: Callable[[], Env]) -> None:
+        """Make the environment. Raises as `Calls.make`, here and below."""
+
+        def make() -> None:
+            self.env = make_env()
+
+        await self.call(make)
+
+    async def ask(self, method: str, argument: Any, then: Callable[[Any], Any]) -> Any:
+        """What `then` makes, in a thread, of what the environment says."""
+        function = getattr(self.env, method)
+        if inspect.iscoroutinefunction(function):
+            said = await self.call(function, argument)
+            return await self.call(then, said)
+
+        def heard() -> Any:
+            with span("environment"):
+                said = function(argument)
+            return then(said)
+
+        return await self.call(heard)
+
+    async def call(self, function: Callable, *arguments: Any) -> Any:
+        return await self._calls.make(function, *arguments, begun=self._begun)
+
+    def close(self) -> Future:
+        """Close the environment after the call that is under way. Done when it is closed, well or not."""
+        if self._closed is not None:
+            return self._closed
+        closed = self._closed = Future()
+
+        def report(call: Future) -> None:
+            if error := call.exception():  # its trajectory is what it is
+                log.warning("an environment did not close: %s", described(error))
+            closed.set_result(None)
+
+        def close(_: Future | None) -> None:
+            env, self.env = self.env, None
+            if env is None:
+                closed.set_result(None)
+            else:
+                self._calls.begin(env.close).add_done_callback(report)
+
+        if self._last is None:
+            close(None)
+        else:
+            self._last.add_done_callback(close)
+        return closed
+
+    def _begun(self, call: Future) -> None:
+        self._last = call
+
+
+def plain(error: BaseException) -> Exception:
+    """The error, or one in place of what a future can't carry and what would end more than one call."""
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+        return error
+    return RuntimeError(described(error))
+
+
+def described(error: BaseException) -> str:
+    """Its type and what it says, shortened."""
+    try:
+        return shorten(f"{type(error).__name__}: {error}", LONGEST)
+    except Exception:  # it can't say it
+        return type(error).__name__
+
+
+async def done(future: Future, timeout_s: float | None) -> bool:
+    """Wait until it is done, or the time is over; whether it is done. Cancelling this leaves the future as it is."""
+    loop = asyncio.get_running_loop()
+    woken = loop.create_future()
+
+    def wake(_: Future) -> None:
+        with suppress(RuntimeError):  # nobody waits any more, and the loop is closed
+            loop.call_soon_threadsafe(lambda: woken.done() or woken.set_result(None))
+
+    future.add_done_callback(wake)
+    await asyncio.wait([woken], timeout=timeout_s)
+    return future.done()

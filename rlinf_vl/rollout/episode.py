@@ -1,0 +1,87 @@
+"""An episode: what it is before it begins, and a trajectory in the making, in step with what the environment says."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rlinf_vl.envs import StepResult
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.rollout.calls import Stage
+from rlinf_vl.rollout.observation import Observation
+from rlinf_vl.types import Completion, Problem, Request, Sample, SamplingParams, TokenSequence, Trajectory, Turn
+
+
+@dataclass(eq=False)
+class Episode:
+    """One trajectory to be. Its first answer is sample `place` of its opening's request number `request`."""
+
+    seed: int
+    group_seed: int = 0
+    session: str = ""  # name under which an engine may keep what it computed; "" if there is but one turn
+    stage: Stage | None = None
+    begun: float | None = None  # when, by the event loop's clock
+    starting: "asyncio.Task[Observation] | None" = None
+    request: int | None = None  # None: it was not among those that started in time
+    place: int = 0
+    error: Exception | None = None  # why it can't begin
+
+
+@dataclass(eq=False)
+class Opening:
+    """The episodes of a group, and requests for first answers: one request for all that begin alike and have started in time."""
+
+    problem: Problem
+    sampling: SamplingParams
+    episodes: list[Episode]
+    requests: list[Request] = field(default_factory=list)
+    answers: list["asyncio.Future[Completion]"] = field(default_factory=list)  # once they are submitted
+
+
+@dataclass(slots=True)
+class Played:
+    """A trajectory in the making."""
+
+    sequences: list[TokenSequence] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    correct: bool = False
+    status: str = "error"
+
+    def add(self, request: Request, sample: Sample, processor: Processor) -> None:
+        """Add an answer, drawn from a prompt that goes on from the last sequence."""
+        sequence = TokenSequence.of_sample(request, sample)
+        sequence = _continued(self.sequences.pop() if self.sequences else None, sequence)
+        sequence.assert_images_placed(processor.image_token_id, processor.merge_size)
+        self.sequences.append(sequence)
+        place = len(self.sequences) - 1, len(request.ids), len(sequence.ids)
+        self.turns.append(Turn(*place, sample.finish_reason, 0.0))
+
+    def pay(self, result: StepResult) -> None:
+        """Note what the environment gave for the last answer."""
+        self.turns[-1] = replace(self.turns[-1], reward=result.reward, info=result.info["facts"])
+        for name, part in result.info["reward_parts"].items():
+            self.parts[name] = self.parts.get(name, 0.0) + part
+        self.metrics |= result.info["metrics"]
+        self.correct, self.status = result.info["correct"], self.turns[-1].finish_reason
+
+    def trajectory(self, fault: str | None, logprobs: bool) -> Trajectory:
+        sequences = tuple(s if logprobs else replace(s, logprobs=None) for s in self.sequences)
+        if fault is not None:
+            return Trajectory(sequences, tuple(self.turns), 0.0, {}, "error", False, fault)
+        reward = sum(turn.reward for turn in self.turns)
+        return Trajectory(
+            sequences, tuple(self.turns), reward, self.parts, self.status, self.correct, None, self.metrics
+        )
+
+
+def _continued(before: TokenSequence | None, after: TokenSequence) -> TokenSequence:
+    """`after`, a prompt with its answer, with what `before` knows of the prompt's first tokens."""
+    if before is None:
+        return after
+    n, arrays = len(before.ids), after.arrays()
+    assert np.array_equal(before.ids, after.ids[:n]), "a turn's prompt must begin with all ids before it"
+    for name, array in before.arrays().items():
+        arrays[name][:n] = array
+    return after

@@ -1,0 +1,79 @@
+"""What an environment says, checked and in plain form: its messages and images, and the facts of a step."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from rlinf_vl.data.images import to_image_ref
+from rlinf_vl.data.unusable import PROMPT_UNUSABLE, ImageError
+from rlinf_vl.envs import StepResult
+from rlinf_vl.types import IMAGE_URL_PREFIX, ImageRef, Message, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Messages in which each image is a part {"type": "image_url", "image_url": {"url": "image://<hash>"}}, and those images."""
+
+    messages: tuple[Message, ...]
+    images: tuple[ImageRef, ...]
+
+
+def observe(messages: Iterable[Message], problem: Problem) -> Observation:
+    """Messages with images in any form: the problem's, by address, or new ones as arrays or as `to_image_ref` takes them.
+
+    Raises:
+        ImageError: an image can't be used.
+        Exception: they are no messages.
+    """
+    known = {image.url: image for image in problem.images}
+    images: list[ImageRef] = []
+
+    def shown(part: Any) -> Any:
+        if "image" not in part and "image_url" not in part and part.get("type") not in ("image", "image_url"):
+            return part
+        value = part.get("image_url", part.get("image"))
+        value = value["url"] if isinstance(value, dict) and "url" in value else value
+        if isinstance(value, str) and value.startswith(IMAGE_URL_PREFIX):
+            if value not in known:
+                raise ImageError(PROMPT_UNUSABLE, f"{value} is no image of the problem")
+            image = known[value]
+        else:
+            image = to_image_ref(Image.fromarray(value) if isinstance(value, np.ndarray) else value, root=None)
+        images.append(image)
+        return {"type": "image_url", "image_url": {"url": image.url}}
+
+    plain = tuple(
+        message | {"content": list(map(shown, message["content"]))}
+        if isinstance(message["content"], (list, tuple))
+        else message
+        for message in messages
+    )
+    return Observation(plain, tuple(images))
+
+
+def checked(result: StepResult) -> StepResult:
+    """The same with a finite reward, and in `info` what a trajectory keeps: correct (bool), reward_parts and metrics (finite floats
+    by name), and facts (str): `Turn.info`.
+
+    Raises:
+        Exception: something in it is of another kind.
+    """
+    info: Mapping[str, Any] = result.info
+    numbers = {
+        kind: {str(name): float(value) for name, value in dict(info.get(kind, {})).items()}
+        for kind in ("reward_parts", "metrics")
+    }
+    reward = float(result.reward)
+    for name, value in (("reward", reward), *(pair for found in numbers.values() for pair in found.items())):
+        if not math.isfinite(value):
+            raise ValueError(f"it gave {name} {value}")
+    if not isinstance(info.get("state", ""), str):
+        raise TypeError(f"it gave the state {info['state']!r}, which is no string")
+    facts = {name: info[name] for name in ("tool_calls", "state") if name in info}
+    kept = {**numbers, "correct": bool(info.get("correct", False)), "facts": json.dumps(facts) if facts else ""}
+    return replace(result, reward=reward, done=bool(result.done), info=kept)
