@@ -44,7 +44,8 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        """Queue requests, in order and at once; each future resolves when all samples of its request are done."""
+        """Queue requests, in order and at once; each future resolves when all samples of its request are done. A request whose
+        future is cancelled is given up."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

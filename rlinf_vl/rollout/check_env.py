@@ -27,7 +27,7 @@ from rlinf_vl.envs import Env, EnvMaker, StepResult
 from rlinf_vl.envs.registry import EnvClassError, keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.rewards import GradingError
-from rlinf_vl.rollout.player import _images, recorded
+from rlinf_vl.rollout.observation import checked, observe
 from rlinf_vl.types import Message, Problem
 
 #: What a policy may say, by what it is; each is said in every turn of an episode.
@@ -164,7 +164,7 @@ class Check:
         if not isinstance(result.done, (bool, np.bool_)):
             self.broken(f"step gave done={result.done!r}: it must be True or False", where)
         try:
-            facts = recorded(result.info)
+            facts = checked(result).info
             self.named.update(f"metric {name}" for name in facts["metrics"])
             self.named.update(f"reward part {name}" for name in facts["reward_parts"])
             for called in result.info.get("tool_calls", ()):
@@ -184,7 +184,7 @@ class Check:
                 raise ValueError("there are none: the policy has to be shown something")
             if listed and listed[-1]["role"] not in ("user", "tool"):
                 raise ValueError(f"the last is of role {listed[-1]['role']!r}: the policy answers 'user' or 'tool'")
-            shown = [decode(image) for image in _images(listed, problem)]
+            shown = [decode(image) for image in observe(listed, problem).images]
         except Exception as error:
             return self.broken(f"messages can't be shown: {error}", where, f"messages {type(error)}")
         self.images_per_turn.append(len(shown))
@@ -199,7 +199,7 @@ class Check:
                 env = self.call("the constructor", self.make, problem, seed, group_seed)
                 try:
                     messages = list(self.call("start(problem)", env.start, problem))
-                    images = [image.hash for image in _images(messages, problem)]
+                    images = [image.hash for image in observe(messages, problem).images]
                     starts.append((images, [(m["role"], list(_texts(m))) for m in messages]))
                 finally:
                     self.call("close()", env.close)

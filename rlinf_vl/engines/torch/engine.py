@@ -65,6 +65,11 @@ class _Row:
     versions: list[int] = field(default_factory=list)
     done: bool = False
 
+    @property
+    def over(self) -> bool:
+        """Nothing more is drawn: it is finished, or nobody waits for its request."""
+        return self.done or self.pending.future.cancelled()
+
 
 class TorchEngine:
     """An `Engine` on a transformers model of `family` (see `load_model`); owns the model and one thread."""
@@ -176,7 +181,8 @@ class TorchEngine:
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """As `Engine.release_memory`. On the CPU the weights stay where they are."""
         with self._step_lock:
-            assert all(row.done for row in self.rows) and not self.waiting, "memory is released between rollouts only"
+            wanted = [p for p in self.waiting if not p.future.cancelled()]
+            assert all(row.over for row in self.rows) and not wanted, "memory is released between rollouts only"
             if "kv_cache" in tags:
                 self._drop_finished()  # nothing is left in the cache
                 self.sessions.clear()
@@ -232,11 +238,14 @@ class TorchEngine:
 
     def _next_requests(self) -> list[_Pending]:
         """Take as many waiting requests as there is room for and as are prefilled at once; one at least if nothing runs."""
-        busy, tokens = sum(not row.done for row in self.rows), 0
+        busy, tokens = sum(not row.over for row in self.rows), 0
         admitted: list[_Pending] = []
         room = self._room() if self.waiting else 0
         while self.waiting:
             pending = self.waiting[0]
+            if pending.future.cancelled():
+                self.waiting.popleft()
+                continue
             request = pending.request
             state, longest = self.decode_state, request.sampling.max_new_tokens + len(request.ids)
             per_row = state.token_bytes(self.model.dtype) * longest + state.row_bytes()
@@ -253,7 +262,8 @@ class TorchEngine:
                 seen = len(kept.images) if kept else 0
                 pending.patches = [self.pixels(image) for image in request.images[seen:]]
             except Exception as e:  # an image that can't be decoded is its request's error, nobody else's
-                pending.future.set_exception(e)
+                if pending.future.set_running_or_notify_cancel():
+                    pending.future.set_exception(e)
                 continue
             admitted.append(pending)
             tokens += new
@@ -306,7 +316,7 @@ class TorchEngine:
         self.next_positions = self.next_positions + 1
         assert self.sampler is not None
         self._draw(0, self._logits(hidden), self.sampler)
-        if sum(row.done for row in self.rows) >= DROP_SHARE * len(self.rows):
+        if sum(row.over for row in self.rows) >= DROP_SHARE * len(self.rows):
             self._drop_finished()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -326,7 +336,7 @@ class TorchEngine:
         self.last_ids[first:] = ids
         finished = []
         for i, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True), first):
-            if row.done:
+            if row.over:
                 continue
             row.ids.append(token)
             row.logprobs.append(logprob)
@@ -353,7 +363,7 @@ class TorchEngine:
             self.sessions.shrink(self._room())
 
     def _drop_finished(self) -> None:
-        alive = [i for i, row in enumerate(self.rows) if not row.done]
+        alive = [i for i, row in enumerate(self.rows) if not row.over]
         if len(alive) < len(self.rows):
             keep = torch.tensor(alive, dtype=torch.int64, device=self.device)
             self.cache.keep(keep)
@@ -368,5 +378,5 @@ def _finish(row: _Row) -> None:
     reason = "stop" if row.ids[-1] in row.pending.request.sampling.stop_ids else "length"
     pending, sampled = row.pending, (np.asarray(row.ids, np.int32), np.asarray(row.logprobs, np.float32))
     pending.samples[row.number] = Sample(*sampled, np.asarray(row.versions, np.int32), reason)
-    if len(pending.samples) == len(pending.request.seeds) and not pending.future.cancelled():
+    if len(pending.samples) == len(pending.request.seeds) and pending.future.set_running_or_notify_cancel():
         pending.future.set_result(Completion(tuple(pending.samples[i] for i in range(len(pending.samples)))))

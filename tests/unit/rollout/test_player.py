@@ -5,7 +5,6 @@ import io
 import json
 import threading
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -479,21 +478,6 @@ def test_an_episode_that_nobody_waits_for_closes_its_environment_after_its_step(
 
     asyncio.run(abandon())
     assert env_class.made[0].calls == ["start", "step ended", "close"]
-
-
-@pytest.fixture(scope="module")
-def toy(toy_folder):
-    from rlinf_vl.engines.torch.engine import TorchEngine
-    from rlinf_vl.models.loading import load_model, vocab_size
-    from rlinf_vl.models.processing import PixelCache
-
-    processor = Processor(toy_folder, FAMILY)
-    model = load_model(toy_folder, FAMILY, torch.float32)
-    banned, pixels = processor.banned_ids(vocab_size(model)), PixelCache(processor.pixels)
-    places = {"image_token_id": processor.image_token_id, "merge_size": processor.merge_size}
-    engine = TorchEngine(model, FAMILY, banned=banned, pixels=pixels, max_running=64, **places)
-    yield SimpleNamespace(processor=processor, model=model, banned=banned, pixels=pixels, engine=engine)
-    engine.close()
 
 
 def test_what_the_engine_samples_in_two_turns_the_trainers_model_scores_alike(toy, env_class):
