@@ -1,12 +1,15 @@
-"""A line chart as a small SVG file, written by hand: the README's learning curves.
+"""A line chart as a small SVG file, written by hand: the learning curves of README and docs.
 
-`python docs/learning_curve.py OUT.svg NAME=RUN_DIR …` draws the validation accuracy of runs.
+`python docs/learning_curve.py OUT.svg NAME=RUN_DIR …` draws the validation accuracy of runs. `NAME@METRIC=RUN_DIR` draws another
+metric; of several runs, `NAME=RUN_DIR,RUN_DIR,…`, the mean is drawn, in a band from the lowest to the highest.
 """
 
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from xml.sax.saxutils import escape
 
 from rlinf_vl.runtime.files import read_lines
@@ -24,7 +27,8 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
     """Writes lines of value over step to `path`.
 
     Args:
-        series: name → (step, value) points; a value that is None or not finite is left out.
+        series: name → (step, value) points; a value that is None or not finite is left out. Where a step has several values,
+            the line goes through their mean, and a band from the lowest to the highest.
 
     Raises:
         ValueError: there is no point to draw.
@@ -69,7 +73,12 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
     for i, (name, line) in enumerate(lines.items()):
         color = COLORS[i % len(COLORS)]
         dash = ' stroke-dasharray="6 4"' if i >= len(COLORS) else ""
-        at = [(f"{x_of(x):.1f}", f"{y_of(y):.1f}") for x, y in line]
+        values = {x: [y for _, y in same] for x, same in groupby(line, key=lambda point: point[0])}
+        if len(values) < len(line):
+            edge = [(x, max(ys)) for x, ys in values.items()] + [(x, min(ys)) for x, ys in reversed(values.items())]
+            band = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in edge)
+            svg.append(f'<polygon points="{band}" fill="{color}" fill-opacity="0.18"/>')
+        at = [(f"{x_of(x):.1f}", f"{y_of(fmean(ys)):.1f}") for x, ys in values.items()]
         svg.append(
             f'<polyline points="{" ".join(",".join(p) for p in at)}" fill="none" stroke="{color}" stroke-width="2" '
             f'stroke-linejoin="round"{dash}/>'
@@ -96,23 +105,29 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python docs/learning_curve.py", description="Draw val/accuracy of runs.")
+    parser = argparse.ArgumentParser(prog="python docs/learning_curve.py", description="Draw a metric of runs.")
     parser.add_argument("out", metavar="OUT.svg")
-    parser.add_argument("runs", metavar="NAME=RUN_DIR", nargs="+")
+    parser.add_argument("runs", metavar="NAME[@METRIC]=RUN_DIR[,RUN_DIR…]", nargs="+")
+    parser.add_argument("--title", default="Validation accuracy")
+    parser.add_argument("--label", default="val/accuracy", help="of the vertical axis")
     options = parser.parse_args(arguments)
     series: dict[str, list[Point]] = {}
     for run in options.runs:
-        name, equals, folder = run.partition("=")
+        named, equals, folders = run.partition("=")
+        name, _, metric = named.partition("@")
+        metric = metric or "val/accuracy"
         if not equals:
             parser.error(f"{run!r} is not NAME=RUN_DIR")
-        metrics_file = Path(folder) / "metrics.jsonl"
-        if not metrics_file.exists():
-            parser.error(f"{metrics_file} does not exist")
-        rows = read_lines(metrics_file)[0]
-        series[name] = [(row["step"], row["val/accuracy"]) for row in rows if "val/accuracy" in row]
-        if not series[name]:
-            parser.error(f"{metrics_file} has no val/accuracy")
-    draw_curve(series, options.out, "Validation accuracy", "val/accuracy")
+        series[name] = []
+        for folder in folders.split(","):
+            metrics_file = Path(folder) / "metrics.jsonl"
+            if not metrics_file.exists():
+                parser.error(f"{metrics_file} does not exist")
+            found = [(row["step"], row[metric]) for row in read_lines(metrics_file)[0] if metric in row]
+            if not found:
+                parser.error(f"{metrics_file} has no {metric}")
+            series[name] += found
+    draw_curve(series, options.out, options.title, options.label)
 
 
 if __name__ == "__main__":

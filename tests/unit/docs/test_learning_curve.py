@@ -89,6 +89,23 @@ def test_command_draws_the_validation_accuracy_of_runs(tmp_path):
     assert {"sees", "blind", "val/accuracy"} <= set(texts(out))
 
 
+def test_of_several_runs_the_mean_is_drawn_in_a_band(tmp_path):
+    rows = [[{"step": s, "val/env/x": s / 4 + d} for s in range(3)] for d in (0.0, 0.5)]
+    runs = [write_run(tmp_path / str(i), own) for i, own in enumerate(rows)]
+    out = tmp_path / "curve.svg"
+    curve.main(
+        [str(out), f"both@val/env/x={runs[0]},{runs[1]}", f"one@val/env/x={runs[0]}", "--title", "T", "--label", "x"]
+    )
+    both, one = polylines(out)
+    (band,) = ElementTree.parse(out).getroot().iter(SVG + "polygon")
+    edge = [tuple(map(float, point.split(","))) for point in band.get("points").split()]
+    upper, lower = edge[:3], edge[:2:-1]
+    assert lower == one
+    for (_, y), (_, high), (_, low) in zip(both, upper, lower, strict=True):
+        assert y == pytest.approx((high + low) / 2, abs=0.1) and high < y < low
+    assert {"T", "x", "both", "one"} <= set(texts(out))
+
+
 @pytest.mark.parametrize("run", ["no-equals", "name=/does/not/exist", "name={empty}"])
 def test_command_says_what_is_wrong(tmp_path, run, capsys):
     empty = write_run(tmp_path / "empty", [{"step": 1}])
