@@ -13,6 +13,7 @@ from rlinf_vl.controller.run_data import find_usable_rows
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.weight_sync import WeightSync
+from rlinf_vl.envs.registry import grades_answers, load_env_class
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.pool import RolloutPool
@@ -66,7 +67,8 @@ def run(
         pool = RolloutPool(config, model_path, device, reservation.rollout, report=replaced, check=stop.check)
         learner = ActorGroup(config, model_path, device, reservation.actor)
         data = find_usable_rows(config, run_dir, pool, progress)
-        write_baselines(run_dir, data.answers)
+        if grades_answers(load_env_class(config.rollout.env_class, config.rollout.env_files)):
+            write_baselines(run_dir, data.answers)
         gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
         sync = load_model(learner)
         logger.info("started in %.0f s; training to step %d", time.monotonic() - began, data.total_steps)

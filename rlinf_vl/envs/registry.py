@@ -97,6 +97,11 @@ def _module_of_file(path: str, files: Mapping[str, str]) -> ModuleType:
     return sys.modules[name]
 
 
+def grades_answers(cls: type) -> bool:
+    """Whether an environment asks for `grade`, and so pays by the rows' answers: then one answer for all rows is worth something."""
+    return "grade" in _parameters(cls)
+
+
 def keyword_problems(cls: type, kwargs: Mapping[str, Any]) -> Iterator[str]:
     """Why a constructor doesn't take these keywords, each problem a sentence."""
     parameters = _parameters(cls)

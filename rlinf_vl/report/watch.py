@@ -99,7 +99,7 @@ class RunPage:
             if not any((row.get("rollout/turns_max") or 1) > 1 for row in rows):
                 logged.discard("rollout/turns_mean")
             measured = [name for name in sorted(logged) if name.removeprefix("val/").startswith("env/")][:MAX_MEASURED]
-            curves = CURVES | {_clean(name.replace("env/", ""))[:16]: name for name in measured}
+            curves = CURVES | {_clean(name)[:16]: name for name in measured}
             self._curves = {label: Curve(rows, metric) for label, metric in curves.items() if metric in logged}
             self._times = [
                 {name.removeprefix("time/"): x for name, x in row.items() if name.startswith("time/") and x is not None}

@@ -392,7 +392,7 @@ def test_success_by_turns_and_what_the_environment_measures(browser, talk):
     share = round(100 * sum(row["correct"] for row in last) / len(last))
     assert "validation at 0" in table and "validation at 6" in table and f"{share} % of {len(last)}" in table
     titles = browser.run("[...document.querySelectorAll('.chart h3')].map((title) => title.textContent)")
-    assert "Turns" in titles and "distance_left" in titles
+    assert "Turns" in titles and "Environment: distance_left" in titles
 
 
 def test_a_history_that_was_rewritten_is_folded(browser, tmp_path):

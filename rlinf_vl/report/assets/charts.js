@@ -10,7 +10,7 @@ function drawCharts({ runs, charts, phases }) {
   const section = document.getElementById("curves");
   const measured = new Set(runs.flatMap((run) => Object.keys(run.metrics)).map((name) => name.match(/^(?:val\/)?env\/(.+)/s)?.[1]).filter(Boolean));
   const about = "What the environment measures: mean over the episodes that gave it.";
-  charts = [...charts, ...[...measured].sort().map((name) => ({ title: name, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
+  charts = [...charts, ...[...measured].sort().map((name) => ({ title: `Environment: ${name}`, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
   const shown = ["val/accuracy_error", "val/problems", ...charts.flatMap((spec) => Object.keys(spec.lines))];
   const figures = charts.map((spec) => chart(spec, linesOf(spec, runs)));
   for (const run of runs) {

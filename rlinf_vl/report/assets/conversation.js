@@ -95,7 +95,7 @@ function turnRow(item, turn, view, last) {
   if (turn.number === null) return h("section", { class: "turn", "aria-label": "After the last turn", tabindex: -1 }, h("div", { class: "rail" }), h("div", { class: "said" }, said));
   const notes = [
     turn.finish_reason && turn.finish_reason !== "stop" && `finish: ${turn.finish_reason}`,
-    turn.advantage !== undefined && turn.advantage !== null && `advantage ${number(turn.advantage)}`,
+    item.layout.turns.some((other) => other.advantage !== turn.advantage) && `advantage ${number(turn.advantage)}`,
     typeof turn.state === "string" && `state ${turn.state.length > 60 ? `${turn.state.slice(0, 60)}…` : turn.state}`,
   ].filter(Boolean).join(" · ");
   return h("section", { class: "turn", "aria-label": `Turn ${turn.number}`, tabindex: -1 },

@@ -7,7 +7,7 @@ import pytest
 
 from rlinf_vl.config import load_config, save_config
 from rlinf_vl.envs import ENVIRONMENTS, EnvMaker
-from rlinf_vl.envs.registry import EnvClassError, keyword_problems, load_env_class
+from rlinf_vl.envs.registry import EnvClassError, grades_answers, keyword_problems, load_env_class
 from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.inputs import RULES
@@ -54,6 +54,11 @@ def envs(tmp_path):
 @pytest.mark.parametrize("name", sorted(ENVIRONMENTS))
 def test_every_registered_class_is_there(name):
     assert isinstance(load_env_class(name, {}), type)
+
+
+@pytest.mark.parametrize(("name", "graded"), [("single_turn", True), ("rectangle_tool", True), ("maze", False)])
+def test_whether_it_pays_by_the_rows_answers(name, graded):
+    assert grades_answers(load_env_class(name, {})) is graded
 
 
 def test_a_class_gets_the_keywords_that_it_names(envs):

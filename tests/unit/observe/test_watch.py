@@ -269,7 +269,7 @@ def test_the_newest_conversation_is_shown_with_its_pictures(tmp_path, width, hei
         "the arguments are no JSON object",
         f"\\boxed{{{row['answer']}}}  reward 1",
         "turns ",
-        "distance_left",
+        "env/distance_lef",
     ):
         assert said in page, said
     drawn = [line for line in RunPage(run).draw(width, height, NOW) if "▀" in line.plain]

@@ -34,7 +34,8 @@ ROOMS = {
         "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "transport",
     },
     "controller": {
-        "actor", "algorithms", "config", "data", "engines", "models", "observe", "packing", "rollout", "runtime", "toy", "transport",
+        "actor", "algorithms", "config", "data", "engines", "envs", "models", "observe", "packing", "rollout", "runtime",
+        "toy", "transport",
     },
 }  # fmt: skip
 ANYONE = {"errors", "types"}
