@@ -168,14 +168,18 @@ class Maze:
             raise ValueError(f"shown: {shown!r} is none of {', '.join(get_args(Shown))}")
         self._reward_max, self._reward_min, self._shown = reward_max, reward_min, shown
         self._rng = np.random.default_rng(seed)
-        self._turns = self._bumps = 0
+        self._over = True
 
     def start(self, problem: Problem) -> list[Message]:
-        self.position = Position.of_text(problem.columns["maze"])
+        self.position = Position.of_text(str(problem.columns.get("maze", "")))
+        self._turns = self._bumps = 0
+        self._over = False
         self._first = self.position.picture()
         return [{"role": "user", "content": [self._picture(), {"type": "text", "text": QUESTION}]}]
 
     def step(self, response: str) -> StepResult:
+        if self._over:
+            raise RuntimeError("maze: step() without start(), or after the end")
         before = self.position
         slips, slipped = self._rng.random() < SLIP, list(MOVES)[self._rng.integers(len(MOVES))]
         if said := re.findall(rf"\\boxed\{{({'|'.join(MOVES)})\}}", response):
@@ -183,10 +187,10 @@ class Maze:
             self._bumps += self.position == before
         self._turns += 1
         success = self.position.agent == before.goal
-        done = success or self._turns == MAX_TURNS
+        self._over = success or self._turns == MAX_TURNS
         metrics = {"success": float(success), "turns": float(self._turns), "bumps": float(self._bumps)}
         info = {"correct": success, "metrics": metrics, "state": str(before)}
-        if done:
+        if self._over:
             return StepResult((), self._reward_max if success else self._reward_min, True, info)
         return StepResult(({"role": "user", "content": [self._picture()]},), 0.0, False, info)
 

@@ -156,6 +156,16 @@ def test_reward_metrics_and_states_of_an_episode(steady: None) -> None:
     assert result.info["metrics"] == {"success": 1.0, "turns": 1.0, "bumps": 0.0}
 
 
+def test_an_episode_that_is_over_takes_no_step() -> None:
+    env = new_env()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="without start"):
+            env.step("\\boxed{up}")
+        env.start(problem(WALLED))
+        while not env.step("").done:
+            pass
+
+
 @pytest.mark.parametrize("response", ["", "left", "\\boxed{}", "\\boxed{left", "\\boxed{sideways}", "\x00" * 1000])
 def test_a_response_without_a_move_costs_a_turn(response: str) -> None:
     results = walk(0, [response] * MAX_TURNS)
