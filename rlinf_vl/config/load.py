@@ -208,6 +208,22 @@ def _type_name(annotation: Any) -> str:
     return _TYPE_NAMES[get_origin(annotation) or annotation]
 
 
+def with_texts(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of an environment, with the text of a file for each value `@path`: relative to the working folder, or else to the
+    examples. Raises ConfigError: there is no such file."""
+    read = dict(kwargs)
+    for name, value in kwargs.items():
+        if isinstance(value, str) and value.startswith("@"):
+            path = Path(os.path.expanduser(value[1:]))
+            found = next((place for place in (path, EXAMPLES_DIR / path) if place.is_file()), None)
+            if found is None:
+                raise ConfigError(
+                    f"rollout.env_kwargs.{name}: no file {value[1:]!r}, here or in {EXAMPLES_DIR}; give a path"
+                )
+            read[name] = found.read_text(encoding="utf-8", errors="replace")
+    return read
+
+
 def _absolute(path: str) -> str:
     return str(Path(os.path.expanduser(path)).absolute())
 
@@ -225,6 +241,7 @@ def _normalise(config: Config) -> None:
         rollout.env_class = f"{path}:{name}"
         if path not in rollout.env_files and os.path.isfile(path):  # a missing one is refused with the class
             rollout.env_files[path] = Path(path).read_text(encoding="utf-8", errors="replace")
+    rollout.env_kwargs = with_texts(rollout.env_kwargs)
     for sampling in (algorithm.sampling_params, algorithm.val_sampling_params):
         if sampling.max_new_tokens is None:
             room = config.runner.seq_length - config.data.max_prompt_length

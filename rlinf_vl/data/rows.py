@@ -102,16 +102,19 @@ def row_to_problem(row: dict[str, Any], row_id: str, form: RowFormat, root: Path
 
 def _env_class(name: Any, columns: dict[str, Any], row_id: str, root: Path | None) -> str | None:
     """The environment that a row names; `env_kwargs` in `columns` become a mapping, in place."""
-    kwargs = columns.get("env_kwargs")
+    kwargs = columns.pop("env_kwargs", None)
     if isinstance(kwargs, str):
         try:
             kwargs = json.loads(kwargs)
         except ValueError as e:
             reason = f"column 'env_kwargs' holds {_shown(kwargs)}, which is not JSON: {e}"
             raise RowError(row_id, ENVIRONMENT_UNUSABLE, reason) from e
-    if isinstance(kwargs, dict):  # columns of tables have every row's keys
-        columns["env_kwargs"] = {key: value for key, value in kwargs.items() if value is not None}
-    elif kwargs is not None:
+    if isinstance(kwargs, dict | None):
+        given = {
+            key: value for key, value in (kwargs or {}).items() if value is not None
+        }  # tables have every row's keys
+        columns |= {"env_kwargs": given} if given else {}
+    else:
         reason = f"column 'env_kwargs' holds {_shown(kwargs)}: expected a mapping"
         raise RowError(row_id, ENVIRONMENT_UNUSABLE, reason)
     if not name:

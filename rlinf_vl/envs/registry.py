@@ -21,6 +21,7 @@ ENVIRONMENTS = {
     "single_turn": "rlinf_vl.envs.single_turn:SingleTurn",
     "picture_tool": "rlinf_vl.envs.picture_tool:PictureTool",
     "geometry_tool": "rlinf_vl.envs.geometry_tool:GeometryTool",
+    "gymnasium": "rlinf_vl.envs.gymnasium:Gymnasium",
     "maze": "rlinf_vl.toy.maze:Maze",
     "rectangle_tool": "rlinf_vl.toy.rectangle_tool:RectangleTool",
 }

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from rlinf_vl.config import with_texts
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.images import decode
 from rlinf_vl.data.rows import RowFormat
@@ -332,6 +333,7 @@ def main(arguments: argparse.Namespace) -> int:
         else:
             kwargs[name] = given
     try:
+        kwargs = with_texts(kwargs)
         found = load_env_class(arguments.env_class, {})
         problems = list(keyword_problems(found, kwargs))
         problems = problems or [f"data.{name}: no such key here" for name in form.keys() - _FORM]

@@ -57,7 +57,8 @@ class RolloutConfig:
     """Environment: a registered name (single_turn), module:Class, or path/to/file.py:Class, whose text travels to the workers.
     A row's column env_class names that row's own."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keywords for the environment's constructor. A row's column env_kwargs has further ones, over these."""
+    """Keywords for the environment's constructor. A value `@path` is replaced by the text of that file (relative to the working
+    folder, or else to the examples). A row's column env_kwargs has further ones, over these."""
     env_files: dict[str, str] = field(default_factory=dict)
     """Path → text of the file that env_class names: filled in when a config is loaded, so that a run can go on where the file
     isn't, or has changed since. Leave it out."""

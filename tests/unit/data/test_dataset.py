@@ -312,7 +312,7 @@ def test_a_row_names_its_environment_and_keeps_its_other_columns(tmp_path: Path)
         {"env_kwargs": {"size": 4}, "level": 0.1, "extra": {"a": [1, 2]}},
     )
     assert (second.env_class, second.columns["env_kwargs"]) == (f"{tmp_path}/envs.py:Mine", {"slip": 0.5})
-    assert (third.env_class, third.columns["env_kwargs"]) == (None, None)
+    assert third.env_class is None and "env_kwargs" not in third.columns
     assert fourth.env_class == "elsewhere/envs.py:Mine", "not here: perhaps the run's own file"
 
 

@@ -234,6 +234,7 @@ def test_blank_images_keep_place_and_size() -> None:
     [
         ({"env_class": "maze", "env_kwargs": '{"size": 4}'}, "/", "maze"),
         ({"env_class": "maze"}, None, "maze"),
+        ({"env_class": "maze", "env_kwargs": "null"}, "/", "maze"),
         ({"env_class": "os:abc"}, None, "comes from the hub"),
         ({"env_class": "envs.py:Mine"}, None, "comes from the hub"),
         ({"env_kwargs": {"make": "os:abc"}}, None, "comes from the hub"),

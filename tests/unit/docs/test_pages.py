@@ -189,7 +189,7 @@ def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Na
 
 
 def test_every_verb_that_is_named_exists(capsys: pytest.CaptureFixture[str]):
-    verbs = {verb for page in PAGES for verb in re.findall(r"-m rlinf_vl (\w+)", page.read_text(encoding="utf-8"))}
+    verbs = {verb for page in PAGES for verb in re.findall(r"-m rlinf_vl (\w[\w-]*)", page.read_text(encoding="utf-8"))}
     assert {"toy", "export", "report"} <= verbs
     for verb in verbs:
         with pytest.raises(SystemExit) as end:
