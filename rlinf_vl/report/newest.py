@@ -42,7 +42,11 @@ class Turn:
     def action(self) -> str:
         """What the answer boxed, else the tools that it called, else its end."""
         boxed = _BOXED.findall(self.answer)
-        return boxed[-1] if boxed else ", ".join(str(call.get("name")) for call in self.calls) or self.answer
+        return (
+            boxed[-1]
+            if boxed
+            else ", ".join(str(call.get("name") or "malformed call") for call in self.calls) or self.answer
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Newest:
                 Text.assemble((f" {number:>2} ", "bold"), (f"{turn.said}  ", "dim"), ("→ ", "cyan"), turn.answer, paid)
             )
             for call in turn.calls:
-                what = f"{call.get('name')} {json.dumps(call.get('arguments'))}"
+                what = f"{call.get('name') or 'malformed'} {json.dumps(call.get('arguments'))}"
                 failed = (f"  {call['error']}", "red") if call.get("error") else ""
                 lines.append(Text.assemble("      ", ("call ", "dim"), (what, "magenta"), failed))
         if len(lines) > height:

@@ -77,7 +77,7 @@ function filmstrip(item, turns, view, go) {
 function actionOf(item, turn) {
   const text = tokensText(item, turn.start, turn.end).replace(/<\|[\w-]{1,40}\|>/g, "").trim();
   const boxed = [...text.matchAll(/\\boxed\s*\{([^{}]*)\}/g)].at(-1)?.[1].trim();
-  const words = boxed || toolCalls(turn).map((call) => String(call.name)).join(", ") || text.replace(/\s+/g, " ") || "nothing";
+  const words = boxed || toolCalls(turn).map((call) => String(call.name || "malformed call")).join(", ") || text.replace(/\s+/g, " ") || "nothing";
   return words.length > 24 ? `…${words.slice(-23)}` : words;
 }
 
@@ -117,7 +117,7 @@ function reward({ reward: paid }) {
 function message(item, { role, content }, view) {
   const parts = content.map((part) => (typeof part === "number" ? picture(item, part, view) : foldedText(String(part))));
   const long = content.reduce((sum, part) => sum + (typeof part === "string" ? part.length : 0), 0) > 700;
-  return h("div", { class: "message" }, h("h4", {}, role || "text"), h("div", { class: "content", tabindex: long && 0 }, parts));
+  return h("div", { class: `message ${role === "system" ? role : ""}` }, h("h4", {}, role || "text"), h("div", { class: "content", tabindex: long && 0 }, parts));
 }
 
 function foldedText(text) {
@@ -144,7 +144,7 @@ function toolCard({ name, arguments: given, error }) {
   const values = given !== null && typeof given === "object" && !Array.isArray(given) ? Object.entries(given) : given === undefined || given === null ? [] : [["", given]];
   const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
   return h("div", { class: `tool ${error ? "failed" : ""}`, role: "group", "aria-label": `Tool call ${String(name ?? "")}` },
-    h("code", {}, String(name ?? "no name")),
+    h("code", {}, String(name || "malformed")),
     values.length > 0 && h("dl", {}, values.map(([key, value]) => h("div", {}, key && h("dt", {}, key), h("dd", {}, foldedText(shown(value)))))),
     error !== undefined && error !== null && h("p", { class: "why" }, foldedText(shown(error))));
 }
