@@ -52,7 +52,7 @@ from rlinf_vl.config.schema import (
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import freeze_vision, load_model, vocab_size
+from rlinf_vl.models.loading import freeze, load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.packing.collator import Collator
@@ -359,7 +359,7 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
         )
         model, reference = model.to(args.device), reference.to(args.device)
         if not args.train_tower:
-            freeze_vision(model, FAMILY)
+            freeze(model, FAMILY)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
         padded_once = lambda: padded_step(  # noqa: E731
             model, reference, optimizer, groups, plan.advantages, pixels, processor.image_token_id, processor.pad_id,

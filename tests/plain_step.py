@@ -31,6 +31,7 @@ class Layout:
     tis_clip: float | None = 2.0
     tis_level: str = "token"
     dtype: str = "fp32"
+    family: str = "qwen3_vl"
     loss: str = "actor"
     credit: str = "trajectory"
     discount: float = 1.0
@@ -112,7 +113,7 @@ def half(model):
 
 def plain_reference(layout: Layout, kind: str = "mixed"):
     """The same step in one process: transformers' own forward a trajectory at a time, formulas written out, SGD by hand."""
-    model, reference = tiny_model(0), tiny_model(9)
+    model, reference = (tiny_model(seed, family=layout.family) for seed in (0, 9))
     if not layout.train_tower:
         reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)

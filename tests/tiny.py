@@ -171,14 +171,17 @@ def transformers_inputs(sequence: TokenSequence) -> tuple[torch.Tensor, dict]:
     }
 
 
-def tiny_policy(dtype: torch.dtype = torch.float32, seed: int = 0, temperature: float = 1.0, chunk: int | None = None):
+def tiny_policy(
+    dtype: torch.dtype = torch.float32, seed: int = 0, temperature: float = 1.0, chunk: int | None = None,
+    model_type: str = "qwen3_vl",
+):  # fmt: skip
     """The tiny model as `Trainer` wants it, as a checkpoint is read in `dtype`: its weights, not the tables of rotary angles."""
     from rlinf_vl.models.families import family_of
     from rlinf_vl.models.loading import use_packed_attention
     from rlinf_vl.models.policy import PolicyModel
 
-    family = family_of("qwen3_vl")
-    model = use_packed_attention(tiny_model(seed), family)
+    family = family_of(model_type)
+    model = use_packed_attention(tiny_model(seed, family=model_type), family)
     for p in model.parameters():
         p.data = p.data.to(dtype)
     return PolicyModel(model, family, banned(), temperature=temperature, chunk=chunk)

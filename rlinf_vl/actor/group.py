@@ -4,6 +4,7 @@ A rank that dies or hangs takes the others with it: they wait for it in a collec
 ranks while it waits, and raises `ActorsLost`; the group is then of no use but to be killed.
 """
 
+import logging
 import math
 from collections.abc import Collection, Sequence
 from itertools import groupby
@@ -19,6 +20,8 @@ from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.runtime.ray_process import entry, kill, wait_for_all
 from rlinf_vl.types import Prices
+
+log = logging.getLogger(__name__)
 
 
 class ActorGroup:
@@ -43,9 +46,10 @@ class ActorGroup:
         size = len(self.ranks)
         shard = size if self._strategy == "fsdp2" else ranks_per_node([node for node, _ in processes])
         started = self.wait([rank.start.remote(address, size, shard, total_steps) for rank in self.ranks])
-        self._shares = [share for share, _ in started]
+        self._shares = [share for share, *_ in started]
         self.data_size = 1 + max(self._shares)
         self.prices = started[0][1]
+        log.info("what is trained:\n%s", started[0][2])
 
     def entries(self, restarts: int) -> list[dict[str, object]]:
         """A line on each rank, for `StatusFile`, after so many restarts of all of them."""

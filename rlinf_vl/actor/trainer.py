@@ -25,7 +25,7 @@ from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all
 from rlinf_vl.actor.offload import Offload
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config, OptimConfig
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, freeze_vision, load_model, vocab_size
+from rlinf_vl.models.loading import DTYPES, PARTS, checkpoint_blocks, freeze, load_model, part_of, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.vision_cache import VisionCache
@@ -69,16 +69,15 @@ class Trainer:
         self.optimizer = make_optimizer(self.policy, actor.optim)
         self.scheduler = self._schedule(done=0)
         self.memory = Offload(self.policy, self.optimizer, self.reference, mesh.device)
-        frozen_tower = actor.model.freeze_vision_tower  # a trained one runs in every micro-batch
-        cache = VisionCache(int(actor.vision_cache_gb * 2**30), mesh.device) if frozen_tower else None
+        cache = None if actor.model.trains_vision else VisionCache(int(actor.vision_cache_gb * 2**30), mesh.device)
         self.batches = BatchMaker(self.policy, collate, cache, max_tokens * collate.merge_size**2)
 
     def _sharded(self, policy: PolicyModel, frozen: bool) -> PolicyModel:
         fsdp = self.actor.fsdp_config
         if frozen:
             policy.requires_grad_(False)
-        elif self.actor.model.freeze_vision_tower:
-            freeze_vision(policy.model, policy.family)
+        else:
+            freeze(policy.model, policy.family, self.actor.model.frozen_parts)
         if fsdp.gradient_checkpointing and not frozen:
             checkpoint_blocks(policy.model, fsdp.gradient_checkpointing_use_reentrant)
         if not fsdp.cpu_offload:
@@ -226,15 +225,43 @@ class Trainer:
         return fingerprint(p.to_local() if isinstance(p, DTensor) else p for p in frozen)
 
 
-def make_optimizer(policy: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; weight decay spares vectors (norms and biases)."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+def parts_table(policy: PolicyModel, mesh: Mesh, actor: ActorConfig) -> str:
+    """What is trained, a line a part: parameters, dtypes, over how many ranks they are sharded, learning rate."""
+    lines, rates = (
+        [f"{'part':<16}{'parameters':>14}{'trained':>14}  weights, compute  ranks  learning rate"],
+        learning_rates(actor.optim),
+    )
+    for part in PARTS:
+        own = [p for name, p in policy.model.named_parameters() if part_of(name, policy.family) == part]
+        if own:
+            trained = sum(p.numel() for p in own if p.requires_grad)
+            dtypes = f"{str(own[0].dtype).removeprefix('torch.')}, {actor.fsdp_config.mixed_precision.param_dtype}"
+            rate = f"{rates[part]:g}" if trained else "frozen"
+            total = sum(p.numel() for p in own)
+            lines.append(f"{part:<16}{total:>14,}{trained:>14,}  {dtypes:<16}  {mesh.sharding.size():>5}  {rate:>13}")
+    return "\n".join(lines)
+
+
+def learning_rates(optim: OptimConfig) -> dict[str, float]:
+    """Peak learning rate of each of `PARTS`."""
+    own = {"projector": optim.projector_lr, "vision_tower": optim.vision_tower_lr}
+    return {part: own.get(part) or optim.lr for part in PARTS}
+
+
+def make_optimizer(policy: PolicyModel, optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters, each part at its learning rate; weight decay spares vectors (norms and biases)."""
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, p in policy.model.named_parameters():
+        if p.requires_grad:
+            groups.setdefault((part_of(name, policy.family), p.ndim > 1), []).append(p)
+    rates = learning_rates(optim)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": groups[part, decays], "lr": rates[part], "weight_decay": optim.weight_decay if decays else 0.0}
+            for part in PARTS
+            for decays in (True, False)
+            if (part, decays) in groups
+        ],
         lr=optim.lr,
         betas=(optim.adam_beta1, optim.adam_beta2),
         eps=optim.adam_eps,

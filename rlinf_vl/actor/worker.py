@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.mesh import Mesh, join_ranks
-from rlinf_vl.actor.trainer import Logprobs, Trainer, load_trainer
+from rlinf_vl.actor.trainer import Logprobs, Trainer, load_trainer, parts_table
 from rlinf_vl.config.schema import Config
 from rlinf_vl.models.families.family import same_name
 from rlinf_vl.models.loading import DTYPES
@@ -53,16 +53,18 @@ class ActorRank:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
-    def start(self, address: tuple[str, int], size: int, shard: int, total_steps: int) -> tuple[int, Prices]:
+    def start(self, address: tuple[str, int], size: int, shard: int, total_steps: int) -> tuple[int, Prices, str]:
         """Join the `size` ranks at `address`, load the model and shard it over `shard` ranks, for a run of `total_steps`.
-        Collective. Returns which share of a step's trajectories this rank trains on, and what things cost in this model."""
+        Collective. Returns which share of a step's trajectories this rank trains on, what things cost in this model, and a table
+        of what is trained."""
         join_ranks(self.device, self.rank, size, address)
         mesh = Mesh.make(self.device, shard=shard)
         self.trainer = load_trainer(self.config, self.model_path, mesh, total_steps)
-        policy, trained = self.trainer.policy, not self.config.actor.model.freeze_vision_tower
+        policy, trained = self.trainer.policy, self.config.actor.model.trains_vision
         precision = self.config.actor.fsdp_config.mixed_precision
         log.info("rank %d of %d ready on %s, %s", self.rank, size, self.device, precision)
-        return mesh.data_rank, policy.family.prices(policy.model.config, trained)
+        table = parts_table(policy, mesh, self.config.actor)
+        return mesh.data_rank, policy.family.prices(policy.model.config, trained), table
 
     def fetch_groups(self, groups: dict[int, ray.ObjectRef]) -> list[int]:
         """Fetch these groups from the object store, for `score` and `update`. Not collective. A fetched group outlives the

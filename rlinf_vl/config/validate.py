@@ -215,6 +215,14 @@ def _actor_and_reward(config: Config) -> Iterator[str]:
     actor, reward, on_cpu = config.actor, config.reward, config.cluster.device == "cpu"
     if actor.model.is_lora:
         yield "actor.model.is_lora: true is not available yet; set it false"
+    if len(actor.model.frozen_parts) == 3:
+        yield (
+            "actor.model: freeze_vision_tower, freeze_projector and freeze_language_model leave nothing to train; set one of "
+            "them false"
+        )
+    for part in ("vision_tower", "projector"):
+        if part in actor.model.frozen_parts and getattr(actor.optim, f"{part}_lr") is not None:
+            yield f"actor.optim.{part}_lr: the {part} is frozen (actor.model.freeze_{part}); set it null, or train it"
     if actor.fsdp_config.cpu_offload and on_cpu:
         yield "actor.fsdp_config.cpu_offload: true with cluster.device=cpu has nothing to offload; set it false"
     if actor.enable_offload and on_cpu:

@@ -2,6 +2,7 @@
 
 import shutil
 import types
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from rlinf_vl.models.families import Family
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Parts of a model that are trained or frozen, each with a learning rate of its own. The language model has embeddings and head.
+PARTS = ("language_model", "projector", "vision_tower")
 
 #: Files of a checkpoint folder that are not weights or model config: they travel unchanged into an export.
 TOKENIZER_AND_PROCESSOR_FILES = (
@@ -68,9 +71,18 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
         weights.chmod(mode)
 
 
-def freeze_vision(model: nn.Module, family: Family) -> None:
-    """Train neither the vision tower nor its mergers."""
-    model.get_submodule(family.vision_tower).requires_grad_(False)
+def part_of(name: str, family: Family) -> str:
+    """Which of `PARTS` a weight of this name belongs to."""
+    if name.startswith(tuple(f"{path}." for path in family.projector)):
+        return "projector"
+    return "vision_tower" if name.startswith(f"{family.vision_tower}.") else "language_model"
+
+
+def freeze(model: nn.Module, family: Family, parts: Collection[str] = ("vision_tower", "projector")) -> None:
+    """Train none of these `PARTS`."""
+    for name, weight in model.named_parameters():
+        if part_of(name, family) in parts:
+            weight.requires_grad_(False)
 
 
 def checkpoint_blocks(model: PreTrainedModel, use_reentrant: bool) -> None:

@@ -145,7 +145,7 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     compute, reduce = (_bytes(d) for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype))
     on_device = 0 if fsdp.cpu_offload else 1
     keeps = not fsdp.reshard_after_forward or ranks == 1
-    frozen, reference = actor.model.freeze_vision_tower, config.algorithm.kl_beta > 0
+    frozen, reference = not actor.model.trains_vision, config.algorithm.kl_beta > 0
     shards = {"parameters": 4 * weights.shard(shard) * on_device}
     if reference:
         shards["reference"] = compute * weights.shard(shard) * on_device

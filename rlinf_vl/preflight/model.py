@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import Family, family_of
-from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, freeze_vision, use_packed_attention
+from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, freeze, use_packed_attention
 from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
 
 #: config.json of hub models that the examples name, as far as it decides on memory.
@@ -36,7 +37,7 @@ class Model:
             self.shape,
             self.family,
             DTYPES[fsdp.mixed_precision.param_dtype],
-            freeze_tower=config.actor.model.freeze_vision_tower,
+            frozen=config.actor.model.frozen_parts,
             checkpointing=fsdp.gradient_checkpointing,
         )
         self.weights = Weights(self._made, self.family)
@@ -85,15 +86,14 @@ def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[Pretrai
 
 
 def meta_model(
-    config: PretrainedConfig, family: Family, dtype: torch.dtype, *, freeze_tower: bool, checkpointing: bool
+    config: PretrainedConfig, family: Family, dtype: torch.dtype, *, frozen: Collection[str], checkpointing: bool
 ) -> PreTrainedModel:
     """The model as a rank trains it, on the meta device: shapes, and no memory."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model = use_packed_attention(model, family).train()
-    if freeze_tower:
-        freeze_vision(model, family)
+    freeze(model, family, frozen)
     if checkpointing:
         checkpoint_blocks(model, use_reentrant=False)
     return model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from plain_step import LR, Layout, groups_of, plain_reference
 from rank_processes import RankProcesses
-from tiny import IMAGE_ID, pixels, tiny_policy, tiny_trainer
+from tiny import IMAGE_ID, MEMBERS, pixels, tiny_policy, tiny_trainer
 
 from rlinf_vl.types import GroupSummary
 
@@ -31,9 +31,10 @@ def train(layout: Layout, kind: str):
     seeds = iter((0, 9))
 
     def load(dtype: torch.dtype):
-        policy = tiny_policy(dtype, seed := next(seeds), temperature=0.7, chunk=6)
+        policy = tiny_policy(dtype, seed := next(seeds), 0.7, 6, layout.family)
         if seed and not layout.train_tower:  # a frozen tower is the reference's too: they start from one checkpoint
-            policy.model.model.visual.load_state_dict(tiny_policy(dtype).model.model.visual.state_dict())
+            trained = tiny_policy(dtype, model_type=layout.family).model.model.visual
+            policy.model.model.visual.load_state_dict(trained.state_dict())
         return policy
 
     algorithm = AlgorithmConfig(
@@ -155,7 +156,7 @@ def references():
     def get(layout: Layout, kind: str = "mixed"):
         plain = (layout.minibatches, layout.aggregation, layout.kl_beta, layout.train_tower, layout.tis_clip,
                  layout.tis_level, layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
-                 layout.discount, layout.state_weight, kind)  # fmt: skip
+                 layout.discount, layout.state_weight, layout.family, kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -197,6 +198,15 @@ def references():
     ],
 )
 def test_layout_does_not_change_the_step(layout, run, references):
+    assert_same(run(layout), references(layout))
+
+
+@pytest.mark.parametrize("train_tower", [True, False], ids=["trained tower", "frozen tower"])
+@pytest.mark.parametrize("family", [family for family in MEMBERS if family != BASE.family])
+def test_every_family_trains_alike(family, train_tower, run, references):
+    layout = replace(
+        BASE, family=family, ranks=2, budget=90, minibatches=2, checkpointing=True, train_tower=train_tower
+    )
     assert_same(run(layout), references(layout))
 
 

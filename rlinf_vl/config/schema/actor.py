@@ -21,7 +21,26 @@ class ActorModelConfig:
     is_lora: bool = False
     """LoRA adapters; not available yet, true is refused."""
     freeze_vision_tower: bool = True
-    """Train the language model only."""
+    """Leave the vision tower as it is: images are then encoded once per step."""
+    freeze_projector: bool | None = None
+    """Leave the projector, which makes tokens of the tower's patches, as it is; null: as the vision tower."""
+    freeze_language_model: bool = False
+    """Leave the language model, embeddings and head included, as it is."""
+
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """Those of `rlinf_vl.models.loading.PARTS` that are not trained."""
+        frozen = {
+            "language_model": self.freeze_language_model,
+            "projector": self.freeze_vision_tower if self.freeze_projector is None else self.freeze_projector,
+            "vision_tower": self.freeze_vision_tower,
+        }
+        return tuple(part for part, is_frozen in frozen.items() if is_frozen)
+
+    @property
+    def trains_vision(self) -> bool:
+        """Whether images must be encoded again in every micro-batch."""
+        return not {"vision_tower", "projector"} <= set(self.frozen_parts)
 
 
 @dataclass
@@ -69,6 +88,10 @@ class OptimConfig:
     """AdamW's decoupled weight decay."""
     clip_grad: float = key(1.0, POSITIVE_OR_INFINITE)
     """Global gradient norm is clipped to this."""
+    vision_tower_lr: float | None = key(None, POSITIVE)
+    """Peak learning rate of the vision tower, if it is trained; null: lr."""
+    projector_lr: float | None = key(None, POSITIVE)
+    """Peak learning rate of the projector, if it is trained; null: lr."""
 
 
 @dataclass

@@ -76,6 +76,7 @@ class Family:
     text_blocks: str
     vision_tower: str
     vision_blocks: str
+    projector: tuple[str, ...]  # modules in the tower that make tokens of its patches
     #: Paths (see `submodules`) of modules that FSDP shards as units of their own, inner ones first; the root's unit is the rest.
     fsdp_units: tuple[str, ...]
     image_token: str  # the placeholder of one image token

@@ -66,6 +66,7 @@ def engine_names(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.T
 FAMILY: Family = replace(
     qwen3_vl.FAMILY,
     model_type="qwen2_5_vl",
+    projector=("model.visual.merger",),
     layers={
         "Qwen2_5_VLAttention": attention_forward,
         "Qwen2MLP": mlp_forward,

@@ -74,6 +74,7 @@ FAMILY = Family(
     vision_tower="model.visual",
     text_blocks="model.language_model.layers",
     vision_blocks="model.visual.blocks",
+    projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
     fsdp_units=("model.visual.blocks.*", "model.language_model.layers.*", "model.visual"),
     image_token=qwen.IMAGE_TOKEN,
     special_tokens=qwen.SPECIAL_TOKENS,

@@ -10,7 +10,7 @@ from tiny import group, pixels, tiny_collator, tiny_policy
 
 from rlinf_vl.actor.batches import BatchMaker, RankMiniBatch, prefetched
 from rlinf_vl.config.schema import FsdpConfig, MixedPrecisionConfig
-from rlinf_vl.models.loading import freeze_vision
+from rlinf_vl.models.loading import freeze
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.planner import Item
 
@@ -43,7 +43,7 @@ def test_an_error_while_making_reaches_the_caller():
 @pytest.fixture
 def policy(mesh):
     policy = tiny_policy()
-    freeze_vision(policy.model, policy.family)
+    freeze(policy.model, policy.family)
     return mesh.shard(policy, FsdpConfig(mixed_precision=MixedPrecisionConfig("fp32")))
 
 

@@ -16,7 +16,7 @@ from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.models import attention
 from rlinf_vl.models.families import VisionFeatures
 from rlinf_vl.models.kernels.attention import Matmul, Varlen
-from rlinf_vl.models.loading import freeze_vision
+from rlinf_vl.models.loading import freeze
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.packing.collator import Member
 from rlinf_vl.packing.planner import Item
@@ -86,7 +86,7 @@ def test_a_micro_batch_on_a_device_is_queued(aggregation, level, monkeypatch):
     """Forward, loss and backward on meta tensors, by the kernels of CUDA: what comes from the host doesn't block."""
     monkeypatch.setattr(attention, "kernel_for", lambda *_: Varlen)
     policy = tiny_policy(temperature=0.7, chunk=6)
-    freeze_vision(policy.model, policy.family)
+    freeze(policy.model, policy.family)
     policy = policy.to("meta").bfloat16()
     sums = MetricSums()
     for name in "ab":

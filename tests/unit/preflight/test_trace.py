@@ -9,7 +9,7 @@ from tiny import tiny_model
 from rlinf_vl.models import attention
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.kernels.attention import Matmul
-from rlinf_vl.models.loading import freeze_vision, use_packed_attention
+from rlinf_vl.models.loading import freeze, use_packed_attention
 from rlinf_vl.preflight.model import Weights, meta_model, model_config
 from rlinf_vl.preflight.trace import LiveBytes, pretend_cuda, trace_images, trace_step
 
@@ -22,9 +22,15 @@ GIB = 2**30
 def test_a_trace_on_meta_counts_what_real_tensors_take(checkpointing, frozen):
     """The same code, once computed on the CPU and once traced: bytes alive after forward and at the peak are equal."""
     real = use_packed_attention(tiny_model(), FAMILY).train()
-    meta = meta_model(real.config, FAMILY, torch.float32, freeze_tower=frozen, checkpointing=checkpointing)
+    meta = meta_model(
+        real.config,
+        FAMILY,
+        torch.float32,
+        frozen=("vision_tower", "projector") if frozen else (),
+        checkpointing=checkpointing,
+    )
     if frozen:
-        freeze_vision(real, FAMILY)
+        freeze(real, FAMILY)
     if checkpointing:
         enable = getattr(real, "activation_checkpointing_enable", None) or real.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -57,7 +63,9 @@ def flagship():
     config, said = model_config("Qwen/Qwen3-VL-2B-Instruct")
     assert "table" in said or "cache" in said
     return {
-        checkpointing: meta_model(config, FAMILY, torch.bfloat16, freeze_tower=True, checkpointing=checkpointing)
+        checkpointing: meta_model(
+            config, FAMILY, torch.bfloat16, frozen=("vision_tower", "projector"), checkpointing=checkpointing
+        )
         for checkpointing in (True, False)
     }
 
