@@ -101,9 +101,9 @@ For each function call, return a json object with function name and arguments wi
         self.grade = grade
         self.reward_max, self.reward_min = reward_max, reward_min
         if tools_prompt is not None:
-            self.tools_prompt = tools_prompt
+            self.tools_prompt = tools_prompt.strip()
         if tool_response is not None:
-            self.tool_response = tool_response
+            self.tool_response = tool_response.strip("\n")
         if max_tool_calls is not None:
             self.max_tool_calls = max_tool_calls
         if self.tool_response.count("{result}") != 1:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.images import decode, to_image_ref
 from rlinf_vl.data.rows import RowFormat
@@ -115,6 +116,17 @@ def test_an_answer_that_is_none_is_answered():
     env = env_of(problem_of((64, 64)))
     assert "arguments.answer" in said(env, "calc_score", answer=["8"])
     assert said(env, "calc_score", answer=8) == "0.0"
+
+
+def test_the_recipe_tells_of_its_tools():
+    rollout = load_config("geo3k-tool").rollout
+    assert rollout.env_class == "geometry_tool" and rollout.max_turns == 6
+    env = GeometryTool(grade=GRADERS["math"], reward_max=1.0, reward_min=0.0, **rollout.env_kwargs)
+    system, question = env.start(problem_of((64, 64)))
+    text = system["content"][0]["text"]
+    assert text.startswith("You solve geometry problems") and text.endswith("in a message without calls.")
+    assert all(f'"name": "{name}"' in text for name in ("calc_score", "crop", "zoom")) and "{tools}" not in text
+    assert question == env.problem.messages[0]
 
 
 def test_real_rows(geo3k_dir: Path):
