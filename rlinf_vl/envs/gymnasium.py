@@ -8,7 +8,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import EnumType
 from string import Template
 from threading import Lock
 from typing import Any
@@ -242,8 +241,8 @@ def _action_names(env: Any) -> dict[str, Any]:
     bare = getattr(env, "unwrapped", env)
     if names := getattr(bare, "action_names", None):
         return {name: i for i, name in enumerate(names)}
-    if isinstance(actions := getattr(bare, "actions", None), EnumType):
-        return {name: action.value for name, action in actions.__members__.items()}
+    if members := getattr(getattr(bare, "actions", None), "__members__", None):  # an enum's
+        return {name: action.value for name, action in members.items()}
     return {str(i): i for i in range(int(getattr(env.action_space, "n", 0)))}
 
 
