@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -110,6 +110,15 @@ class TokenSequence:
                 placeholders = np.flatnonzero(self.ids == image_token_id)
                 return min(n, int(placeholders[len(placeholders) * patches[k] // patches[-1]]))
         return n
+
+
+def distinct_tokens(sequences: Sequence[TokenSequence], image_token_id: int) -> int:
+    """Tokens of the tree of prefixes that these share: a sequence adds what no sequence before it has."""
+    total = 0
+    for j, sequence in enumerate(sequences):
+        shared = (sequence.shared_length(earlier, image_token_id) for earlier in sequences[:j])
+        total += len(sequence.ids) - max(shared, default=0)
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,21 +321,15 @@ class GroupSummary:
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
         """Summarize a group whose image placeholders are `image_token_id`."""
 
-        def distinct_tokens(t: Trajectory) -> int:
-            """Nodes of the tree of shared prefixes: a sequence adds what no sequence before it has."""
-            total = 0 if t.sequences else group.prefix_length
-            for j, sequence in enumerate(t.sequences):
-                shared = (sequence.shared_length(earlier, image_token_id) for earlier in t.sequences[:j])
-                total += len(sequence.ids) - max(shared, default=0)
-            return total
-
         seen = np.concatenate([np.zeros(0, np.int32), *(s.versions[s.loss_mask] for s in group.sequences)])
         images = group.images
         return cls(
             id=group.id,
             problem_id=group.problem_id,
             prompt_tokens=group.prefix_length,
-            tokens=tuple(map(distinct_tokens, group.trajectories)),
+            tokens=tuple(
+                distinct_tokens(t.sequences, image_token_id) or group.prefix_length for t in group.trajectories
+            ),
             response_tokens=tuple(t.n_response_tokens for t in group.trajectories),
             rewards=tuple(float(t.reward) for t in group.trajectories),
             correct=tuple(bool(t.correct) for t in group.trajectories),

@@ -44,6 +44,9 @@ class GradingPool:
         self.limit_s = limit_s
         self.wall_limit_s = wall_limit_s
         self.start_limit_s = start_limit_s
+        self._room = threading.Semaphore(
+            (os.cpu_count() or 1) + 4
+        )  # questions at once: wall_limit_s is for a worker that runs
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._questions: socket.socket | None = None
@@ -79,7 +82,7 @@ class GradingPool:
     def _ask(self, questions: socket.socket, question: bytes) -> bytes:
         """The worker's reply; empty if it died without one."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours:
+        with self._room, ours:
             with theirs:
                 socket.send_fds(questions, [question], [theirs.fileno()])
             ours.settimeout(self.wall_limit_s + 0.5)  # the worker's own timer goes first

@@ -9,7 +9,17 @@ from rlinf_vl.envs import StepResult
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.calls import Stage
 from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.types import Completion, Problem, Request, Sample, SamplingParams, TokenSequence, Trajectory, Turn
+from rlinf_vl.types import (
+    Completion,
+    Problem,
+    Request,
+    Sample,
+    SamplingParams,
+    TokenSequence,
+    Trajectory,
+    Turn,
+    distinct_tokens,
+)
 
 
 @dataclass(eq=False)
@@ -44,19 +54,40 @@ class Played:
 
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    said: list[Observation] = field(default_factory=list)  # to each answer
     parts: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     correct: bool = False
     status: str = "error"
 
     def add(self, request: Request, sample: Sample, processor: Processor) -> None:
-        """Add an answer, drawn from a prompt that goes on from the last sequence."""
+        """Add an answer. Where its prompt goes on from the last sequence, so does that; otherwise another sequence begins, in which
+        former answers carry no loss: each sampled token carries it where it was sampled."""
         sequence = TokenSequence.of_sample(request, sample)
-        sequence = _continued(self.sequences.pop() if self.sequences else None, sequence)
         sequence.assert_images_placed(processor.image_token_id, processor.merge_size)
+        if self._goes_on(sequence, processor.image_token_id):
+            before = self.sequences.pop()
+            for name, array in before.arrays().items():
+                sequence.arrays()[name][: len(before.ids)] = array
         self.sequences.append(sequence)
         place = len(self.sequences) - 1, len(request.ids), len(sequence.ids)
         self.turns.append(Turn(*place, sample.finish_reason, 0.0))
+
+    def _goes_on(self, sequence: TokenSequence, image_token_id: int) -> bool:
+        last = self.sequences[-1:]
+        return any(before.shared_length(sequence, image_token_id) == len(before.ids) for before in last)
+
+    def tokens(self, request: Request, image_token_id: int) -> int:
+        """Tokens of the trajectory with the prompt of this request, in all sequences; what they share counts once."""
+        nothing = Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "")
+        prompt = TokenSequence.of_sample(request, nothing)
+        others = self.sequences[: -1 if self._goes_on(prompt, image_token_id) else None]
+        return distinct_tokens([*others, prompt], image_token_id)
+
+    def conversation(self) -> list[tuple[np.ndarray, Observation]]:
+        """The ids of each answer, and what was said to it."""
+        answers = (self.sequences[turn.sequence].ids[turn.start : turn.end] for turn in self.turns)
+        return list(zip(answers, self.said, strict=True))
 
     def pay(self, result: StepResult) -> None:
         """Note what the environment gave for the last answer."""
@@ -74,14 +105,3 @@ class Played:
         return Trajectory(
             sequences, tuple(self.turns), reward, self.parts, self.status, self.correct, None, self.metrics
         )
-
-
-def _continued(before: TokenSequence | None, after: TokenSequence) -> TokenSequence:
-    """`after`, a prompt with its answer, with what `before` knows of the prompt's first tokens."""
-    if before is None:
-        return after
-    n, arrays = len(before.ids), after.arrays()
-    assert np.array_equal(before.ids, after.ids[:n]), "a turn's prompt must begin with all ids before it"
-    for name, array in before.arrays().items():
-        arrays[name][:n] = array
-    return after

@@ -3,7 +3,7 @@
 Invariants:
 - An error is data: a row, image, engine or environment that fails ends its trajectory, which carries the reason, is counted and
   never trained on. Only `EngineDied` is raised. A response that can't be graded within the grader's limits is wrong, no error.
-- Each turn's prompt begins with all ids before it, and shows all images so far.
+- Each turn's prompt begins with all ids before it, unless the chat template rewrites history, and shows all images so far.
 - Every environment that was made is closed, and gets one call at a time, also where nobody waits any more.
 """
 
@@ -353,21 +353,18 @@ class Player:
         self, problem: Problem, episode: Episode, played: Played, before: Request, said: Observation
     ) -> Request:
         """The next turn. Its `max_new_tokens` is what the budget allows: below 1 where that is used up."""
-        sequence = played.sequences[-1]
+        assert episode.starting is not None
+        played.said.append(said)
         try:
-            new, grids = self.renderer.extend(sequence.ids, said.messages, said.images)
+            start, sequence = episode.starting.result(), played.sequences[-1]
+            ids, grids = self.renderer.follow(sequence.ids, start, played.conversation())
         except Exception as error:
             raise self._fault(problem, f"answered what can't follow: {described(error)}") from error
-        ids = np.concatenate([sequence.ids, new])
-        most = min(before.sampling.max_new_tokens, self.seq_length - len(ids))
-        return Request(
-            ids,
-            before.images + said.images,
-            np.concatenate([before.image_grids, grids]),
-            replace(before.sampling, max_new_tokens=most),
-            (_turn_seed(episode.seed, len(played.turns)),),
-            before.sessions and (episode.session,),
-        )
+        seed, session = _turn_seed(episode.seed, len(played.turns)), before.sessions and (episode.session,)
+        request = Request(ids, before.images + said.images, grids, before.sampling, (seed,), session)
+        left = self.seq_length - played.tokens(request, self.processor.image_token_id)
+        sampling = replace(before.sampling, max_new_tokens=min(before.sampling.max_new_tokens, left))
+        return replace(request, sampling=sampling)
 
     async def _end(self, episode: Episode) -> None:
         """Close its environment, in the background if that takes long, and give its place to another. Once."""

@@ -3,11 +3,13 @@
 Invariants:
 - Control tokens and image placeholders come from the template alone. What looks like one in a message's text is encoded as the
   text that it is.
-- Ids are only appended to: sampled ids are never decoded and encoded again, as other ids may have the same text.
+- Sampled ids are never decoded and encoded again, as other ids may have the same text, unless the template rewrites them: what
+  stands is appended to, or a new sequence begins with ids of its own.
 """
 
 import copy
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import islice
@@ -16,23 +18,11 @@ from typing import Any
 import numpy as np
 
 from rlinf_vl.models.processing import Processor
+from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.types import ImageRef, Message
 
-#: Answers that a template must show as they were sampled, with {} for a mark.
-_ANSWERS = ("{}", "<think>\nso\n</think>\n\n{}")
-#: What an answer may stand behind.
-_HISTORIES: tuple[list[Message], ...] = (
-    [{"role": "user", "content": "a"}],
-    [
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": "c"},
-        {"role": "user", "content": "d"},
-    ],
-)
-
-
-class TemplateError(ValueError):
-    """The chat template can't continue a conversation after an answer that stands as it was sampled."""
+#: What thoughts stand between in an answer's text.
+THINK, END_THINK = "<think>", "</think>"
 
 
 class Renderer:
@@ -51,50 +41,69 @@ class Renderer:
         Raises:
             ValueError: the rendered prompt does not hold one placeholder per image.
         """
-        marked, mark, _ = self._mark(messages)
+        marked, mark, _ = self._mark(messages, 0)
         return self._expand(self._encode(self._render(marked), mark), images)
 
-    def extend(
-        self, ids: np.ndarray, messages: Sequence[Message], images: Sequence[ImageRef]
+    def follow(
+        self, ids: np.ndarray, start: Observation, turns: Sequence[tuple[np.ndarray, Observation]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What follows `ids`, which end with a sampled answer: the end of the turn where the answer was cut before it, what
-        the template puts between turns, the messages with these images, and the next generation prompt.
+        """The prompt of the next turn: the whole conversation as the template shows it, and a generation prompt.
+
+        It begins with `ids` where the template shows everything up to the last answer as it stands; behind that come the end of
+        the turn, unless the answer ended with it, what the template puts between turns, and what was said. A template that
+        rewrites history (it drops thoughts of earlier answers, say) begins otherwise: then all is encoded anew, but for what
+        answers say behind their thoughts, which has the ids that were sampled.
+
+        Args:
+            ids: what stands, int32 [T]: the last turn's prompt, and the answer sampled behind it.
+            start: what the conversation began with.
+            turns: the ids of each answer, as sampled, and what was said to it.
 
         Returns:
-            (new ids int32 [N], grids int32 [len(images), 3]).
+            (ids int32 [P], grids int32 [n, 3] of all images).
 
         Raises:
-            ValueError: as `prompt`. TemplateError: what follows depends on what was said before, or the template shows
-                answers other than they were sampled.
+            ValueError: as `prompt`.
         """
-        marked, mark, answer = self._mark(messages)
-        following = {self._after(answer, history, shown, marked) for history in _HISTORIES for shown in _ANSWERS}
-        if len(following) > 1:
-            raise TemplateError(
-                "the chat template renders messages in a way that depends on what was said before them, so that a "
-                "conversation can't be continued token by token"
-            )
-        new = self._encode(following.pop(), mark)
-        stop_ids = self._processor.stop_ids
-        if not new or new[0] not in stop_ids:
-            raise TemplateError(
-                f"the chat template puts {self._tokenizer.decode(new[:1])!r} behind an answer, which does not end one: the "
-                f"checkpoint's stop ids are those of {self._tokenizer.convert_ids_to_tokens(list(stop_ids))}"
-            )
-        return self._expand(new[1:] if ids[-1] == new[0] else new, images)
+        shown = [self._shown(sampled) for sampled, _ in turns]
+        messages, places = list(start.messages), []
+        for (thoughts, _), (_, said) in zip(shown, turns, strict=True):
+            places.append(len(messages))
+            messages += [{"role": "assistant", "content": thoughts}, *said.messages]
+        marked, mark, marks = self._mark(messages, len(turns))
+        for place, stands in zip(places, marks, strict=True):  # for what the answer says behind its thoughts
+            marked[place]["content"] += stands
+        before = self._render(marked[: places[-1]]) + marked[places[-1]]["content"]
+        rendered = self._render(marked)
+        if rendered.startswith(before):
+            new, stop_ids = self._encode(rendered[len(before) :], mark), self._processor.stop_ids
+            ended = bool(len(turns[-1][0])) and ids[-1] in stop_ids
+            if not ended or new[:1] and new[0] in stop_ids:
+                following, grids = self._expand(new[1:] if ended and ids[-1] == new[0] else new, turns[-1][1].images)
+                earlier = [image for said in (start, *(said for _, said in turns[:-1])) for image in said.images]
+                return np.concatenate([ids, following]), np.concatenate([self._grids(earlier), grids])
+        anew: list[int] = []
+        for piece in re.split(f"([{''.join(marks)}])", rendered):
+            anew += shown[marks.index(piece)][1] if piece in marks else self._encode(piece, mark)
+        return self._expand(anew, [image for said in (start, *(said for _, said in turns)) for image in said.images])
 
-    def _after(self, mark: str, history: list[Message], shown: str, messages: list[Message]) -> str:
-        """What the template writes behind an answer."""
-        asked = self._render(history)
-        answered = self._render([*history, {"role": "assistant", "content": shown.format(mark)}, *messages])
-        before, _, after = answered.partition(mark)
-        if before + mark != asked + shown.format(mark) or mark in after:
-            raise TemplateError(
-                "the chat template shows an earlier answer other than it was sampled (it drops or adds thoughts, or trims), so "
-                f"that a conversation can't be continued token by token: {shown.format('…')!r} after {asked[-40:]!r} became "
-                f"{(before + '…')[-80:]!r}"
-            )
-        return after
+    def _shown(self, sampled: np.ndarray) -> tuple[str, list[int]]:
+        """An answer's thoughts with what ends them, as text, and the ids of what it says behind them; its end left out."""
+        ids = sampled[: len(sampled) - (sampled[-1:] == np.array(self._processor.stop_ids)[:, None]).any()]
+        text = self._processor.decode(ids)
+        thoughts, end, rest = text.rpartition(END_THINK)
+        if not end:
+            cut = self._begins_with_thoughts or text.lstrip().startswith(THINK)
+            return (f"{text}\n{END_THINK}\n\n", []) if cut else ("", ids.tolist())
+        said = rest.lstrip()
+        first = bisect_left(range(len(ids)), True, key=lambda i: len(self._processor.decode(ids[i:])) <= len(said))
+        split = said[: len(said) - len(self._processor.decode(ids[first:]))]  # of a token that also ends the thoughts
+        return thoughts + end + rest[: len(rest) - len(said)], [*self._encode(split, ""), *ids[first:].tolist()]
+
+    @cached_property
+    def _begins_with_thoughts(self) -> bool:
+        """Whether the generation prompt ends with the begin of thoughts."""
+        return self._render([{"role": "user", "content": "a"}]).rstrip().endswith(THINK)
 
     def _render(self, messages: Sequence[Message]) -> str:
         rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
@@ -102,8 +111,7 @@ class Renderer:
         return rendered
 
     def _expand(self, ids: list[int], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
-        rendered = np.asarray(ids, np.int32)
-        grids = np.asarray([self._processor.grid(image) for image in images], np.int32).reshape(len(images), 3)
+        rendered, grids = np.asarray(ids, np.int32), self._grids(images)
         is_image = rendered == self._processor.image_token_id
         if int(is_image.sum()) != len(images):
             raise ValueError(
@@ -113,6 +121,9 @@ class Renderer:
         repeats = np.ones(len(rendered), np.int64)
         repeats[is_image] = self._processor.image_tokens(grids)
         return np.repeat(rendered, repeats), grids
+
+    def _grids(self, images: Sequence[ImageRef]) -> np.ndarray:
+        return np.asarray([self._processor.grid(image) for image in images], np.int32).reshape(len(images), 3)
 
     def _encode(self, rendered: str, mark: str) -> list[int]:
         """Ids of what the template wrote. With a mark, what stands between special tokens is encoded by itself, as it always is,
@@ -128,21 +139,21 @@ class Renderer:
                 ids += self._text_only(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return ids
 
-    def _mark(self, messages: Sequence[Message]) -> tuple[list[Message], str, str]:
+    def _mark(self, messages: Sequence[Message], n: int) -> tuple[list[Message], str, list[str]]:
         """If texts of the messages spell a special token, perhaps only when a template joins them: the messages with a mark that
         keeps it apart from the template's own, behind the first character of anything that begins like one.
 
         Returns:
-            (messages, mark or "", another mark that no text has).
+            (copies of the messages, mark or "", `n` other marks that no text has).
         """
         texts: list[str] = []
         _map_texts(list(messages), texts.append)
         joined = "".join(texts)
-        mark, spare = islice(
-            (c for c in map(chr, range(0xE000, 0xF900)) if c not in joined), 2
-        )  # they stand for nothing
+        mark, *spare = islice(
+            (c for c in map(chr, range(0xE000, 0xF900)) if c not in joined), n + 1
+        )  # they mean nothing
         if not any(token in joined for token in self._special):
-            return list(messages), "", spare
+            return _map_texts(list(messages), str), "", spare
         begins = {f"{re.escape(token[:1])}(?={re.escape(token[1:2])}|$)" for token in self._special}
         return _map_texts(list(messages), lambda text: re.sub("|".join(begins), rf"\g<0>{mark}", text)), mark, spare
 

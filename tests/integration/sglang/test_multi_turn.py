@@ -8,6 +8,7 @@ import torch
 
 from rlinf_vl.envs import StepResult
 from rlinf_vl.models.families import family_of
+from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.rollout.player import Player
 from rlinf_vl.types import Problem, Request, SamplingParams
 
@@ -35,8 +36,9 @@ class Episodes:
         parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
         observed = {"role": "user", "content": [*parts, {"type": "text", "text": "What now?"}]}
         said = np.concatenate([request.ids, sample.ids])
-        new, grids = self.toy.renderer.extend(said, [observed], images)
-        ids, grids = np.concatenate([said, new]), np.concatenate([request.image_grids, grids])
+        asked = Observation(({"role": "user", "content": "?"},), ())  # stands for all that was said before
+        ids, grids = self.toy.renderer.follow(said, asked, [(sample.ids, Observation((observed,), tuple(images)))])
+        grids = np.concatenate([request.image_grids, grids])
         return Request(ids, request.images + tuple(images), grids, request.sampling, request.seeds)
 
     def new_tokens(self):
@@ -190,8 +192,9 @@ def test_every_trained_token_was_sampled_as_recorded_and_the_trainer_scores_it_a
             sampling = SamplingParams(
                 max_new_tokens=2 + 4 * (seed % 3), stop_ids=(*toy.processor.stop_ids, *range(5, 15))
             )
-            opening = player.open(Problem(str(seed), (), ""), range(3), sampling, group_seed=seed)
-            plays.append(player.play(str(seed), opening, engine.submit(opening.requests)))
+            opening = await player.open(Problem(str(seed), (), ""), range(3), sampling, group_seed=seed)
+            player.submit([opening])
+            plays.append(player.play(str(seed), opening))
         return await asyncio.gather(*plays)
 
     groups = asyncio.run(play())

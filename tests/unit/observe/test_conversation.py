@@ -10,6 +10,7 @@ from PIL import Image
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.conversation import messages
+from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import ImageRef, TokenSequence, Turn
 
@@ -59,10 +60,14 @@ class Played:
     def answer(self, text, number, sequence=0):
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         start, self.ids = len(self.ids), np.concatenate([self.ids, ids]).astype(np.int32)
+        self.answered = np.array(ids, np.int32)
         self.turns[number] = Turn(sequence, start, len(self.ids), "stop", 0.0)
 
     def observe(self, *new):
-        self._add(*self.renderer.extend(self.ids, new, self._shown(new)))
+        asked = Observation(({"role": "user", "content": "?"},), ())  # stands for all that was said before
+        said = Observation(new, tuple(self._shown(new)))
+        ids, grids = self.renderer.follow(self.ids, asked, [(self.answered, said)])
+        self._add(ids[len(self.ids) :], grids)
 
     def read(self, numbers):
         mask, versions = np.zeros(len(self.ids), bool), np.zeros(len(self.ids), np.int32)

@@ -12,7 +12,8 @@ from PIL import Image
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.renderer import Renderer, TemplateError
+from rlinf_vl.rollout.observation import Observation
+from rlinf_vl.rollout.renderer import END_THINK, Renderer
 from rlinf_vl.types import ImageRef
 
 
@@ -154,45 +155,54 @@ def images_of(messages):
     return [p for _, parts in messages for p in parts if isinstance(p, ImageRef)]
 
 
+def seen(messages):
+    return Observation(tuple(message_of(*message) for message in messages), tuple(images_of(messages)))
+
+
 @settings(max_examples=300)
 @given(first=PARTS, turns=st.lists(TURN, min_size=1, max_size=4))
 def test_a_conversation_continued_has_the_ids_of_the_whole_rendered(renderer, processor, first, turns):
     """Answers cut before their end too: the end of the turn is then put, not sampled."""
     said, shown = [message_of("user", first)], images_of([("user", first)])
     ids, grids = renderer.prompt(said, shown)
+    start, answers = seen([("user", first)]), []
     for answer, cut, messages in turns:
         sampled = processor.tokenizer(answer, add_special_tokens=False)["input_ids"] + [processor.stop_ids[0]] * (
             not cut
         )
-        ids = np.concatenate([ids, np.array(sampled, np.int32)])
-        observed = [message_of(*message) for message in messages]
-        new, new_grids = renderer.extend(ids, observed, images_of(messages))
-        assert new.dtype == np.int32 and len(new_grids) == len(images_of(messages))
-        ids, grids = np.concatenate([ids, new]), np.concatenate([grids, new_grids])
-        said += [{"role": "assistant", "content": answer}, *observed]
+        stands = np.concatenate([ids, np.array(sampled, np.int32)])
+        answers.append((np.array(sampled, np.int32), seen(messages)))
+        ids, grids = renderer.follow(stands, start, answers)
+        assert ids.dtype == np.int32 and ids[: len(stands)].tolist() == stands.tolist()
+        said += [{"role": "assistant", "content": answer}, *seen(messages).messages]
         shown += images_of(messages)
     whole, whole_grids = renderer.prompt(said, shown)
     assert ids.tolist() == whole.tolist() and grids.tolist() == whole_grids.tolist()
 
 
+def follow(renderer, start, answer, said, images=()):
+    """The prompt behind one answer, given by its ids, and how much of it stood before."""
+    start = Observation(tuple(start), ())
+    ids = np.concatenate([renderer.prompt(start.messages, [])[0], answer]).astype(np.int32)
+    following, _ = renderer.follow(ids, start, [(np.array(answer, np.int32), Observation(tuple(said), tuple(images)))])
+    same = ids == following[: len(ids)] if len(following) >= len(ids) else [False]
+    return following, len(ids) if np.all(same) else int(np.argmin(same))
+
+
 def test_what_was_sampled_stands_though_its_text_has_other_ids(renderer, processor):
     letters = [processor.tokenizer.convert_tokens_to_ids(c) for c in "What"]
     assert processor.tokenizer("What", add_special_tokens=False)["input_ids"] != letters
-    prompt, _ = renderer.prompt(user(TEXT), [])
-    ids = np.concatenate([prompt, letters]).astype(np.int32)
-    new, _ = renderer.extend(ids, user(TEXT), [])
-    assert (
-        processor.tokenizer.decode(new) == "<|im_end|>\n<|im_start|>user\nWhat is x?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    ended, _ = renderer.extend(np.append(ids, processor.stop_ids[0]), user(TEXT), [])
-    assert ended.tolist() == new[1:].tolist()
+    cut, stood = follow(renderer, user(TEXT), letters, user(TEXT))
+    begin = "<|im_start|>user\nWhat is x?<|im_end|>\n<|im_start|>assistant\n"
+    assert processor.tokenizer.decode(cut[stood:]) == f"<|im_end|>\n{begin}"
+    ended, stands = follow(renderer, user(TEXT), [*letters, processor.stop_ids[0]], user(TEXT))
+    assert ended.tolist() == cut.tolist() and stands == stood + 1
 
 
 def test_images_of_a_continuation_must_be_those_that_are_shown(renderer, processor):
-    prompt, _ = renderer.prompt(user(TEXT), [])
     for shown, given_images in ([user(part(PICTURES[0])), []], [user(TEXT), PICTURES[:1]]):
         with pytest.raises(ValueError, match="do not show each image once"):
-            renderer.extend(prompt, shown, given_images)
+            follow(renderer, user(TEXT), [processor.stop_ids[0]], shown, given_images)
 
 
 START = "{%- for m in messages -%}<|im_start|>{{ m.role }}\n"
@@ -200,40 +210,83 @@ SHOWN = (
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
 )
 END = "<|im_end|>\n{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
+DROPS = (
+    START
+    + "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}"
+    + SHOWN
+    + "{% endif %}"
+    + END
+)
+#: As Qwen3's: thoughts stay, put in order, behind the last question of a user.
+KEEPS_SOME = (
+    "{%- set ns = namespace(last=0) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}"
+    "{%- endif -%}{%- endfor -%}" + START + "{% if m.role == 'assistant' and '</think>' in m.content %}"
+    "{%- set thoughts = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') -%}"
+    "{%- if loop.index0 > ns.last -%}<think>\n{{ thoughts }}\n</think>\n\n{% endif -%}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}" + SHOWN + "{% endif %}" + END
+)
+
+OPENS = "{{ '<think>\n' }}"
+
+
+def letters(processor, text):
+    """Ids of a text by its characters, which its own encoding would not give."""
+    return [i for c in text for i in processor.tokenizer(c, add_special_tokens=False)["input_ids"]]
 
 
 @pytest.mark.parametrize(
-    ("template", "complaint"),
+    ("template", "answer", "role", "shown"),
     [
-        (
-            START
-            + "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}"
-            + SHOWN
-            + "{% endif %}"
-            + END,
-            "shows an earlier answer other than it was sampled",
-        ),
-        (START + SHOWN + END + "<think>\n", "shows an earlier answer other than it was sampled"),
-        ("{{ messages | length }}" + START + SHOWN + END, "shows an earlier answer other than it was sampled"),
-        (
-            START + "{% if m.role == 'user' %}{{ loop.index }}{% endif %}" + SHOWN + END,
-            "depends on what was said before",
-        ),
-        (START + SHOWN + "{{ ' .' }}" + END, "which does not end one"),
-        (START + SHOWN + "{{ '' }}" + END.replace("<|im_end|>", "<|endoftext|>"), "which does not end one"),
+        (DROPS, "so</think>\n\nWhat", "user", "What"),
+        (DROPS, "so</think>\n\n", "user", ""),
+        (DROPS, "What", "user", None),
+        (DROPS, "<think>so", "user", ""),  # cut in its thoughts
+        (DROPS, "a</think>b</think>What", "user", "What"),
+        (KEEPS_SOME, "<think>\nso\n</think>\n\nWhat", "user", "What"),
+        (KEEPS_SOME, "<think>\nso\n</think>\n\nWhat", "tool", None),
+        (KEEPS_SOME, "<think>so</think>What", "tool", "<think>\nso\n</think>\n\nWhat"),
+        (KEEPS_SOME.replace(END, END + OPENS), "so\n</think>\n\nWhat", "tool", None),
+        (KEEPS_SOME.replace(END, END + OPENS), "so\n</think>\n\nWhat", "user", "What"),
+        (KEEPS_SOME.replace(END, END + OPENS), "so What", "user", ""),
+        (START + SHOWN + "{{ ' .' }}" + END, "What", "user", "What ."),
+        (START + SHOWN + "{{ '' }}" + END.replace("<|im_end|>", "<|endoftext|>"), "What", "user", "What"),
+        ("{{ messages | length }}" + START + SHOWN + END, "What", "user", "What"),
+        (START + "{% if m.role == 'user' %}{{ loop.index }}{% endif %}" + SHOWN + END, "What", "user", None),
+        (START + "{{ m.content | trim }}" + END, " What ", "user", None),
     ],
 )
-def test_templates_that_can_not_continue_are_refused(processor, monkeypatch, template, complaint):
+def test_a_template_that_rewrites_history_begins_anew_and_no_other(
+    processor, monkeypatch, template, answer, role, shown
+):
+    """`shown`: how it shows the answer; None: as it was sampled."""
     monkeypatch.setattr(processor.tokenizer, "chat_template", template)
     renderer = Renderer(processor)
-    prompt, _ = renderer.prompt(user(TEXT), [])
-    with pytest.raises(TemplateError, match=complaint):
-        renderer.extend(prompt, user(TEXT), [])
+    stop = processor.stop_ids[0]
+    sampled = letters(processor, answer)
+    say = {"role": "user", "content": "x"}, {"role": role, "content": "y"}
+    ids, stood = follow(renderer, say[:1], [*sampled, stop], say[1:])
+    prompt, _ = renderer.prompt(say[:1], [])
+    if shown is None:
+        assert stood == len(prompt) + len(sampled) + 1 and ids[len(prompt) : stood].tolist() == [*sampled, stop]
+        return
+    assert stood < len(prompt) + len(sampled) + 1
+    whole, _ = renderer.prompt([say[0], {"role": "assistant", "content": answer}, say[1]], [])
+    decode = processor.tokenizer.decode
+    if "so" in answer and END_THINK not in answer:  # cut: the template is told where they end
+        assert answer not in decode(ids)
+    else:
+        assert decode(ids) == decode(whole) and shown in decode(ids)
+    rest = answer.rpartition(END_THINK)[2].strip()
+    as_sampled = " ".join(map(str, letters(processor, rest)))
+    assert "so" in answer and END_THINK not in answer or as_sampled in " ".join(map(str, ids.tolist()))
 
 
-def test_a_template_that_trims_can_continue_as_the_answer_stands(processor, monkeypatch):
-    monkeypatch.setattr(processor.tokenizer, "chat_template", START + "{{ m.content | trim }}" + END)
+def test_the_ids_behind_thoughts_are_those_that_were_sampled(processor, monkeypatch):
+    """Also if one token ends the thoughts and begins what is said."""
+    monkeypatch.setattr(processor.tokenizer, "chat_template", DROPS)
+    monkeypatch.setattr("rlinf_vl.rollout.renderer.END_THINK", "h")  # "Wh" + "at": no token of the tokenizer spans them
     renderer = Renderer(processor)
-    prompt, _ = renderer.prompt([{"role": "user", "content": "x"}], [])
-    new, _ = renderer.extend(prompt, [{"role": "user", "content": " y "}], [])
-    assert processor.tokenizer.decode(new) == "<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
+    whole = processor.tokenizer("What", add_special_tokens=False)["input_ids"]
+    text, ids = renderer._shown(np.array([*whole, *letters(processor, "x"), processor.stop_ids[0]], np.int32))
+    assert text == "Wh" and processor.tokenizer.decode(ids) == "atx"
+    assert ids[-1:] == letters(processor, "x")
