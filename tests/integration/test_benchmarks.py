@@ -53,3 +53,10 @@ def test_exchange(tmp_path):
 def test_weight_sync(tmp_path):
     figures = figures_of(tmp_path, "weight_sync.py", "--megabytes", "32", "--repeats", "1", "--workers", "1")
     assert figures["object_store_seconds"] > 0
+
+
+def test_multi_turn(tmp_path):
+    """Keeping prefixes must change nothing that is sampled."""
+    sizes = ["--groups", "2", "--samples", "3", "--new-tokens", "4", "--image", "48", "--repeats", "1"]
+    figures = figures_of(tmp_path, "multi_turn.py", *sizes)
+    assert figures["ids_identical"] and figures["prefill_ratio_kept"] <= 1.1 < 2 < figures["prefill_ratio_whole"]
