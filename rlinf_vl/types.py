@@ -313,6 +313,7 @@ class GroupSummary:
         0.0,
         0.0,
     )  # since its worker's last group: with work for the engine, and in all
+    prefilled_tokens: int = 0  # by its worker's engine, since the worker's last group
     turn_rewards: tuple[tuple[float, ...], ...] = ()  # of each turn of each
     turn_tokens: tuple[tuple[int, ...], ...] = ()  # sampled in each turn of each
     turn_states: tuple[tuple[str, ...], ...] = ()  # `Turn.state` of each turn of each

@@ -122,6 +122,10 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
     metrics |= env_metrics(summaries)
     if clocks := sum(s.engine_seconds[1] for s in summaries):
         metrics["rollout/engine_busy"] = sum(s.engine_seconds[0] for s in summaries) / clocks
+    shown = sum(s.prompt_tokens * (1 - len(s.tokens)) + sum(s.tokens) for s in summaries)
+    shown -= sum(map(sum, (turns for s in summaries for turns in s.turn_tokens)))
+    if (prefilled := sum(s.prefilled_tokens for s in summaries)) and shown:
+        metrics["rollout/prefill_ratio"] = prefilled / shown
     if seconds > 0:
         metrics["rollout/tokens_per_second"] = sum(sum(s.response_tokens) for s in summaries) / seconds
     sampled = [s for s in summaries if s.max_version >= 0]

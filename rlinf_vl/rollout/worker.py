@@ -75,6 +75,7 @@ class RolloutRank:
         }
         if config.rollout.rollout_backend == "sglang":
             warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length)
+        self.prefilled_tokens = self.engine.prefilled_tokens  # when the last group was done
         rollout, grade = config.rollout, GRADERS[config.reward.reward_type]
         rewards = {"reward_max": config.reward.reward_max_val, "reward_min": config.reward.reward_min_val}
         self.player = Player(
@@ -155,7 +156,9 @@ class RolloutRank:
                 group = await finished
                 reference, object_bytes = self.store.put(group, own_images=group.id in alone)
                 summary = GroupSummary.of(group, self.processor.image_token_id, object_bytes)
-                yield replace(summary, engine_seconds=self.clock.lap()), reference
+                before, self.prefilled_tokens = self.prefilled_tokens, self.engine.prefilled_tokens
+                prefilled = self.prefilled_tokens - before
+                yield replace(summary, engine_seconds=self.clock.lap(), prefilled_tokens=prefilled), reference
         finally:  # the engine died, or nobody wants the rest
             for future in running:
                 future.cancel()

@@ -119,6 +119,14 @@ def summary(name: str, *trajectories: Trajectory, images: bytes = b"", object_by
     return GroupSummary.of(Group(name, name, 5, tuple(seeing)), image_token_id=-1, object_bytes=object_bytes)
 
 
+def test_the_prefill_ratio_is_of_tokens_that_were_shown():
+    """Of 17 tokens 5 are the group's prompt, 5 were sampled in two turns, and 7 shown between them."""
+    made = summary("g", trajectory(4, 1.0), trajectory(2, 0.0))
+    assert "rollout/prefill_ratio" not in summarize_rollout([made], 1.0)
+    episode = replace(made, tokens=(5 + 3 + 7 + 2, 7), turn_tokens=((3, 2), (2,)), prefilled_tokens=18)
+    assert summarize_rollout([episode], 1.0)["rollout/prefill_ratio"] == 18 / (5 + 7)
+
+
 def test_rollout_summary_by_hand():
     metrics = summarize_rollout(
         [

@@ -8,6 +8,7 @@ import ray
 
 from rlinf_vl.config import load_config
 from rlinf_vl.engines.base import EngineDied
+from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import stop_grading
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.worker import RolloutRank
@@ -60,6 +61,8 @@ def test_rows_are_answered_and_one_that_can_not_be_read_is_a_group_with_the_reas
     monkeypatch.setitem(rank.datasets, "train", Rows())
     found = generate(rank, *(Task(f"g{i}", "train", i, (i, 7)) for i in (0, 2, 3)))
     assert not ray.is_initialized()
+    summaries = [summary for summary, _ in found.values()]
+    assert summarize_rollout(summaries, 1.0)["rollout/prefill_ratio"] == 1
     assert [s.errors for s, _ in found.values()].count(("OSError: disk gone",) * 2) == 1
     assert found["g2"][0].problem_id == "rows:2" and found["g2"][0].tokens == (0, 0)
     for name in ("g0", "g3"):
