@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     stop_request.install()  # both signals unwind, so that nothing is left running
     try:
-        return _train(arguments, stop_request) if arguments.verb == "train" else _run_verb(arguments)
+        if arguments.verb in ("train", "eval"):
+            return (_train if arguments.verb == "train" else _evaluate)(arguments, stop_request)
+        return _run_verb(arguments)
     except (*mistakes, RunError, OSError) as error:  # an OSError names the file that can't be read or written
         print(f"error: {reason_of(error) if isinstance(error, ConfigError | RunError) else error}", file=sys.stderr)
         return 2 if isinstance(error, mistakes) else 1
@@ -62,6 +64,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("config", help="name of a config in examples/, or a path to a YAML file")
     argument("overrides", nargs="*", help="Hydra overrides, such as runner.max_steps=3")
     argument("--check", action="store_true", help="only say whether it could run: config, data, model, folders")
+
+    argument = verb("eval", "measure a model: pass@k with standard errors, tables, trajectories")
+    argument("config", help="as for train")
+    argument(
+        "overrides",
+        nargs="*",
+        help="as for train; checkpoint=DIR (a run's folder, or checkpoints/global_step_N) or model=DIR",
+    )
+    argument("--samples", type=int, default=1, metavar="K", help="answers to each problem (default 1)")
+    argument(
+        "--by",
+        action="append",
+        default=[],
+        metavar="COLUMN",
+        help="a table by this column of the data; may be repeated",
+    )
 
     argument = verb("toy", "make an embedded task's data and its warm-started checkpoint (cached)")
     argument("name", nargs="?", choices=TOYS, default="toy", help="the task; toy unless named")
@@ -131,17 +149,24 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
         doctor.refuse(config)
         events = EventLog(run_dir)
         checkpoint = folders.open_folder(config, run_dir, checkpoint, partial(events.add, level=logging.INFO))
-        try:
+        with _explained(run_dir):
             return _run(config, run_dir, checkpoint, stop_request)
-        except (ConfigError, RunError):
-            raise
-        except Exception as error:
-            path = run_dir / "error.txt"
-            try:
-                path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-            except OSError:
-                raise error from None
-            raise RunError(f"{reason_of(error)}\nThe whole of it is in {path}") from error
+
+
+@contextmanager
+def _explained(run_dir: Path) -> Iterator[None]:
+    """Write the traceback of what nobody expected into the run's folder, and raise a RunError with the reason."""
+    try:
+        yield
+    except (ConfigError, RunError):
+        raise
+    except Exception as error:
+        path = run_dir / "error.txt"
+        try:
+            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError:
+            raise error from None
+        raise RunError(f"{reason_of(error)}\nThe whole of it is in {path}") from error
 
 
 def _run(config: Config, run_dir: Path, checkpoint: Path | None, stop_request: StopRequest) -> int:
@@ -170,6 +195,46 @@ def _run(config: Config, run_dir: Path, checkpoint: Path | None, stop_request: S
     log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
     log.info("the run is in %s", run_dir)
     return code
+
+
+def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
+    from rlinf_vl.preflight.inputs import RULES, packages_missing
+    from rlinf_vl.runtime.evaluation import evaluation_config
+
+    rules = (packages_missing, *RULES)
+    config, checkpoint = evaluation_config(arguments.config, arguments.overrides, arguments.samples, rules)
+    run_dir = folders.run_folder(config)
+    config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
+    with folders.locked(run_dir):
+        # After the config is known to be sound: these imports and the toy's warm start take seconds.
+        from rlinf_vl.controller import evaluate
+        from rlinf_vl.observe.evaluation import render
+        from rlinf_vl.preflight import doctor
+        from rlinf_vl.runtime.launch import ray_cluster, reserve
+
+        doctor.refuse(config)
+        model_path = _prepare_toys(config)
+        columns = evaluate.columns_of(config, arguments.by)
+        folders.open_folder(config, run_dir, None, partial(EventLog(run_dir).add, level=logging.INFO))
+        (run_dir / SPANS).mkdir(exist_ok=True)
+        write_environment(run_dir)
+        subject = {"config": arguments.config, "model": config.rollout.model.model_path, "checkpoint": None}
+        with _explained(run_dir), ExitStack() as stack:
+            if checkpoint:
+                subject["checkpoint"] = str(checkpoint)
+                precision = config.rollout.model.precision
+                model_path = stack.enter_context(evaluate.exported(checkpoint, run_dir, precision))
+            progress = stack.enter_context(RunProgress(StatusFile(run_dir)))
+            record_spans(run_dir, "controller")
+            progress.phase("starting Ray")
+            stack.enter_context(ray_cluster(config))
+            reservation = stack.enter_context(reserve(config, learns=False))
+            stop_request.install()  # Ray has put a handler of its own
+            asked = {"samples": arguments.samples, "columns": columns, "subject": subject}
+            made = evaluate.evaluate(config, model_path, reservation, run_dir, progress, stop_request.check, **asked)
+    print(render(made))
+    log.info("the figures are in %s; 'python -m rlinf_vl report %s' shows the answers", run_dir / "eval.json", run_dir)
+    return 0
 
 
 @contextmanager

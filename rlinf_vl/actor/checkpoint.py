@@ -48,6 +48,10 @@ def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Opti
 
 
 def load_weights_only(folder: Path, model: nn.Module) -> None:
-    """Read the weights of a checkpoint into a plain transformers model, without process groups (for export)."""
+    """Read the weights of a checkpoint into a plain transformers model, without process groups (for export). OSError if they are
+    damaged, or another model's."""
     state = {"model": {f"model.{name}": value for name, value in model.state_dict().items()}}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        dcp.load(state, checkpoint_id=folder, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
+    except CheckpointException as error:  # as in `save`
+        raise OSError(f"{folder}: {next(str(reason) for reason, _ in error.failures.values())}") from None

@@ -8,7 +8,7 @@ from rlinf_vl.actor.checkpoint import load_weights_only
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, copy_processor_files, load_model, save_model
-from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, newest_checkpoint
+from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, checkpoint_at
 
 
 def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
@@ -21,10 +21,7 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
     Raises:
         FileNotFoundError, FileExistsError: no complete checkpoint is there; `output` is not empty.
     """
-    if (source / STATE_FILE).is_file():
-        folder = source
-    elif (folder := newest_checkpoint(source)) is None:
-        raise FileNotFoundError(f"{source} is neither a complete checkpoint nor a run's folder that holds one")
+    folder = checkpoint_at(source)
     if output.exists() and any(output.iterdir()):
         raise FileExistsError(f"{output} exists and is not empty; name another folder, or empty it")
     run_config = OmegaConf.load(folder.resolve().parents[1] / "config.yaml")

@@ -91,7 +91,7 @@ class Recorder:
         self,
         split: str,
         summaries: Sequence[GroupSummary],
-        groups: Sequence[ray.ObjectRef],
+        groups: Sequence[ray.ObjectRef] | Mapping[int, ray.ObjectRef],
         chosen: Sequence[int],
         advantages: Sequence[Sequence[Sequence[float]]] | None = None,
         logprobs: Sequence[ray.ObjectRef] = (),

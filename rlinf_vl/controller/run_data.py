@@ -39,23 +39,28 @@ def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress:
     val = rows["val"] if data.val_samples < 0 else min(data.val_samples, rows["val"])
     totals = {"train": rows["train"], "val": val}
     bad_rows = BadRows(run_dir, data.max_bad_rows, totals)
-    kept: dict[str, dict[int, str]] = {}
-    for split, n in totals.items():
-        result = pool.filter_rows(split, range(n), partial(progress.phase, f"checking rows of {split}", total=n))
-        too_long, bad = len(result.too_long), result.bad
-        log.info("%s: %d rows, %d of them longer than data.max_prompt_length, %d bad", split, n, too_long, len(bad))
-        if bad:
-            bad_rows.add(split, bad.values())
-            log.warning("bad rows of %s, left out (%s):\n%s", split, bad_rows.path, bad_rows.table(split))
-            bad_rows.check()
-        if len(result.kept) < (data.rollout_batch_size if split == "train" else min(n, 1)):
-            raise ConfigError(_too_few(config, split, n, result, bad_rows.path.name))
-        kept[split] = result.kept
+    kept = {split: check_rows(config, split, n, pool, bad_rows, progress) for split, n in totals.items()}
     sampler = EpochSampler(list(kept["train"]), data.rollout_batch_size, shuffle=data.shuffle, seed=data.seed)
     steps = sampler.batches_per_epoch * runner.max_epochs
     total_steps = steps if runner.max_steps < 0 else min(steps, runner.max_steps)
     answers = Counter(map(str.strip, kept["val"].values()))
     return RunData(sampler, list(kept["val"]), answers, total_steps, bad_rows)
+
+
+def check_rows(
+    config: Config, split: str, n: int, pool: RolloutPool, bad_rows: BadRows, progress: RunProgress
+) -> dict[int, str]:
+    """Those of the first `n` rows of a split that can be used, with their answers; raises as `find_usable_rows`."""
+    result = pool.filter_rows(split, range(n), partial(progress.phase, f"checking rows of {split}", total=n))
+    too_long, bad = len(result.too_long), result.bad
+    log.info("%s: %d rows, %d of them longer than data.max_prompt_length, %d bad", split, n, too_long, len(bad))
+    if bad:
+        bad_rows.add(split, bad.values())
+        log.warning("bad rows of %s, left out (%s):\n%s", split, bad_rows.path, bad_rows.table(split))
+        bad_rows.check()
+    if len(result.kept) < (config.data.rollout_batch_size if split == "train" else min(n, 1)):
+        raise ConfigError(_too_few(config, split, n, result, bad_rows.path.name))
+    return result.kept
 
 
 def _too_few(config: Config, split: str, n: int, result: FilterResult, bad_file: str) -> str:

@@ -61,11 +61,17 @@ class Source:
         features = self.rows.features
         return [name for name in self.rows.column_names if name not in known and _is_plain(features[name])]
 
+    def column(self, name: str) -> list[Any]:
+        """Values of a column by row; None in each where there is no such column."""
+        if name not in self.rows.column_names:
+            return [None] * len(self.rows)
+        table: Any = self.rows.with_format("arrow", columns=[name])[:]
+        return [_python(self.rows.features[name], value) for value in table[name].to_pylist()]
+
     def ids(self, stem: str) -> list[str]:
         """One unique id per row: `<stem>:<value of column id>`, or the row's number where there is no such column."""
         if "id" in self.rows.column_names:
-            column = self.rows.with_format("arrow", columns=["id"])[:]["id"].to_pylist()
-            named = [_python(self.rows.features["id"], value) for value in column]
+            named = self.column("id")
             if all(isinstance(value, (str, int)) for value in named) and len(set(map(str, named))) == len(named):
                 return [f"{stem}:{value}" for value in named]
             log.warning("%s: column 'id' has missing or repeated values; rows are named by number", self.name)

@@ -104,8 +104,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def reserve(config: Config) -> Iterator[Reservation]:
-    """Reserve the slots of every component for as long as the context lasts.
+def reserve(config: Config, learns: bool = True) -> Iterator[Reservation]:
+    """Reserve the slots of every component for as long as the context lasts; those of actor ranks only if it `learns`.
 
     A slot is a GPU (`cluster.device` cuda) or a process's share of the CPUs. Components on one slot share its bundle.
 
@@ -119,7 +119,8 @@ def reserve(config: Config) -> Iterator[Reservation]:
     kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
     offered = int(ray.cluster_resources().get(kinds[-1], 0))
     placed = placement_of(cluster.component_placement, offered, config.rollout.tensor_parallel_size)
-    users = [*((slot,) for slot in placed.actor), *placed.engines]  # the slots of each actor rank, then of each engine
+    ranks = [(slot,) for slot in placed.actor] if learns else []
+    users = [*ranks, *placed.engines]  # the slots of each actor rank, then of each engine
     seats = sorted(set(users))  # one bundle each
     group = placement_group([{kind: float(len(seat)) for kind in kinds} for seat in seats], strategy="PACK")
     try:
@@ -138,7 +139,7 @@ def reserve(config: Config) -> Iterator[Reservation]:
             strategy = PlacementGroupSchedulingStrategy(group, seats.index(seat))
             shares = {f"num_{kind.lower()}s": len(seat) / users.count(seat) for kind in kinds}
             options.append({"scheduling_strategy": strategy, **shares})
-        actor, rollout = tuple(options[: len(placed.actor)]), tuple(options[len(placed.actor) :])
+        actor, rollout = tuple(options[: len(ranks)]), tuple(options[len(ranks) :])
         yield Reservation(device, actor, rollout, placed)
     finally:
         remove_placement_group(group)

@@ -184,6 +184,18 @@ def find_checkpoint(run_dir: Path, resume_dir: str | None) -> Path | None:
     return Path(resume_dir)
 
 
+def checkpoint_at(source: Path) -> Path:
+    """A complete checkpoint: `source` itself, or the newest one of the run's folder that it is.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
+    folder = source if (source / STATE_FILE).is_file() else newest_checkpoint(source)
+    if folder is None:
+        raise FileNotFoundError(f"{source} is neither a complete checkpoint nor a run's folder that holds one")
+    return folder
+
+
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """The controller's part of a checkpoint; ConfigError if it can't be read."""
     try:

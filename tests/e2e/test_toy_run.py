@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from whole_run import FIXED_METRICS, Run
 
@@ -78,8 +79,6 @@ def test_the_runs_folder_is_complete(run):
 
 
 def test_trajectories_are_what_was_sampled_and_trained_on(run):
-    import pandas as pd
-
     folder = run / "toy-grpo-cpu"
     table = pd.read_parquet(folder / "trajectories")
     assert {(s, step): len(part) for (s, step), part in table.groupby(["split", "step"])} == {
@@ -108,6 +107,27 @@ def test_trajectories_are_what_was_sampled_and_trained_on(run):
     for step, part in val.groupby("step"):
         assert part.correct.mean() == pytest.approx(rows[step]["val/accuracy"])
     assert (folder / "report.html").stat().st_size > 100_000
+
+
+def test_an_evaluation_of_its_checkpoint_finds_what_the_run_found(run, tmp_path):
+    """The first sample of a problem is drawn as a validation draws it."""
+    command = [sys.executable, "-m", "rlinf_vl", "eval", "toy-grpo-cpu", f"runner.output_dir={tmp_path}"]
+    asked = ["data.val_samples=40", f"checkpoint={run / 'toy-grpo-cpu'}", "--samples", "2", "--by", "answer"]
+    done = subprocess.run([*command, *asked], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "toy-grpo-cpu-eval"
+    made = json.loads((folder / "eval.json").read_text())
+    table = pd.read_parquet(folder / "trajectories")
+    assert len(table) == 80 and table.correct.mean() == pytest.approx(made["pass@1"]["mean"])
+    best = table.groupby("problem_id").correct.max()
+    assert best.mean() == pytest.approx(made["pass@2"]["mean"]) and len(best) == 40
+    assert table[table["sample"] == 0].correct.mean() == pytest.approx(metrics(run)[-1]["val/accuracy"])
+    assert sum(part["pass@1"]["problems"] for part in made["tables"]["answer"].values()) == 40
+    assert "| all |" in done.stdout and made["checkpoint"].endswith("global_step_3")
+    assert all((folder / path).is_file() for images in table.images for path in images)
+    assert sorted(path.name for path in folder.glob(".*")) == [], "the exported weights are gone"
+    report = subprocess.run([sys.executable, "-m", "rlinf_vl", "report", str(folder)], capture_output=True, text=True)
+    assert report.returncode == 0 and (folder / "report.html").stat().st_size > 50_000, report.stderr
 
 
 def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):

@@ -1,0 +1,77 @@
+"""A training config as one of an evaluation: which model, which folder, and without what only training needs."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from rlinf_vl.config import Config
+from rlinf_vl.config.load import parse_config
+from rlinf_vl.config.validate import Rule, validate_config
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, checkpoint_at
+
+
+def evaluation_config(
+    name: str, overrides: Sequence[str], samples: int, rules: Sequence[Rule]
+) -> tuple[Config, Path | None]:
+    """The config of an evaluation, which `rules` check, and the checkpoint that it is about, if it is about one.
+
+    Args:
+        overrides: those of a run, and `checkpoint=DIR` or `model=DIR`.
+
+    Raises:
+        ConfigError: with every problem of the config; or what is named can't be evaluated.
+    """
+    named = {key: "" for key in ("checkpoint", "model")}
+    others = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        named |= {key: os.path.expanduser(value)} if key in named else {}
+        others += [] if key in named else [text]
+    config = parse_config(name, others)
+    model, data = config.rollout.model, config.data
+    if named["checkpoint"] and named["model"]:
+        raise ConfigError("checkpoint= and model= name two things to evaluate; give one of them")
+    if named["model"]:
+        there = os.path.isdir(named["model"])
+        model.model_path = os.path.abspath(named["model"]) if there else named["model"]
+    sampling = config.algorithm.val_sampling_params
+    problems = []
+    if samples < 1:
+        problems.append(f"--samples {samples}: at least one answer to each problem")
+    elif samples > 1 and sampling.temperature == 0:
+        problems.append(
+            f"--samples {samples}: all answers to a problem would be the same one with "
+            "algorithm.val_sampling_params.temperature=0; raise that"
+        )
+    if not data.val_data_paths:
+        problems.append(
+            "data.val_data_paths: empty; they are what is evaluated: name a file or folder, hf://… or seeds://N"
+        )
+    data.train_data_paths = list(data.val_data_paths)  # what a run would train on need not be here
+    data.rollout_batch_size = config.algorithm.n_minibatches = 1
+    config.runner.resume_dir = None
+    config.runner.logger.logger_backends = []
+    config.runner.experiment_name += "-eval"
+    validate_config(config, (lambda _: iter(problems), *rules))
+    return config, _checkpoint(Path(named["checkpoint"]), model.model_path) if named["checkpoint"] else None
+
+
+def _checkpoint(source: Path, model_path: str) -> Path:
+    """The complete checkpoint at `source`, of a run that began with the model at `model_path`."""
+    try:
+        folder = checkpoint_at(source).resolve()
+    except FileNotFoundError as error:
+        raise ConfigError(f"checkpoint: {error}; name a run's folder, or its checkpoints/global_step_N") from None
+    written = folder.parents[1] / "config.yaml"
+    if not written.is_file() or not (folder / ACTOR_FOLDER / ".metadata").is_file():
+        raise ConfigError(f"checkpoint: {folder} lacks {written} or its weights; copy the run's folder whole")
+    before = OmegaConf.select(OmegaConf.load(written), "rollout.model.model_path")
+    if before != model_path:
+        raise ConfigError(
+            f"checkpoint: {folder} is of a run that began with {before}, not with rollout.model.model_path={model_path}; "
+            f"set rollout.model.model_path={before}, or name another checkpoint"
+        )
+    return folder
