@@ -22,6 +22,7 @@ ENVIRONMENTS = {
     "picture_tool": "rlinf_vl.envs.picture_tool:PictureTool",
     "geometry_tool": "rlinf_vl.envs.geometry_tool:GeometryTool",
     "gymnasium": "rlinf_vl.envs.gymnasium:Gymnasium",
+    "remote": "rlinf_vl.envs.remote:Remote",
     "maze": "rlinf_vl.toy.maze:Maze",
     "rectangle_tool": "rlinf_vl.toy.rectangle_tool:RectangleTool",
 }
@@ -157,7 +158,10 @@ class EnvMaker:
         if not isinstance(own, dict):
             raise ValueError(f"column 'env_kwargs' holds {own!r}; write a mapping of keywords")
         name = self.name_of(problem)
-        return load_env_class(name, self.files), (dict(self.kwargs) if name == self.name else {}) | own
+        cls = load_env_class(name, self.files)
+        if refused := sorted(own.keys() & set(getattr(cls, "config_only", ()))):
+            raise ValueError(f"column 'env_kwargs' gives {', '.join(refused)}, which rollout.env_kwargs alone may say")
+        return cls, (dict(self.kwargs) if name == self.name else {}) | own
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:

@@ -1,0 +1,330 @@
+"""Episodes that a task app plays behind HTTP; docs/environments.md has the protocol, examples/task_app/ a server.
+
+What the app replies is not trusted: sizes, times and types are bounded and checked, and nothing that it says is fetched from
+anywhere. Whatever is wrong is an error of its episode.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+import math
+import os
+import secrets
+import ssl
+from contextlib import suppress
+from email.message import Message as Headers
+from email.parser import BytesHeaderParser
+from functools import cache
+from typing import Any
+
+import httpx
+
+from rlinf_vl.data.images import image_size, to_image_ref
+from rlinf_vl.data.unusable import shorten
+from rlinf_vl.envs.base import StepResult
+from rlinf_vl.types import IMAGE_URL_PREFIX, Message, Problem
+
+PROTOCOL = 1
+#: Statuses of an app that is busy, or not up again: asked once more, as where no connection can be made.
+_BUSY = (429, 502, 503, 504)
+#: Seconds before the first and between later attempts.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
+_ROLES = ("system", "user", "assistant", "tool")
+#: URL scheme under which a message names an image of a multipart reply.
+_PART = "cid:"
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it says a line for each request
+
+
+class RemoteError(RuntimeError):
+    """The task app can't be reached, or its reply can't be used."""
+
+
+class Remote:
+    """An episode of a task app.
+
+    Every request names the episode and the turn, and the app answers a repeated one with the same reply, so that a request is
+    simply sent again where the connection failed: also while the app is restarted, though an app that has lost the episode over
+    that ends it.
+
+    Args:
+        url: the app's address, as in https://tasks.example.org:8000/shapes. No redirect is followed.
+        token_env: name of the environment variable, on every machine with rollout workers, that holds the bearer token; None sends
+            none. The token itself stands nowhere else.
+        timeout_s: for one attempt, from connecting to the last byte.
+        retry_s: how long a request is repeated where nobody answers. Should be well below `rollout.turn_timeout`.
+        max_reply_bytes, max_images, max_pixels: of a reply, of its images, and of each of them.
+
+    Raises:
+        ValueError: the address or a limit makes no sense, or there is no usable token.
+    """
+
+    #: What a row of the data may not say, for it would send a token wherever it likes.
+    config_only = ("url", "token_env")
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        token_env: str | None = None,
+        timeout_s: float = 20.0,
+        retry_s: float = 30.0,
+        max_reply_bytes: int = 2**24,
+        max_images: int = 16,
+        max_pixels: int = 2**22,
+        seed: int,
+        group_seed: int,
+        reward_max: float,
+        reward_min: float,
+    ) -> None:
+        try:
+            address = httpx.URL(url)
+        except (httpx.InvalidURL, TypeError) as error:
+            raise ValueError(f"url: {url!r} is no address: {error}") from None
+        if address.scheme not in ("http", "https") or not address.host:
+            raise ValueError(f"url: {url!r} is no address of an app; write it as in http://localhost:8000")
+        if address.userinfo:
+            raise ValueError(
+                f"url: the address of {address.host} has a user in it; name a variable with a token in token_env"
+            )
+        if address.query or address.fragment:
+            raise ValueError(f"url: {url!r} must end with a path; leave out what follows ? or #")
+        limits = {"timeout_s": timeout_s, "max_reply_bytes": max_reply_bytes, "max_images": max_images}
+        for name, value in (limits | {"max_pixels": max_pixels}).items():
+            if not value > 0:
+                raise ValueError(f"{name}: {value} must be > 0")
+        if not retry_s >= 0:
+            raise ValueError(f"retry_s: {retry_s} must be >= 0")
+        self._url = str(address).rstrip("/")
+        self._token_env, self._token = token_env, _token(token_env)
+        self._timeout_s, self._retry_s = timeout_s, retry_s
+        self._max_bytes, self._max_images, self._max_pixels = max_reply_bytes, max_images, max_pixels
+        self._facts = {"seed": seed, "group_seed": group_seed, "reward_max": reward_max, "reward_min": reward_min}
+        self._id = secrets.token_hex(16)
+        self._begun, self._turn = False, 0
+        self._client: httpx.AsyncClient | None = None
+
+    async def start(self, problem: Problem) -> list[Message]:
+        headers = {"Accept": "multipart/related, application/json", "Accept-Encoding": "identity"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        self._client = httpx.AsyncClient(verify=_tls(), trust_env=False, timeout=self._timeout_s, headers=headers)
+        app, _ = await self._ask("GET", "info", self._retry_s)
+        if app.get("protocol") != PROTOCOL:
+            raise RemoteError(
+                f"{self._url}/info names protocol {shorten(repr(app.get('protocol')))}; {PROTOCOL} is spoken here"
+            )
+        row = {
+            "id": problem.id,
+            "answer": problem.answer,
+            "columns": problem.columns,
+            "messages": _with_images(problem),
+        }
+        self._begun = True
+        reply, parts = await self._ask("POST", "start", self._retry_s, self._facts | {"id": self._id, "problem": row})
+        return self._messages(reply, parts)
+
+    async def step(self, response: str) -> StepResult:
+        body = {"id": self._id, "turn": self._turn, "response": response}
+        reply, parts = await self._ask("POST", "step", self._retry_s, body)
+        self._turn += 1
+        reward, done, info = (reply.get(name) for name in ("reward", "done", "info"))
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise RemoteError(f"reward is {shorten(repr(reward))}, no finite number")
+        if not isinstance(done, bool):
+            raise RemoteError(f"done is {shorten(repr(done))}, neither true nor false")
+        if not isinstance(info, (dict, type(None))):
+            raise RemoteError(f"info is {shorten(repr(info))}, no object")
+        return StepResult(self._messages(reply, parts), float(reward), done, info or {})
+
+    async def close(self) -> None:
+        client = self._client
+        if client is None:
+            return
+        try:
+            if self._begun:
+                with suppress(RemoteError):  # an app that can't be told will see that nobody asks any more
+                    await self._ask("POST", "close", 0.0, {"id": self._id})
+        finally:
+            self._client = None
+            await client.aclose()
+
+    async def _ask(
+        self, method: str, path: str, retry_s: float, body: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """What the app says, and the images of its reply by name. Sent again for `retry_s` where nobody answers."""
+        content = None if body is None else json.dumps(body, default=str).encode()
+        loop = asyncio.get_running_loop()
+        end, wait_s = loop.time() + retry_s, _FIRST_WAIT_S
+        while True:
+            try:
+                status, headers, data = await self._sent(method, path, content)
+                trouble = f"status {status}"
+            except (httpx.TransportError, TimeoutError) as error:
+                status, headers, data, trouble = 503, httpx.Headers(), b"", f"{type(error).__name__} {error}".strip()
+            if status not in _BUSY:
+                break
+            if loop.time() + wait_s > end:
+                raise RemoteError(f"{self._url}/{path} doesn't answer, asked for {retry_s:g} s: {self._safe(trouble)}")
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        if status != 200:
+            raise RemoteError(f"{self._url}/{path}: {self._refusal(path, status, headers, data)}")
+        if self._token and self._token.encode() in data:
+            raise RemoteError(f"{self._url}/{path} sends the token back")
+        try:
+            return self._read(headers.get("content-type", ""), data)
+        except (ValueError, RecursionError) as error:
+            raise RemoteError(f"{self._url}/{path}: {self._safe(f'{type(error).__name__}: {error}')}") from None
+
+    async def _sent(self, method: str, path: str, content: bytes | None) -> tuple[int, httpx.Headers, bytes]:
+        """Status, headers and body of one attempt. A body is read as far as it may be long."""
+        if self._client is None:
+            raise RuntimeError("remote: step() without start()")
+        kind = {} if content is None else {"Content-Type": "application/json"}
+        async with (
+            asyncio.timeout(self._timeout_s),
+            self._client.stream(method, f"{self._url}/{path}", content=content, headers=kind) as reply,
+        ):
+            if reply.headers.get("content-encoding", "identity") != "identity":
+                raise RemoteError(f"{self._url}/{path} compresses its reply, though it was asked not to")
+            length, data = int(reply.headers.get("content-length", 0)), bytearray()
+            async for chunk in reply.aiter_raw():
+                data += chunk
+                if max(len(data), length) > self._max_bytes:
+                    raise RemoteError(f"{self._url}/{path} replies with more than max_reply_bytes={self._max_bytes:,}")
+            return reply.status_code, reply.headers, bytes(data)
+
+    def _refusal(self, path: str, status: int, headers: httpx.Headers, data: bytes) -> str:
+        if status in (401, 403):
+            hint = (
+                f"is that in {self._token_env} right?"
+                if self._token_env
+                else "name the variable that holds it in token_env"
+            )
+            return f"status {status}: it wants another token; {hint}"
+        if 300 <= status < 400:
+            return f"status {status}: it redirects to {self._safe(headers.get('location', ''))}, and no redirect is followed"
+        said = self._safe(data[:1000].decode(errors="replace"))
+        lost = "; it was started again, or gave the episode up" if status in (404, 410) and path == "step" else ""
+        return f"status {status}{lost}: {said}"
+
+    def _safe(self, said: str) -> str:
+        """What the app or the network said, short and without the token."""
+        return shorten(said.replace(self._token, "***") if self._token else said, 300)
+
+    def _read(self, kind: str, data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """A reply's JSON object, and what else a multipart one has, by name. Raises ValueError, RecursionError."""
+        head, parts = Headers(), dict[str, bytes]()
+        head["content-type"] = kind
+        if head.get_content_maintype() == "multipart":
+            parts = _parts(data, str(head.get_boundary("")).encode(), self._max_images + 1)
+            if "reply" not in parts:
+                raise ValueError(f"a multipart reply without a part named reply: {sorted(parts)}")
+            data = parts.pop("reply")
+        reply = json.loads(data.decode(), parse_constant=_no_number)
+        if not isinstance(reply, dict):
+            raise ValueError(f"{shorten(repr(reply))} is no JSON object")
+        return reply, parts
+
+    def _messages(self, reply: dict[str, Any], parts: dict[str, bytes]) -> list[Message]:
+        """The messages of a reply, checked, with images as bytes. Raises RemoteError, ImageError."""
+        messages, found = reply.get("messages", []), 0
+        if not isinstance(messages, list):
+            raise RemoteError(f"messages are {shorten(repr(messages))}, no list")
+        out: list[Message] = []
+        for message in messages:
+            role, content = (
+                (message.get(name) for name in ("role", "content")) if isinstance(message, dict) else (None, None)
+            )
+            if role not in _ROLES or not isinstance(content, (str, list)):
+                raise RemoteError(
+                    f"{shorten(repr(message))} is no message with content and one of the roles {', '.join(_ROLES)}"
+                )
+            content = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            found += sum(isinstance(part, dict) and part.get("type") == "image_url" for part in content)
+            if found > self._max_images:
+                raise RemoteError(f"a reply with more than max_images={self._max_images}")
+            out.append({"role": role, "content": [self._part(part, parts) for part in content]})
+        return out
+
+    def _part(self, part: Any, parts: dict[str, bytes]) -> dict[str, Any]:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                return {"type": "text", "text": text}
+            case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:"):
+                image = to_image_ref(url, root=None)
+            case {"type": "image_url", "image_url": {"url": str(url)}} if url.removeprefix(_PART) in parts:
+                image = to_image_ref(parts[url.removeprefix(_PART)], root=None)
+            case _:
+                raise RemoteError(
+                    f"{shorten(repr(part))} is neither text nor an image_url with a data URI or {_PART}NAME"
+                )
+        height, width = image_size(image)
+        if height * width > self._max_pixels:
+            raise RemoteError(f"an image of {height} x {width} has more than max_pixels={self._max_pixels:,}")
+        return {"type": "image", "image": image.data}
+
+
+def _token(variable: str | None) -> str:
+    """The token that a variable holds; "" for no variable. An error never says what it holds."""
+    if variable is None:
+        return ""
+    token = os.environ.get(variable, "")
+    if not token:
+        raise ValueError(
+            f"token_env: the environment variable {variable} is not set; export it before the run's Ray starts"
+        )
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(
+            f"token_env: what {variable} holds is no token: it has blanks, line ends or letters beyond ASCII"
+        )
+    return token
+
+
+def _with_images(problem: Problem) -> list[Message]:
+    """A problem's messages, with its images in them as data URIs."""
+    kinds = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
+    urls = {}
+    for image in problem.images:
+        kind = next((kind for magic, kind in kinds.items() if bytes(image.data[:4]).startswith(magic)), "octet-stream")
+        urls[image.url] = f"data:image/{kind};base64,{base64.b64encode(image.data).decode()}"
+
+    def shown(part: dict[str, Any]) -> dict[str, Any]:
+        url = part.get("image_url", {}).get("url", "")
+        return {"type": "image_url", "image_url": {"url": urls[url]}} if url.startswith(IMAGE_URL_PREFIX) else part
+
+    return [
+        m if isinstance(m["content"], str) else m | {"content": [shown(part) for part in m["content"]]}
+        for m in problem.messages
+    ]
+
+
+def _parts(data: bytes, boundary: bytes, most: int) -> dict[str, bytes]:
+    """The parts of a multipart body by the name in their Content-Disposition, or else their Content-ID. Raises ValueError."""
+    if not boundary:
+        raise ValueError("a multipart reply without a boundary")
+    _, *found = (b"\r\n" + data).split(b"\r\n--" + boundary, most + 2)
+    if len(found) > most + 1 or not found or not found[-1].startswith(b"--"):
+        raise ValueError(f"a multipart reply that does not end, or has more than {most} parts")
+    out = {}
+    for part in found[:-1]:
+        head, end, content = part.partition(b"\r\n\r\n")
+        headers = BytesHeaderParser().parsebytes(head.removeprefix(b"\r\n") + b"\r\n\r\n") if end else Headers()
+        name = headers.get_param("name", header="content-disposition") or str(headers.get("content-id", "")).strip(
+            "<> "
+        )
+        if not isinstance(name, str) or not name or name in out:
+            raise ValueError("a part of a multipart reply has no name of its own")
+        out[name] = content
+    return out
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
