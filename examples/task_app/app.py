@@ -2,7 +2,7 @@
 
     TASK_APP_TOKEN=secret uvicorn app:app --host 0.0.0.0 --port 8000
 
-Replace `CountShapes` by a task of your own; everything below it is the protocol, which docs/environments.md describes.
+Replace `CountShapes` by a task of your own; everything below it is the protocol, which docs/remote.md describes.
 """
 
 import base64

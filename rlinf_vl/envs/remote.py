@@ -1,4 +1,4 @@
-"""Episodes that a task app plays behind HTTP; docs/environments.md has the protocol, examples/task_app/ a server.
+"""Episodes that a task app plays behind HTTP; docs/remote.md has the protocol, examples/task_app/ a server.
 
 What the app replies is not trusted: sizes, times and types are bounded and checked, and nothing that it says is fetched from
 anywhere. Whatever is wrong is an error of its episode.
@@ -280,6 +280,8 @@ def _token(variable: str | None) -> str:
         raise ValueError(
             f"token_env: what {variable} holds is no token: it has blanks, line ends or letters beyond ASCII"
         )
+    if len(token) < 8:
+        raise ValueError(f"token_env: what {variable} holds is shorter than 8 characters, which any text might contain")
     return token
 
 

@@ -208,7 +208,7 @@ def test_a_wrong_token_is_named_by_its_variable(app, monkeypatch, caplog):
     assert TOKEN not in caplog.text and "wrong-one" not in caplog.text
 
 
-@pytest.mark.parametrize("value", ["", "two words", "line\nend", "é"])
+@pytest.mark.parametrize("value", ["", "two words", "line\nending", "é" * 9, "short"])
 def test_a_token_that_is_none_is_refused_without_saying_it(value, monkeypatch):
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ValueError, match=f"token_env: .*{VARIABLE}") as caught:
