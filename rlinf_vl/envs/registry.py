@@ -60,7 +60,11 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
         raise EnvClassError(f"{name!r}: no file {error.filename!r}; give the path of a Python file") from error
     except (Exception, SystemExit) as error:  # whatever a module does as it is imported
         at = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise EnvClassError(f"{name!r}: {place}{at} can't be imported: {type(error).__name__}: {error}") from error
+        extra = name in ENVIRONMENTS and isinstance(error, ModuleNotFoundError)
+        way_out = "; pip install 'rlinf_vl[envs]'" if extra else ""
+        raise EnvClassError(
+            f"{name!r}: {place}{at} can't be imported: {type(error).__name__}: {error}{way_out}"
+        ) from error
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
         classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]

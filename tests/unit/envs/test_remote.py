@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import sys
 import threading
 import zlib
 
@@ -18,6 +19,7 @@ from task_app import Relay, TaskApp
 
 from rlinf_vl.envs import EnvMaker
 from rlinf_vl.envs import remote as remote_module
+from rlinf_vl.envs.registry import EnvClassError, load_env_class
 from rlinf_vl.envs.remote import Remote, RemoteError
 from rlinf_vl.types import ImageRef, Problem
 
@@ -208,7 +210,7 @@ def test_a_wrong_token_is_named_by_its_variable(app, monkeypatch, caplog):
     assert TOKEN not in caplog.text and "wrong-one" not in caplog.text
 
 
-@pytest.mark.parametrize("value", ["", "two words", "line\nending", "é" * 9, "short"])
+@pytest.mark.parametrize("value", ["", "two words", "line\nending", "é" * 9, "xyzzy"])
 def test_a_token_that_is_none_is_refused_without_saying_it(value, monkeypatch):
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ValueError, match=f"token_env: .*{VARIABLE}") as caught:
@@ -455,6 +457,13 @@ def test_settings_that_make_no_sense(settings, error):
     with pytest.raises(ValueError, match=re.escape(error)) as caught:
         remote(**{"url": "http://localhost"} | settings)
     assert "pa55" not in str(caught.value)
+
+
+def test_without_its_client_library_the_way_out_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rlinf_vl.envs.remote")
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(EnvClassError, match=r"'remote': .*httpx.*; pip install 'rlinf_vl\[envs\]'"):
+        load_env_class("remote", {})
 
 
 def test_closing_what_was_not_started_asks_nobody():
