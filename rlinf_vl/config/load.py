@@ -5,9 +5,11 @@ Hydra composes what was written (defaults lists, override grammar); types and kn
 advise to add it with '+'.
 """
 
+import copy
 import json
 import os
 import re
+import textwrap
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -83,7 +85,8 @@ def changed_keys(config: Config, path: Path) -> list[str]:
     except (OSError, yaml.YAMLError, OmegaConfBaseException):
         return []
     pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(now, key)) for key in config_keys()}
-    return [f"{key}: {_shown(old)} → {_shown(new)}" for key, (old, new) in pairs.items() if old != new]
+    changed = {key: values for key, values in pairs.items() if values[0] != values[1]}
+    return [f"{key}: {' → '.join(textwrap.shorten(_shown(value), 200) for value in changed[key])}" for key in changed]
 
 
 def examples() -> dict[str, Path]:
@@ -142,7 +145,6 @@ def _override(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             problems.append(f"override {text!r}: can't be read ({reason}); {way_out}")
             continue
         key, value = override.key_or_group, override.value()
-        parent, _, name = key.rpartition(".")
         if override.is_delete():
             problems.append(f"override {text!r}: '{key}' can't be removed; give it a value")
         elif override.is_sweep_override():
@@ -150,12 +152,20 @@ def _override(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             problems.append(f"override {text!r}: is a sweep; {way_out}")
         elif key in config_sections() and isinstance(value, dict):
             written.update(_leaves(value, f"{key}."))
-        elif parent in config_keys() and get_origin(config_keys()[parent].type) is dict:
-            before = written.get(parent)
-            written[parent] = (before if isinstance(before, dict) else {}) | {name: value}
+        elif mapping := next((k for k in config_keys() if key.startswith(f"{k}.") and _is_mapping(k)), None):
+            before = written.get(mapping)
+            place = written[mapping] = copy.deepcopy(before) if isinstance(before, dict) else {}
+            *within, name = key.removeprefix(f"{mapping}.").split(".")
+            for inner in within:
+                place[inner] = place = place[inner] if isinstance(place.get(inner), dict) else {}
+            place[name] = value
         else:
             written[key] = value
     return problems
+
+
+def _is_mapping(key: str) -> bool:
+    return get_origin(config_keys()[key].type) is dict
 
 
 def _in_quotes(text: str) -> str:

@@ -91,7 +91,7 @@ def _columns(config: Config, path: str, columns: Sequence[str]) -> Iterator[str]
 
 
 def _environment(config: Config) -> Iterator[str]:
-    """An environment is made once, and closed: what its constructor refuses is told now."""
+    """An environment is made once (and closed): what its constructor refuses is told now."""
     rollout, scale = config.rollout, config.reward
     try:
         found = load_env_class(rollout.env_class, rollout.env_files)
@@ -100,14 +100,16 @@ def _environment(config: Config) -> Iterator[str]:
         if not problems:
             rewards = {"reward_max": scale.reward_max_val, "reward_min": scale.reward_min_val}
             make = EnvMaker(rollout.env_class, rollout.env_kwargs, rollout.env_files, lambda *_: False, **rewards)
-            closed = make(Problem("", (), ""), 0, 0).close()
-            if inspect.iscoroutine(closed):
-                asyncio.run(closed)
+            env = make(Problem("", (), ""), 0, 0)
+            with suppress(Exception):  # as in a run, where an environment that does not close harms nobody
+                closed = env.close()
+                if inspect.iscoroutine(closed):
+                    asyncio.run(closed)
     except Exception as error:  # an environment raises anything
         absent = isinstance(error, ModuleNotFoundError) or isinstance(error.__cause__, ModuleNotFoundError)
         if absent and importlib.util.find_spec("torch") is None:
             return  # not the Python that will run it
-        built = f"{rollout.env_class!r} can't be made and closed: {type(error).__name__}: "
+        built = f"{rollout.env_class!r} can't be made: {type(error).__name__}: "
         yield f"rollout.env_class: {'' if isinstance(error, EnvClassError) else built}{error}"
 
 

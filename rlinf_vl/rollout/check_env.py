@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import inspect
+import json
 import random
 import re
 import statistics
@@ -96,6 +97,7 @@ class Check:
             ]
             answers.append(("the reference answer", lambda _, said=problem.answer: rf"\boxed{{{said}}}"))
             answers += [("words of its own messages", lambda heard: random_answer(heard, rng))] * RANDOM_EPISODES
+            answers += [("calls of its own tools", lambda heard: random_call(heard, rng))] * (RANDOM_EPISODES // 2)
             for what, answer in answers:
                 if self.hung >= MOST_HUNG or time.monotonic() - begun > MOST_SECONDS:
                     self.notes.append(f"stopped after {MOST_HUNG} calls that hung, or {MOST_SECONDS:.0f} s")
@@ -111,9 +113,10 @@ class Check:
         try:
             env = self.call("the constructor", self.make, problem, seed, seed)
             try:
-                heard, total, turns, done = self.begin(env, problem), 0.0, 0, False
+                heard = begun = self.begin(env, problem)
+                total, turns, done = 0.0, 0, False
                 while heard is not None and turns < MOST_TURNS and not done:
-                    result = self.step(env, problem, answer(heard), what)
+                    result = self.step(env, problem, answer(f"{begun}\n{heard}"), what)
                     if result is None:
                         return
                     total, turns, done = total + float(result.reward), turns + 1, bool(result.done)
@@ -280,6 +283,8 @@ class Check:
         yield f"slowest calls: {slowest}"
         if slow := [name for name, seconds in self.seconds.items() if SLOW_S < seconds < self.limit_s]:
             yield f"slow: {', '.join(slow)} took over {SLOW_S:g} s; a step of training waits for its slowest episode"
+        if not turns:
+            yield "no episode was played to its end; if it is made for rows of a data set, give some with --data FILE"
         for problem, calls in self.problems.values():
             often = f", {len(calls)} times" if len(calls) > 1 else ""
             yield f"BROKEN: {problem}" + (f" [{calls[0]}{often}]" if calls[0] + often else "")
@@ -308,12 +313,20 @@ def _texts(message: Any) -> Iterator[str]:
 
 
 def random_answer(heard: str, rng: random.Random) -> str:
-    """A few of the words it was told, perhaps boxed, or as a call: sooner or later an action's name is among them."""
+    """A few of the words it was told, perhaps boxed, or as a call: sooner or later an action's or a tool's name is among them."""
     words = re.findall(r"\w+", heard) or ["go"]
-    word = rng.choice(words)
+    word, number = rng.choice(words), rng.randint(-9, 99)
     several = " ".join(rng.choices(words, k=rng.randint(1, 8)))
-    call = f'<tool_call>{{"name": "{word}", "arguments": {{"{rng.choice(words)}": {rng.randint(-9, 99)}}}}}</tool_call>'
-    return rng.choice([word, rf"\boxed{{{word}}}", several, call, str(rng.randint(-9, 99))])
+    return rng.choice([word, rf"\boxed{{{word}}}", several, random_call(heard, rng), str(number)])
+
+
+def random_call(heard: str, rng: random.Random) -> str:
+    """A call of one of the tools whose JSON schemas it was told, with arguments of any kind."""
+    words = re.findall(r"\w+", heard) or ["go"]
+    tools, keys = (re.findall(form, heard) or words for form in (r'"name": ?"(\w+)"', r'"(\w+)": ?{"type"'))
+    chosen = rng.sample(keys, min(len(keys), rng.randint(0, 4)))
+    given = {key: rng.choice([rng.randint(-9, 99), rng.random(), rng.choice(words), [1, 2], None]) for key in chosen}
+    return f"<tool_call>\n{json.dumps({'name': rng.choice(tools), 'arguments': given})}\n</tool_call>"
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -84,6 +84,19 @@ def test_overrides_of_every_kind():
     assert config.cluster.component_placement == {"actor": "0-3", "rollout": "4,6"}, "replaced, not merged"
 
 
+def test_an_override_names_a_key_within_a_mapping():
+    config = load_config(
+        TOY,
+        [
+            "rollout.env_kwargs={size: 3, make: {a: 1, b: {c: 2}}}",
+            "rollout.env_kwargs.size=4",
+            "rollout.env_kwargs.make.b.c=5",
+            "rollout.env_kwargs.new.deep=6",
+        ],
+    )
+    assert config.rollout.env_kwargs == {"size": 4, "make": {"a": 1, "b": {"c": 5}}, "new": {"deep": 6}}
+
+
 def test_a_local_file_can_be_named_in_an_override(tmp_path):
     path = tmp_path / "b.parquet"
     path.touch()

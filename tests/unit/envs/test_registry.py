@@ -118,7 +118,7 @@ def test_a_file_travels_as_text_with_all_of_its_classes(envs, tmp_path, monkeypa
         ("envs.py:One", "{sise: 3}", ["rollout.env_kwargs: One takes no keyword 'sise'; it takes size; did you mean"]),
         ("envs.py:One", "{seed: 3}", ["rollout.env_kwargs: 'seed' is given by the run; leave it out"]),
         ("needs.py:One", "{}", ["rollout.env_kwargs: One needs keyword 'size'; give it a value"]),
-        ("needs.py:One", "{size: 0}", ["needs.py:One' can't be made and closed: ValueError: size must be > 0"]),
+        ("needs.py:One", "{size: 0}", ["needs.py:One' can't be made: ValueError: size must be > 0"]),
         ("single_turn", "{size: 0}", ["SingleTurn takes no keyword 'size'; it takes none"]),
     ],
 )
