@@ -30,6 +30,8 @@ PROTOCOL = 1
 _BUSY = (429, 502, 503, 504)
 #: Seconds before the first and between later attempts.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
+#: Characters of a step's `info`, as JSON.
+_MAX_INFO = 2**16
 _ROLES = ("system", "user", "assistant", "tool")
 #: URL scheme under which a message names an image of a multipart reply.
 _PART = "cid:"
@@ -136,6 +138,8 @@ class Remote:
             raise RemoteError(f"done is {shorten(repr(done))}, neither true nor false")
         if not isinstance(info, (dict, type(None))):
             raise RemoteError(f"info is {shorten(repr(info))}, no object")
+        if len(json.dumps(info)) > _MAX_INFO:
+            raise RemoteError(f"info has more than {_MAX_INFO:,} characters: {shorten(repr(info))}")
         return StepResult(self._messages(reply, parts), float(reward), done, info or {})
 
     async def close(self) -> None:
@@ -171,8 +175,6 @@ class Remote:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         if status != 200:
             raise RemoteError(f"{self._url}/{path}: {self._refusal(path, status, headers, data)}")
-        if self._token and self._token.encode() in data:
-            raise RemoteError(f"{self._url}/{path} sends the token back")
         try:
             return self._read(headers.get("content-type", ""), data)
         except (ValueError, RecursionError) as error:
@@ -206,7 +208,7 @@ class Remote:
             return f"status {status}: it wants another token; {hint}"
         if 300 <= status < 400:
             return f"status {status}: it redirects to {self._safe(headers.get('location', ''))}, and no redirect is followed"
-        said = self._safe(data[:1000].decode(errors="replace"))
+        said = self._safe(data.decode(errors="replace"))
         lost = "; it was started again, or gave the episode up" if status in (404, 410) and path == "step" else ""
         return f"status {status}{lost}: {said}"
 
@@ -226,6 +228,9 @@ class Remote:
         reply = json.loads(data.decode(), parse_constant=_no_number)
         if not isinstance(reply, dict):
             raise ValueError(f"{shorten(repr(reply))} is no JSON object")
+        said = json.dumps(reply, ensure_ascii=False).encode()  # halves of surrogate pairs are refused
+        if self._token and any(self._token.encode() in found for found in (said, *parts.values())):
+            raise ValueError("it sends the token back")
         return reply, parts
 
     def _messages(self, reply: dict[str, Any], parts: dict[str, bytes]) -> list[Message]:
