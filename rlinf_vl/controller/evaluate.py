@@ -19,6 +19,7 @@ from rlinf_vl.controller.run_data import check_rows
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sources import open_source
+from rlinf_vl.envs.registry import grades_answers, load_env_class
 from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.progress import RunProgress
@@ -101,7 +102,8 @@ def evaluate(
         bad_rows = BadRows(run_dir, config.data.max_bad_rows, {"val": n})
         answers = check_rows(config, "val", n, pool, bad_rows, progress)
         log.open(0, 0, {})
-        write_baselines(run_dir, Counter(map(str.strip, answers.values())))
+        if grades_answers(load_env_class(config.rollout.env_class, config.rollout.env_files)):
+            write_baselines(run_dir, Counter(map(str.strip, answers.values())))
         rows = list(answers)
         summaries = _answers(pool, log, make_tasks("val", rows, samples, config.runner.seed, 0))
         check_errors(summaries, log)

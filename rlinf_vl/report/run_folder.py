@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from rlinf_vl.observe.evaluation import render
 from rlinf_vl.observe.spans import read_spans
 from rlinf_vl.observe.status import read_status
 from rlinf_vl.runtime.files import read_lines
@@ -37,6 +38,7 @@ class RunFolder:
     bad_rows: list[dict[str, Any]]
     baselines: dict[str, float]
     spans: dict[tuple[str, str], tuple[int, float]]  # (process, phase) → how often, and seconds in all
+    evaluation: str  # tables, where the run is an evaluation
     notes: list[str]
 
     @property
@@ -96,6 +98,7 @@ def read_run(path: Path) -> RunFolder:
         bad_rows=_newest(path / "bad_rows.jsonl", notes),
         baselines={name.replace("_", " "): value for name, value in baselines.items() if is_number(value)},
         spans=_span_totals(path),
+        evaluation=_evaluation(path / "eval.json", notes),
         notes=notes,
     )
 
@@ -145,6 +148,16 @@ def _read(path: Path, read: Callable[[Path], Any], default: Any, notes: list[str
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path.name} could not be read: {str(error).splitlines()[0]}.")
     return default
+
+
+def _evaluation(path: Path, notes: list[str]) -> str:
+    """The figures of `eval.json` as tables of text; "" without such a file."""
+    made = _mapping(path, json.loads, notes, expected=False)
+    try:
+        return render(made) if made else ""
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        notes.append(f"{path.name} does not hold an evaluation: {type(error).__name__}: {error}.")
+        return ""
 
 
 def _lines(path: Path, notes: list[str], expected: bool = True) -> list[dict[str, Any]]:

@@ -9,20 +9,24 @@ import json
 import re
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tiny
 from PIL import Image, ImageDraw
 from unit.observe.conversations import make_conversations
 
 from rlinf_vl.errors import RunError
+from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.status import StatusFile
 from rlinf_vl.report import build_report
 from rlinf_vl.report.run_folder import flatten, read_run
+from rlinf_vl.types import GroupSummary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\u202e{{ 7*7 }}<!--\\boxed{4}"
 COLORS = ("#b3261e", "#1a5fb4", "#26734d", "#8a5a00", "#6d3a9c")
@@ -461,3 +465,19 @@ def test_many_images_become_small_and_the_latest_are_kept(tmp_path):
     assert 4 < pngs < 8 and kinds == ["image/webp"] * (16 - pngs) + ["image/png"] * pngs
     header, arrays = unpack(build_report([run], max_image_bytes=120_000))
     assert [k >= 0 for k in column(header, arrays, "images")[-16:]].index(True) > 5
+
+
+def test_the_figures_of_an_evaluation_are_in_its_report(tmp_path):
+    run = make_run(tmp_path / "toy", steps=1)
+    assert 'class="card evaluation"' not in build_report([run]).read_text()
+    summary = GroupSummary.of(tiny.group(np.random.default_rng(0), [(1, 2)], [3, 4]), tiny.IMAGE_ID)
+    made = evaluation([replace(summary, correct=(True, False))], 2, {"category": [HOSTILE]})
+    (run / "eval.json").write_text(json.dumps(made))
+    page = build_report([run]).read_text()
+    assert (
+        "pass@2" in page and "0.500" in page and html.escape(HOSTILE)[:30] in page and "alert(1)</script>" not in page
+    )
+    for broken in ("{", "[]", '{"pass@1": 3}', '{"tables": {}}'):
+        (run / "eval.json").write_text(broken)
+        page = build_report([run]).read_text()
+        assert 'class="card evaluation"' not in page and "eval.json" in page
