@@ -373,7 +373,8 @@ class Request:
     sampling: SamplingParams
     seeds: tuple[int, ...]
     #: One name per seed, or none: the engine may keep what it computed for sample i under `sessions[i]`. The next request of a
-    #: session has this one seed and ids that begin with all ids so far, images too. Nothing but speed depends on it.
+    #: session has this one seed, and begins with all ids and images so far, or some where the history was rewritten. Nothing but
+    #: speed depends on it.
     sessions: tuple[str, ...] = ()
 
 

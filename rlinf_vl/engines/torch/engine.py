@@ -252,7 +252,7 @@ class TorchEngine:
             n = len(request.seeds)
             if (busy + n > self.max_running or n * per_row > room) and (admitted or busy):
                 break
-            kept = self.sessions.find(request.sessions[0], request) if n == 1 == len(request.sessions) else None
+            kept = self._kept(request.sessions[0], request) if n == 1 == len(request.sessions) else None
             new = len(request.ids) - (len(kept.ids) if kept else 0)
             if admitted and tokens + new > PREFILL_TOKENS:
                 break
@@ -272,6 +272,9 @@ class TorchEngine:
         if admitted:
             self.sessions.shrink(max(room, 0))
         return sorted(admitted, key=lambda pending: pending.kept is not None)
+
+    def _kept(self, session: str, request: Request) -> Kept | None:
+        return self.sessions.find(session, request, self.image_token_id)
 
     def _room(self) -> int:
         """Bytes for more rows and for sessions."""
@@ -354,7 +357,7 @@ class TorchEngine:
         for i, group in zip(rows, groups, strict=True):
             row, pending = self.rows[i], self.rows[i].pending
             name = pending.request.sessions[row.number]
-            before = self.sessions.find(name, pending.request) or pending.kept
+            before = self._kept(name, pending.request) or pending.kept
             if before is None:  # the prompt, kept once for all samples
                 before = pending.kept = Kept.of(pending.request, [], (self.cache.cut(i, group, 0, 0),))
             part = self.cache.cut(i, group, len(before.ids), len(row.ids) - 1)

@@ -26,11 +26,25 @@ class Kept:
         ids = np.concatenate([request.ids, np.asarray(sampled, np.int32)])
         return cls(ids, tuple(image.hash for image in request.images), parts)
 
-    def begins(self, request: Request) -> bool:
-        """Whether the request goes on from these tokens and images."""
-        hashes = tuple(image.hash for image in request.images[: len(self.images)])
-        n = len(self.ids)
-        return n < len(request.ids) and hashes == self.images and np.array_equal(self.ids, request.ids[:n])
+    def begun(self, request: Request, image_token_id: int) -> "Kept | None":
+        """What of this the request begins with, images whole: all of it, or what stands before the first difference, as where an
+        answer lost its thoughts in the history. At least one token of the request is left to compute. None: nothing."""
+        n = min(len(self.ids), len(request.ids) - 1)
+        differing = np.flatnonzero(self.ids[:n] != request.ids[:n])
+        n = int(differing[0]) if len(differing) else n
+        placeholders = np.flatnonzero(request.ids == image_token_id)
+        patches = np.cumsum([0, *request.image_grids.prod(axis=1)])
+        starts = placeholders[len(placeholders) * patches[:-1] // patches[-1]] if request.images else placeholders
+        pairs = zip(request.images, self.images, strict=False)
+        other = next((i for i, (image, kept) in enumerate(pairs) if image.hash != kept), None)
+        n = n if other is None else min(n, int(starts[other]))
+        if n == len(self.ids) or n == 0:
+            return self if n else None
+        parts, left = [], n
+        for part in self.parts:
+            parts += [part if part.shape[2] <= left else part[:, :, :left].clone()] if left > 0 else []
+            left -= part.shape[2]
+        return Kept(self.ids[:n], self.images[: int((starts < n).sum())], tuple(parts))
 
 
 class Sessions:
@@ -61,11 +75,11 @@ class Sessions:
         """Drop what is kept of all sessions; they go on."""
         self.shrink(0)
 
-    def find(self, name: str, request: Request) -> Kept | None:
+    def find(self, name: str, request: Request, image_token_id: int) -> Kept | None:
         """What the request can go on from."""
         with self._lock:
             kept = self._kept.get(name)
-        return kept if kept is not None and kept.begins(request) else None
+        return None if kept is None else kept.begun(request, image_token_id)
 
     def put(self, name: str, kept: Kept) -> None:
         """Keep this of a session, unless it has ended."""

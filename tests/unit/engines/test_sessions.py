@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import EOS, VISION_END, VISION_START, answered, grids, image, tiny_model, transformers_logprobs
+from tiny import EOS, IMAGE_ID, VISION_END, VISION_START, answered, grids, image, tiny_model, transformers_logprobs
 from tiny import prompt as tiny_prompt
 from tiny import request as tiny_request
 
@@ -171,7 +171,7 @@ def test_sessions_may_go_at_any_time(engine_of):
     assert ids_of(play(engine, between=sleep)[0]) == expected
 
 
-def test_a_request_that_does_not_continue_its_session_is_prefilled_whole(engine_of):
+def test_a_request_goes_on_from_what_it_has_in_common_with_its_session(engine_of):
     engine, rng = engine_of(), np.random.default_rng(3)
     request = openings(samples=1)[0]
     sample = engine.generate([request])[0].samples[0]
@@ -180,14 +180,38 @@ def test_a_request_that_does_not_continue_its_session_is_prefilled_whole(engine_
     changed = following.ids.copy()
     changed[0] = changed[0] % 50 + 3
     assert changed[0] not in (following.ids[0], VISION_START, VISION_END)
-    for wrong in (
-        replace(following, images=(other, *following.images[1:])),
-        replace(following, ids=changed),
-        replace(request, seeds=(9,)),  # begins again
+    image_at = int(np.flatnonzero(request.ids == IMAGE_ID)[0])
+    for asked, computed in (
+        (replace(following, images=(other, *following.images[1:])), len(following.ids) - image_at),
+        (replace(following, ids=changed), len(changed)),
+        (replace(request, ids=changed[: len(request.ids)]), 1),
+        (following, len(following.ids)),
+        (replace(request, seeds=(9,)), 1),  # begins again
     ):
         before = engine.prefilled_tokens
-        assert_right([(wrong, engine.generate([wrong])[0].samples[0])], tiny_model())
-        assert engine.prefilled_tokens == before + len(wrong.ids)
+        assert_right([(asked, engine.generate([asked])[0].samples[0])], tiny_model())
+        assert engine.prefilled_tokens == before + computed
+
+
+def test_answers_may_lose_tokens_in_the_history(engine_of):
+    """As thoughts do: what stands before the first lost token is still there, at every turn."""
+    engine, rng, played = engine_of(), np.random.default_rng(5), []
+    requests = [replace(r, seeds=r.seeds[:1], sessions=r.sessions[:1]) for r in openings()]
+    new = sum(len(r.ids) for r in requests)
+    for turn in range(4):
+        samples = [completion.samples[0] for completion in engine.generate(requests)]
+        played += zip(requests, samples, strict=True)
+        following = []
+        for request, sample in zip(requests, samples, strict=True):
+            lost = replace(sample, ids=sample.ids[len(sample.ids) // 2 :])
+            following.append(continued(request, 0, lost, rng, seed=turn))
+            had = np.concatenate([request.ids, sample.ids[:-1]])
+            n = min(len(had), len(following[-1].ids))
+            shared = int(np.flatnonzero(np.append(had[:n] != following[-1].ids[:n], True))[0])
+            new += (len(following[-1].ids) - shared) * (turn < 3)
+        requests = following
+    assert_right(played, tiny_model())
+    assert engine.prefilled_tokens == new
 
 
 def test_an_image_that_fails_in_a_later_turn_is_its_requests_error(engine_of):
@@ -232,17 +256,17 @@ def test_what_was_not_used_for_longest_goes_first():
         sessions.put(name, kept(shared, part(10)))
     sessions.put("d", kept(part(50)))
     assert sessions.bytes == 8 * (100 + 30 + 50)
-    asked = Request(np.arange(200, dtype=np.int32), (), np.zeros((0, 3)), SAMPLING, (0,))
-    assert all(sessions.find(name, asked) for name in "abcd")
+    asked = Request(np.arange(200, dtype=np.int32), (), np.zeros((0, 3), np.int32), SAMPLING, (0,))
+    assert all(sessions.find(name, asked, IMAGE_ID) for name in "abcd")
     sessions.put("a", kept(shared, part(10), part(5)))
     sessions.shrink(8 * 175)
-    assert [sessions.find(name, asked) is not None for name in "abcd"] == [True, False, True, True]
+    assert [sessions.find(name, asked, IMAGE_ID) is not None for name in "abcd"] == [True, False, True, True]
     sessions.shrink(8 * 120)
-    assert [sessions.find(name, asked) is not None for name in "abcd"] == [True, False, False, False]
+    assert [sessions.find(name, asked, IMAGE_ID) is not None for name in "abcd"] == [True, False, False, False]
     assert sessions.bytes == 8 * 115
     sessions.end("a")
     assert sessions.bytes == 0
     sessions.put("a", kept(part(10)))
-    assert sessions.bytes == 0 and sessions.find("a", asked) is None, "it has ended"
+    assert sessions.bytes == 0 and sessions.find("a", asked, IMAGE_ID) is None, "it has ended"
     sessions.put("b", kept(part(10)))
     assert sessions.bytes == 80, "it goes on"
