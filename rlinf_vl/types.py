@@ -309,10 +309,8 @@ class GroupSummary:
     ungradable: int = 0  # responses that could not be graded within the grader's limits
     turns: tuple[int, ...] = ()  # answers of each
     metrics: tuple[dict[str, float], ...] = ()  # `Trajectory.metrics` of each
-    engine_seconds: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # since its worker's last group: with work for the engine, and in all
+    #: Since its worker's last group: seconds with work for the engine, and all.
+    engine_seconds: tuple[float, float] = (0.0, 0.0)
     prefilled_tokens: int = 0  # by its worker's engine, since the worker's last group
     turn_rewards: tuple[tuple[float, ...], ...] = ()  # of each turn of each
     turn_tokens: tuple[tuple[int, ...], ...] = ()  # sampled in each turn of each

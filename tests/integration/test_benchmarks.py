@@ -60,3 +60,10 @@ def test_multi_turn(tmp_path):
     sizes = ["--groups", "2", "--samples", "3", "--new-tokens", "4", "--image", "48", "--repeats", "1"]
     figures = figures_of(tmp_path, "multi_turn.py", *sizes)
     assert figures["ids_identical"] and figures["prefill_ratio_kept"] <= 1.1 < 2 < figures["prefill_ratio_whole"]
+
+
+def test_environments(tmp_path):
+    figures = figures_of(tmp_path, "environments.py", "--groups", "8", "--samples", "5", "--turn-timeout", "4")
+    assert figures["episodes"] == 40 and figures["harmed"] == 0 and figures["ended_well"] == 34
+    assert {figures[f"errors_{fault}"] for fault in ("crash", "hang", "picture")} == {2}
+    assert 0 < figures["engine_busy"] <= 1 and figures["seconds"] < 60
