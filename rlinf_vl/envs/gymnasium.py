@@ -61,6 +61,8 @@ class Gymnasium:
         ImportError: a package is missing. ValueError: a keyword can't work.
     """
 
+    config_only = ("make", "parser")  # a row doesn't choose which function is called
+
     def __init__(
         self,
         id: str = "",

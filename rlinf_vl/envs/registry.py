@@ -60,8 +60,8 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
         raise EnvClassError(f"{name!r}: no file {error.filename!r}; give the path of a Python file") from error
     except (Exception, SystemExit) as error:  # whatever a module does as it is imported
         at = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        extra = name in ENVIRONMENTS and isinstance(error, ModuleNotFoundError)
-        way_out = "; pip install 'rlinf_vl[envs]'" if extra else ""
+        install = "pip install 'rlinf_vl[envs]'" if name in ENVIRONMENTS else "install it where workers run"
+        way_out = f"; {install}" if isinstance(error, ModuleNotFoundError) else ""
         raise EnvClassError(
             f"{name!r}: {place}{at} can't be imported: {type(error).__name__}: {error}{way_out}"
         ) from error
@@ -82,7 +82,8 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
 def _module_of_file(path: str, files: Mapping[str, str]) -> ModuleType:
     """The module that a file's text makes, executed once in a process."""
     path = os.path.expanduser(path)
-    full = next((known for known in files if known == path or known.endswith(f"/{os.path.normpath(path)}")), None)
+    ends = f"/{os.path.normpath(path)}"
+    full = next((k for k in files if os.path.realpath(k) == os.path.realpath(path) or k.endswith(ends)), None)
     if full is None:
         full = os.path.abspath(path)
         with open(full, encoding="utf-8") as file:
@@ -161,11 +162,11 @@ class EnvMaker:
         own = problem.columns.get("env_kwargs") or {}
         if not isinstance(own, dict):
             raise ValueError(f"column 'env_kwargs' holds {own!r}; write a mapping of keywords")
-        name = self.name_of(problem)
-        cls = load_env_class(name, self.files)
+        cls = load_env_class(self.name_of(problem), self.files)
         if refused := sorted(own.keys() & set(getattr(cls, "config_only", ()))):
             raise ValueError(f"column 'env_kwargs' gives {', '.join(refused)}, which rollout.env_kwargs alone may say")
-        return cls, (dict(self.kwargs) if name == self.name else {}) | own
+        is_the_runs = problem.env_class is None or cls is load_env_class(self.name, self.files)
+        return cls, (dict(self.kwargs) if is_the_runs else {}) | own
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rlinf_vl.config import load_config
+from rlinf_vl.envs import EnvMaker
 from rlinf_vl.envs.gymnasium import Gymnasium
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.inputs import RULES
@@ -171,6 +172,13 @@ def test_what_can_not_work_is_refused_before_anything_starts(kwargs, expected):
     with pytest.raises(ConfigError) as error:
         load_config("toy-grpo-cpu", ["rollout.env_class=gymnasium", f"rollout.env_kwargs={kwargs}"], RULES)
     assert len(error.value.problems) == 1 and expected in str(error.value)
+
+
+def test_a_row_does_not_choose_which_function_is_called():
+    make = EnvMaker("gymnasium", {"id": "FrozenLake-v1"}, {}, lambda *_: False, 1.0, 0.0)
+    make.check(Problem("p", (), "", columns={"env_kwargs": {"id": "minigrid:MiniGrid-Empty-5x5-v0"}}))
+    with pytest.raises(ValueError, match="gives make, which rollout.env_kwargs alone may say"):
+        make.check(Problem("p", (), "", columns={"env_kwargs": {"make": "subprocess:Popen"}}))
 
 
 def test_a_text_travels_with_the_config(tmp_path, monkeypatch):

@@ -82,6 +82,14 @@ def test_a_row_names_its_own_class_and_keywords(envs):
     make.check(Problem("p", (), "", env_class=f"{envs}:Other"))
 
 
+def test_a_class_is_the_runs_however_it_is_written(envs, tmp_path):
+    (tmp_path / "data").mkdir()
+    make = maker(f"{envs}:One", {str(envs): ENVS}, {"size": 5})
+    for name in (f"{envs}:One", "envs.py:One", f"{tmp_path}/data/../envs.py:One"):
+        assert make(Problem("p", (), "", env_class=name), 1, 2).got[0] == 5
+    assert make(Problem("p", (), "", env_class="single_turn"), 1, 2).start(PROBLEM)
+
+
 def test_a_file_travels_as_text_with_all_of_its_classes(envs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config("toy-grpo-cpu", ["rollout.env_class=envs.py:One"], RULES)
@@ -113,7 +121,13 @@ def test_a_file_travels_as_text_with_all_of_its_classes(envs, tmp_path, monkeypa
         ("broken.py:One", "{}", ["broken.py, line 2 can't be imported: SyntaxError"]),
         ("raises.py:One", "{}", ["raises.py can't be imported: ZeroDivisionError: division by zero"]),
         ("exits.py:One", "{}", ["exits.py can't be imported: SystemExit: 3"]),
-        ("lacks.py:One", "{}", ["lacks.py can't be imported: ModuleNotFoundError: No module named 'not_there'"]),
+        (
+            "lacks.py:One",
+            "{}",
+            [
+                "lacks.py can't be imported: ModuleNotFoundError: No module named 'not_there'; install it where workers run"
+            ],
+        ),
         ("no_such_module:One", "{}", ["no_such_module can't be imported: ModuleNotFoundError"]),
         ("envs.py:One", "{sise: 3}", ["rollout.env_kwargs: One takes no keyword 'sise'; it takes size; did you mean"]),
         ("envs.py:One", "{seed: 3}", ["rollout.env_kwargs: 'seed' is given by the run; leave it out"]),
