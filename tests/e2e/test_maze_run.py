@@ -1,4 +1,5 @@
-"""The maze as a whole run: real Ray, conversations with a picture in every turn, from a checkpoint that can write answers."""
+"""The maze as a whole run: real Ray, conversations with a picture in every turn, credited by state, from a checkpoint that can
+write answers."""
 
 import json
 import subprocess
@@ -8,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from PIL import Image
 
+from rlinf_vl.algorithms import gigpo_advantages
 from rlinf_vl.toy.maze import Position
 
 pytestmark = pytest.mark.e2e
 
 STEPS = 3
+WEIGHT, DISCOUNT = 0.5, 0.9
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +38,9 @@ def run(tmp_path_factory) -> Path:
         "runner.max_tokens_per_mbs=2000",
         "runner.trajectories.train_groups=-1",
         "actor.optim.lr_warmup_steps=0",
+        f"algorithm.state_advantage_weight={WEIGHT}",
+        f"algorithm.turn_discount={DISCOUNT}",
+        "algorithm.loss_agg_func=seq-mean-token-mean",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,3 +80,21 @@ def test_every_turn_shows_the_state_that_it_is_answered_in(run: Path) -> None:
         assert len(shown) == len(states) <= 6
         for number, state in zip(shown, states, strict=True):
             assert (pictures[paths[number]] == Position.of_text(state).picture()).all()
+
+
+def test_each_turn_is_trained_on_with_its_own_advantage(run: Path, rows: list[dict]) -> None:
+    """Computed again from what was written down."""
+    table = pd.read_parquet(run / "trajectories").query("split == 'train'")
+    turns = [
+        (group, (group, sample), turn)
+        for group, sample, found in zip(table.group_id, table["sample"], table.turns, strict=True)
+        for turn in json.loads(found)["turns"]
+    ]
+    groups, whose, facts = map(list, zip(*turns, strict=True))
+    rewards = torch.tensor([turn["reward"] for turn in facts], dtype=torch.float64)
+    states = [turn["state"] for turn in facts]
+    expected = gigpo_advantages(rewards, whose, groups, states, weight=WEIGHT, discount=DISCOUNT)
+    torch.testing.assert_close(torch.tensor([turn["advantage"] for turn in facts], dtype=torch.float64), expected)
+    assert expected.unique().numel() > 4, "turns of a trajectory differ"
+    for row in rows[1:]:
+        assert 1 / row["rollout/turns_mean"] <= row["reward/shared_states"] <= 1
