@@ -147,14 +147,8 @@ class SglangEngine:
 
     @property
     def prefilled_tokens(self) -> int:
-        """As `Engine.prefilled_tokens`, by the scheduler's own count: it publishes that between two of these answers."""
-
-        async def counted() -> int:
-            for _ in range(2):
-                await self.host.manager.get_internal_state()
-            return sum(load.total_prefill_uncached_tokens for load in await self.host.manager.get_loads())
-
-        return self.host.run(counted).result()
+        """As `Engine.prefilled_tokens`, as far as the scheduler has told: it does so every few decoding steps, and when idle."""
+        return sum(load.total_prefill_uncached_tokens for load in self.host.manager.load_snapshot_reader.read_all())
 
     def end_sessions(self, names: Sequence[str]) -> None:
         """Nothing to drop: the prefix cache of SGLang finds what requests have in common, and makes room by itself."""

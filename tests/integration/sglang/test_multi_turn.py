@@ -1,16 +1,16 @@
 """Conversations with pictures on SGLang: every turn sends all ids and images again, and computes what is new."""
 
-import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accounting import DROPS, END, assert_accounted, assert_scored_alike, conversations
 
-from rlinf_vl.envs import StepResult
 from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import load_model
 from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.rollout.player import Player
-from rlinf_vl.types import Problem, Request, SamplingParams
+from rlinf_vl.types import Request
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-4
@@ -58,6 +58,12 @@ class Episodes:
                 np.testing.assert_allclose(sample.logprobs, expected, atol=TOLERANCE)
 
 
+def prefilled(engine):
+    """The count once the scheduler has told it: idle, it does so between two answers."""
+    assert engine.alive() and engine.alive()
+    return engine.prefilled_tokens
+
+
 def images_of(toy, seed, n):
     rng = np.random.default_rng([9, seed])
     return tuple(toy.image(rng, (48 + 16 * (i % 2), 48)) for i in range(n))
@@ -66,14 +72,14 @@ def images_of(toy, seed, n):
 @pytest.mark.parametrize("again", [False, True])
 def test_turns_are_exact_and_only_what_is_new_is_computed(engine, toy, again):
     """Sixteen episodes, of which each turn shows no image, one or two; `again`: the second one is the first, shown again."""
-    before = engine.prefilled_tokens
+    before = prefilled(engine)
     episodes = Episodes(toy, engine, [toy.request(k % 3, seed=100 + k + 50 * again) for k in range(16)])
     for turn in range(2):
         shown = [images_of(toy, (k, turn), (k + turn) % 3) for k in range(16)]
         episodes.go_on([episodes.asked[0][k].images[:2] if again else images for k, images in enumerate(shown)])
     episodes.assert_exact()
     new = episodes.new_tokens()
-    assert 0.9 * new <= engine.prefilled_tokens - before <= 1.1 * new, "less: prompts without images are alike"
+    assert 0.9 * new <= prefilled(engine) - before <= 1.1 * new, "less: prompts without images are alike"
 
 
 def test_an_update_in_mid_episode_is_followed_from_the_next_turn_on(engine, toy):
@@ -81,10 +87,10 @@ def test_an_update_in_mid_episode_is_followed_from_the_next_turn_on(engine, toy)
     episodes = Episodes(toy, engine, [toy.request(1 + k % 2, seed=200 + k) for k in range(6)])
     changed = toy.perturbed("visual")[1] | toy.perturbed("language_model")[1]
     engine.load_weights([changed], version=5)
-    before = engine.prefilled_tokens
+    before = prefilled(engine)
     episodes.go_on([images_of(toy, (k, 7), 1) for k in range(6)])
     whole = sum(len(request.ids) for request in episodes.asked[1])
-    assert 0.9 * whole <= engine.prefilled_tokens - before <= whole, "the first ids of all prompts are the same"
+    assert 0.9 * whole <= prefilled(engine) - before <= whole, "the first ids of all prompts are the same"
     versions = [{int(v) for sample in samples for v in sample.versions} for samples in episodes.samples]
     assert versions == [{0}, {5}]
     episodes.assert_exact(turns=slice(1))
@@ -116,133 +122,26 @@ def test_a_tower_that_stays_encodes_an_image_once_and_one_that_changes_again(eng
     assert logprobs_are_those_of(toy.with_weights(language | tower))
 
 
-class Talk:
-    """An environment that talks for one to six turns, and shows up to three pictures in each, of the same and other sizes; the
-    group has its beginning in common."""
-
-    def __init__(self, seed, group_seed):
-        self.common, self.own = np.random.default_rng(group_seed), np.random.default_rng([group_seed, seed])
-        self.turns = int(self.own.integers(1, 7))
-
-    def say(self, rng):
-        pictures = [
-            {"type": "image", "image": rng.integers(0, 256, (48, 48 + 32 * rng.integers(2), 3), dtype=np.uint8)}
-            for _ in range(rng.integers(4))
-        ]
-        texts = ["What now?", "<tool_response> error: no such tool </tool_response>", "and <|image_pad|> again"]
-        said = [*pictures, {"type": "text", "text": texts[rng.integers(3)]}]
-        return [{"role": "user", "content": [said[i] for i in rng.permutation(len(said))]}]
-
-    def start(self, problem):
-        return self.say(self.common)
-
-    def step(self, response):
-        self.turns -= 1
-        return StepResult(self.say(self.own) if self.turns else (), 0.0, not self.turns)
-
-    def close(self):
-        pass
-
-
-class Talks:
-    """As an `EnvMaker`."""
-
-    def __call__(self, problem, seed, group_seed):
-        return Talk(seed, group_seed)
-
-    def name_of(self, problem):
-        return "talk"
-
-
 @pytest.fixture
-def heard(engine, monkeypatch):
-    """Every request, and the future of its completion."""
-    pairs, submit = [], engine.submit
-
-    def submitting(requests):
-        futures = submit(requests)
-        pairs.extend(zip(requests, futures, strict=True))
-        return futures
-
-    monkeypatch.setattr(engine, "submit", submitting)
-    return pairs
+def conversing(engine, toy):
+    """What `accounting` wants of a toy, on this engine."""
+    model = load_model(toy.path, family_of("qwen3_vl"), torch.float32)
+    return SimpleNamespace(engine=engine, model=model, processor=toy.processor, banned=toy.banned, pixels=toy.pixels)
 
 
-def test_every_trained_token_was_sampled_as_recorded_and_the_trainer_scores_it_alike(engine, toy, heard):
-    """Random conversations, answers cut and ended, through the real player; the trainer's rows alone, packed and shared."""
-    from rlinf_vl.models.loading import load_model
-    from rlinf_vl.models.policy import PolicyModel
-    from rlinf_vl.packing.collator import Collator, Member
+@pytest.mark.parametrize(("seed", "longest"), [(20, 2), (47, 6), (301, 20)])
+def test_conversations_are_trained_as_they_were_sampled(conversing, seed, longest):
+    groups, asked = conversations(conversing, seed, turns=6, images=3, longest=longest)
+    assert max(len(t.turns) for group in groups for t in group.trajectories) > 3
+    assert_accounted(conversing, groups, asked)
+    assert_scored_alike(conversing, groups, TOLERANCE)
 
-    player = Player(
-        engine,
-        toy.renderer,
-        toy.processor,
-        Talks(),
-        seq_length=400,
-        max_prompt_length=300,
-        reward_min=0.0,
-        return_logprobs=True,
-        alive_timeout_s=60.0,
-    )
 
-    async def play():
-        plays = []
-        for seed in range(6):
-            sampling = SamplingParams(
-                max_new_tokens=2 + 4 * (seed % 3), stop_ids=(*toy.processor.stop_ids, *range(5, 15))
-            )
-            opening = await player.open(Problem(str(seed), (), ""), range(3), sampling, group_seed=seed)
-            player.submit([opening])
-            plays.append(player.play(str(seed), opening))
-        return await asyncio.gather(*plays)
-
-    groups = asyncio.run(play())
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    assert {t.error for t in trajectories} == {None}
-    assert {turn.finish_reason for t in trajectories for turn in t.turns} == {"stop", "length"}
-    assert max(len(t.turns) for t in trajectories) >= 5 and any(len(t.sequences[0].images) >= 8 for t in trajectories)
-
-    sampled = {
-        (request.ids.tobytes(), sample.ids.tobytes(), sample.logprobs.tobytes())
-        for request, future in heard
-        for sample in future.result().samples
-    }
-    for trajectory in trajectories:
-        ours = [np.zeros_like(sequence.loss_mask) for sequence in trajectory.sequences]
-        for turn in trajectory.turns:
-            sequence = trajectory.sequences[turn.sequence]
-            ours[turn.sequence][turn.start : turn.end] = True
-            parts = (
-                sequence.ids[: turn.start],
-                sequence.ids[turn.start : turn.end],
-                sequence.logprobs[turn.start : turn.end],
-            )
-            assert tuple(part.tobytes() for part in parts) in sampled
-        for mask, sequence in zip(ours, trajectory.sequences, strict=True):
-            assert np.array_equal(mask, sequence.loss_mask) and (sequence.versions[mask] == 0).all()
-
-    policy = PolicyModel(
-        load_model(toy.path, family_of("qwen3_vl"), torch.float32),
-        family_of("qwen3_vl"),
-        toy.banned,
-        temperature=1.0,
-        chunk=None,
-    )
-    members = [[Member(group, i, [0.0] * len(t.turns)) for i, t in enumerate(group.trajectories)] for group in groups]
-    flat = [member for own in members for member in own]
-    for rows, share in (([[member] for member in flat], False), ([flat], False), (members, True), ([flat], True)):
-        collate = Collator(
-            family_of("qwen3_vl"),
-            toy.processor.image_token_id,
-            toy.processor.merge_size,
-            toy.pixels,
-            toy.processor.pad_id,
-            share_prompts=share,
-        )
-        for row in rows:
-            batch = collate(row, run_vision=True)
-            assert len(batch.targets) == sum(m.trajectory.n_response_tokens for m in row)
-            with torch.no_grad():
-                logprobs, _ = policy(batch)
-            torch.testing.assert_close(logprobs, torch.from_numpy(batch.rollout_logprobs), atol=TOLERANCE, rtol=0)
+def test_dropped_thoughts_make_sequences_that_are_trained_as_they_were_sampled(conversing, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(conversing.processor.tokenizer, "chat_template", DROPS)
+        patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
+        groups, asked = conversations(conversing, 20, turns=6, images=2, longest=12)
+    assert len({len(t.sequences) for group in groups for t in group.trajectories}) > 2
+    assert_accounted(conversing, groups, asked)
+    assert_scored_alike(conversing, groups, TOLERANCE)
