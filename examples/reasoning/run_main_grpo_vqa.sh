@@ -21,17 +21,23 @@ usage() {
 if (($# == 0)); then usage; fi
 name="${1%.yaml}"
 shift
-config=""
-for path in "${configs[@]}"; do
-    if [[ "$(basename -- "$path" .yaml)" == "$name" ]]; then config="$path"; fi
-done
+file_of() { # path of a config by its name
+    for path in "${configs[@]}"; do
+        if [[ "$(basename -- "$path" .yaml)" == "$1" ]]; then echo "$path"; fi
+    done
+}
+config="$(file_of "$name")"
 if [[ -z "$config" ]]; then
     printf "no config named '%s'\n\n" "$name" >&2
     usage
 fi
 
-# The engine decides on the environment: an override names it, or the config does.
-backend="$(sed -nE 's/^ *rollout_backend: *([a-z]+).*/\1/p' "$config")"
+# The engine decides on the environment: an override names it, or the config does, or the one that it builds on.
+backend=""
+while [[ -z "$backend" && -n "$config" ]]; do
+    backend="$(sed -nE 's/^ *rollout_backend: *([a-z]+).*/\1/p' "$config")"
+    config="$(file_of "$(sed -nE '0,/^ +- /s/^ +- *([^ ]+).*/\1/p' "$config")")"
+done
 for override in "$@"; do
     if [[ "$override" == rollout.rollout_backend=* ]]; then backend="${override#*=}"; fi
 done

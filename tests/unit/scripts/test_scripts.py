@@ -219,6 +219,15 @@ def test_a_config_is_not_checked_twice_where_sglang_is_installed(nothing_install
     assert begun(done) == [{"install": "--sglang"}, RAN]
 
 
+def test_a_config_needs_the_environment_of_the_one_that_it_builds_on(nothing_installed):
+    for name, base in (("grandchild", "child"), ("child", "toy-grpo-cpu-sglang")):
+        (nothing_installed / f"examples/{name}.yaml").write_text(f"defaults:\n  - {base}\n  - _self_\n")
+    (nothing_installed / ".venv-sglang/.rlinf_vl").touch()
+    for arguments, flags in ([], "--sglang"), (["rollout.rollout_backend=torch"], ""):
+        done = bash(nothing_installed / RUN.relative_to(ROOT), "grandchild", *arguments)
+        assert begun(done)[0] == {"install": flags}
+
+
 # --- tests/run.sh and .ci/run ------------------------------------------------------------------------------------------
 
 
