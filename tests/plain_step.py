@@ -50,7 +50,8 @@ SHAPES = {"text": [[], [], [], []], "one image": [[(2, 2)], [], [], []]}
 def groups_of(kind: str):
     """Four groups of three. `errors`: some trajectories failed, among them a whole group but one. `gaps`: an environment's
     observations stand between sampled tokens, at the start and at the end, and one trajectory has nothing but them. `turns`: up to
-    four turns with an observation between two, paid and with a state each."""
+    four turns with an observation between two, paid and with a state each. `sequences`: each of these begins another sequence, from
+    which the first half of the answers before it is gone."""
     rng = np.random.default_rng(3)
     lengths = [[5, 12, 1], [4, 6, 9], [7, 3, 3], [2, 20, 8]]
     groups = [
@@ -65,6 +66,8 @@ def groups_of(kind: str):
         groups = _changed(groups, lambda g, i, t: _observed(t, sampled[g, i]))
     if "turns" in kind:
         groups = _changed(groups, lambda g, i, t: _in_turns(rng, t))
+    if "sequences" in kind:
+        groups = _changed(groups, lambda g, i, t: _rewritten(t))
     return groups
 
 
@@ -84,6 +87,23 @@ def _in_turns(rng, t):
         for start, end in zip([turn.start, *(k + 1 for k in seen)], seen, strict=False)
     ]
     return replace(t, turns=tuple(turns), reward=sum(turn.reward for turn in turns))
+
+
+def _rewritten(t):
+    """The trajectory with a sequence for each turn. Former answers are shown without their first half, and carry no loss."""
+    (whole,) = t.sequences
+    sequences, turns = [], []
+    for k, turn in enumerate(t.turns):
+        gone = [n for old in t.turns[:k] for n in range(old.start, (old.start + old.end) // 2)]
+        kept = np.setdiff1d(np.arange(turn.end), gone)
+        own = kept >= turn.start
+        arrays = {name: array[kept] for name, array in whole.arrays().items()}
+        arrays["loss_mask"] &= own
+        arrays["logprobs"] = np.where(own, arrays["logprobs"], 0.0).astype(np.float32)
+        arrays["versions"] = np.where(own, arrays["versions"], -1).astype(np.int32)
+        sequences.append(replace(whole, **arrays))
+        turns.append(replace(turn, sequence=k, start=turn.start - len(gone), end=turn.end - len(gone)))
+    return replace(t, sequences=tuple(sequences), turns=tuple(turns))
 
 
 def _changed(groups, change):
@@ -201,8 +221,8 @@ def advantages(layout: Layout, g, i: int, trained_on: list[int]):
 def token_losses(layout: Layout, g, i: int, trained_on: list[int], logp, start):
     """Clipped policy losses of a trajectory's sampled tokens, by the formulas in docs/concepts.md and docs/credit.md."""
     adv = advantages(layout, g, i, trained_on)
-    (sequence,) = g.trajectories[i].sequences
-    rollout = torch.from_numpy(sequence.logprobs[sequence.loss_mask])
+    sampled = [sequence.logprobs[sequence.loss_mask] for sequence in g.trajectories[i].sequences]
+    rollout = torch.from_numpy(np.concatenate(sampled))
     train = start if layout.minibatches > 1 else logp.detach()
     parts = sequences_of(layout, g.trajectories[i])
     log_ratio = logp - (rollout if layout.old_logprobs == "false" else train)
@@ -222,9 +242,11 @@ def token_losses(layout: Layout, g, i: int, trained_on: list[int], logp, start):
 
 def entropy_of(model, g, i):
     """Entropy at each response position, from transformers' logits through every candidate's logprob."""
-    (sequence,) = g.trajectories[i].sequences
-    ids, inputs = transformers_inputs(sequence)
-    model.model.rope_deltas = None
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float() / 0.7
-    before = torch.from_numpy(np.flatnonzero(sequence.loss_mask) - 1)
-    return torch.distributions.Categorical(logits=logits[before][:, torch.from_numpy(~banned())]).entropy()
+    found = []
+    for sequence in g.trajectories[i].sequences:
+        ids, inputs = transformers_inputs(sequence)
+        model.model.rope_deltas = None
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float() / 0.7
+        before = torch.from_numpy(np.flatnonzero(sequence.loss_mask) - 1)
+        found.append(logits[before][:, torch.from_numpy(~banned())])
+    return torch.distributions.Categorical(logits=torch.cat(found)).entropy()

@@ -149,14 +149,15 @@ def grids(images) -> np.ndarray:
 
 def transformers_logprobs(model, g: Group, index: int, temperature: float = 1.0) -> torch.Tensor:
     """Log-probability of each sampled token by transformers' own unpacked forward (its own M-RoPE and mask), float32 [R]."""
-    (sequence,) = g.trajectories[index].sequences
-    ids, inputs = transformers_inputs(sequence)
-    model.model.rope_deltas = None
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float() / temperature
-    logits[:, torch.from_numpy(banned())] = -torch.inf
-    logp = logits.log_softmax(-1)
-    where = torch.from_numpy(np.flatnonzero(sequence.loss_mask))
-    return logp[where - 1, ids[0, where]]
+    found = []
+    for sequence in g.trajectories[index].sequences:
+        ids, inputs = transformers_inputs(sequence)
+        model.model.rope_deltas = None
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float() / temperature
+        logits[:, torch.from_numpy(banned())] = -torch.inf
+        where = torch.from_numpy(np.flatnonzero(sequence.loss_mask))
+        found.append(logits.log_softmax(-1)[where - 1, ids[0, where]])
+    return torch.cat(found)
 
 
 def transformers_inputs(sequence: TokenSequence) -> tuple[torch.Tensor, dict]:

@@ -281,6 +281,18 @@ def test_turns_are_credited_as_the_formulas_say(layout, run, references):
 @pytest.mark.parametrize(
     "layout",
     [
+        pytest.param(replace(BASE, budget=400), id="one row"),
+        pytest.param(replace(BASE, ranks=2, budget=150), id="trees split over 2 ranks"),
+        pytest.param(replace(BY_TURN, ranks=2, budget=150, share=False), id="repeated prompts, credit by turn"),
+    ],
+)
+def test_a_trajectory_of_several_sequences_is_trained_once(layout, run, references):
+    assert_same(run(layout, "turns in sequences"), references(layout, "turns in sequences"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
         pytest.param(replace(BASE, dtype="bf16"), id="pixels"),
         pytest.param(replace(BASE, dtype="bf16", ranks=2, budget=90, checkpointing=True), id="pixels, split"),
         pytest.param(replace(BASE, dtype="bf16", train_tower=False), id="features"),

@@ -65,6 +65,8 @@ def test_rows_are_answered_and_one_that_can_not_be_read_is_a_group_with_the_reas
     assert summarize_rollout(summaries, 1.0)["rollout/prefill_ratio"] == 1
     assert [s.errors for s, _ in found.values()].count(("OSError: disk gone",) * 2) == 1
     assert found["g2"][0].problem_id == "rows:2" and found["g2"][0].tokens == (0, 0)
+    busy, passed = (sum(s.engine_seconds[k] for s, _ in found.values()) for k in (0, 1))
+    assert 0 < busy <= passed
     for name in ("g0", "g3"):
         summary, group = found[name]
         assert summary.errors == (None, None) and all(0 < n <= 3 for n in summary.response_tokens)
