@@ -86,6 +86,11 @@ class Gymnasium:
             raise ValueError("give either id (of gymnasium.make) or make (module:callable)")
         if history < 1 or (max_episode_steps is not None and max_episode_steps < 1):
             raise ValueError(f"history={history} and max_episode_steps={max_episode_steps} must be at least 1")
+        self._size = [size] if isinstance(size, int) else size
+        if self._size and not (len(self._size) <= 2 and all(isinstance(n, int) and 1 <= n <= 8192 for n in self._size)):
+            raise ValueError(f"size={size} must be a number of pixels from 1 to 8192, or [height, width]")
+        if isinstance(actions, str):
+            raise ValueError(f"actions={actions!r} must be a list of names, or a mapping of names to actions")
         self._make = _maker(id, make, dict(make_kwargs or {}), group_seed % 2**31)
         self._parser: Callable[[str], Any] | None = _function(parser) if parser else None
         texts = [
@@ -99,7 +104,6 @@ class Gymnasium:
         self._start_text, self._turn_text, *rest = texts
         self._invalid_text = rest[0] if rest else self._turn_text
         self._actions = {name: i for i, name in enumerate(actions)} if isinstance(actions, Sequence) else actions
-        self._size = [size] if isinstance(size, int) else size
         self._frames: deque[Image.Image] = deque(maxlen=history)
         self._reward_scale, self._invalid_reward, self._success_above = reward_scale, invalid_reward, success_above
         self._most, self._metrics = max_episode_steps, metrics
@@ -115,8 +119,9 @@ class Gymnasium:
             self._env = self._make()
             takes_seed = "seed" in inspect.signature(self._env.reset).parameters
             begun = self._env.reset(seed=self._group_seed) if takes_seed else self._env.reset()
-            if takes_seed and hasattr(self._env.unwrapped, "np_random"):
-                self._env.unwrapped.np_random = np.random.default_rng(self._seed)
+            bare = getattr(self._env, "unwrapped", self._env)
+            if takes_seed and hasattr(bare, "np_random"):
+                bare.np_random = np.random.default_rng(self._seed)
             self._look(begun[0] if isinstance(begun, tuple) else begun)
         table = self._actions or _action_names(self._env)
         if not table and self._parser is None:

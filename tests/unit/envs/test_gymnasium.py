@@ -163,6 +163,8 @@ def test_many_episodes_at_once_do_not_disturb_each_other():
         ("{make: 'math:pi'}", "'math:pi' is no callable; write module:name"),
         ("{make: crafter}", "'crafter' is no callable"),
         ("{id: FrozenLake-v1, history: 0}", "history=0"),
+        ("{id: FrozenLake-v1, size: 0}", "size=0 must be a number of pixels"),
+        ("{id: FrozenLake-v1, actions: left}", "actions='left' must be a list of names"),
         ("{id: FrozenLake-v1, template: once}", "write two or three texts"),
         ("{id: FrozenLake-v1, template: '@nowhere.txt'}", "rollout.env_kwargs.template: no file 'nowhere.txt'"),
         ("{id: FrozenLake-v1, action: [a]}", "takes no keyword 'action'; it takes id, make"),
