@@ -347,7 +347,8 @@ class TorchEngine:
             sampling = row.pending.request.sampling
             if token in sampling.stop_ids or len(row.ids) >= sampling.max_new_tokens:
                 finished.append(i)
-        self._keep([i for i in finished if self.rows[i].pending.keeps and self.rows[i].pending.request.sessions])
+        if kept := [i for i in finished if self.rows[i].pending.keeps and self.rows[i].pending.request.sessions]:
+            self._keep(kept)
         for i in finished:
             _finish(self.rows[i])
 
@@ -362,8 +363,7 @@ class TorchEngine:
                 before = pending.kept = Kept.of(pending.request, [], (self.cache.cut(i, group, 0, 0),))
             part = self.cache.cut(i, group, len(before.ids), len(row.ids) - 1)
             self.sessions.put(name, Kept.of(pending.request, row.ids[:-1], (*before.parts, part)))
-        if rows:
-            self.sessions.shrink(self._room())
+        self.sessions.shrink(self._room())
 
     def _drop_finished(self) -> None:
         alive = [i for i, row in enumerate(self.rows) if not row.over]
