@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.models.families import family_of
+from rlinf_vl.observe.samples import MAX_IMAGES, spread
 from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.observe.trajectories import TrajectoryStore
 from rlinf_vl.transport.groups import fetch_surviving
@@ -47,11 +48,12 @@ class TrajectoryWriter:
             for g, group in fetch_surviving(references).items():
                 by_trajectory = {i: values for rank in of_ranks for i, values in rank.get(g, {}).items()}
                 self._store.add(step, split, group, advantages[g] if advantages else None, by_trajectory)
-        rows = [row for row in self._store.write(step) if row["split"] == "val"]
+        rows = spread([row for row in self._store.write(step) if row["split"] == "val"])
         if rows:
-            images = {path: (self._run_dir / path).read_bytes() for row in rows for path in row["images"]}
-            samples = [row | {"images": [images[path] for path in row["images"]]} for row in rows]
-            self._samples.log_samples(step, samples)
+            shown = [[(self._run_dir / path).read_bytes() for path in row["images"][:MAX_IMAGES]] for row in rows]
+            self._samples.log_samples(
+                step, [{**row, "images": images} for row, images in zip(rows, shown, strict=True)]
+            )
         return not self._store.full
 
     def close(self) -> None:

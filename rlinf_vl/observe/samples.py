@@ -28,9 +28,14 @@ class Sample:
     picture: Image.Image | None
 
 
+def spread(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """At most `MAX_SAMPLES` of them, evenly spaced."""
+    return rows[:: max(1, -(-len(rows) // MAX_SAMPLES))]
+
+
 def choose_samples(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
-    """At most `MAX_SAMPLES`, evenly spaced; rows have the keys in `FACTS` and `TEXTS`, and images: encoded bytes."""
-    chosen = rows[:: -(-len(rows) // MAX_SAMPLES)]
+    """Those that `spread` leaves; rows have the keys in `FACTS` and `TEXTS`, and images: encoded bytes."""
+    chosen = spread(rows)
     return [Sample({name: _short(row[name]) for name in (*FACTS, *TEXTS)}, _picture(row["images"])) for row in chosen]
 
 
