@@ -12,6 +12,7 @@ from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import stop_grading
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.worker import RolloutRank
+from rlinf_vl.transport.groups import GroupStore
 
 TOWER = "9^{9^{9^{9}}}"
 ROWS = [("What is 6 × 7?", "42"), ("And this?", TOWER), ("And this?", r"\sqrt{2}"), ("And that?", r"\boxed{6")]
@@ -34,10 +35,11 @@ def rank(tmp_path_factory, toy_folder):
 
 
 @pytest.fixture(autouse=True)
-def _store(rank, monkeypatch):
+def _store(monkeypatch):
     """Groups stay in this process: no Ray is needed to see them."""
     groups = {}
-    monkeypatch.setattr(rank.store, "put", lambda group, own_images: (groups.setdefault(group.id, group), 0))
+    put = lambda store, group, own_images: (groups.setdefault(group.id, group), 0)  # noqa: E731
+    monkeypatch.setattr(GroupStore, "put", put)
 
 
 def generate(rank, *tasks):
@@ -93,3 +95,55 @@ def test_an_engine_that_takes_no_requests_is_dead(rank, monkeypatch):
     monkeypatch.setattr(rank.engine, "submit", submit)
     with pytest.raises(EngineDied, match="it takes no requests: closed"):
         generate(rank, Task("g", "train", 0, (1, 2)))
+
+
+WALK = """
+import time
+from rlinf_vl.envs import StepResult
+
+class Walk:
+    open = 0
+
+    def __init__(self, *, seed, group_seed, hangs):
+        self.seed, self.group_seed, self.hangs = seed, group_seed, hangs
+        Walk.open += 1
+        assert Walk.open <= 2, "more are under way than rollout.max_concurrent_rollouts"
+
+    async def start(self, problem):
+        return [*problem.messages, {"role": "user", "content": f"walk {self.group_seed}"}]
+
+    def step(self, response):
+        if self.seed in self.hangs:
+            Walk.open -= 1  # nobody waits for it
+            time.sleep(600)
+        return StepResult([{"role": "user", "content": "on"}], 0.5, False, {"metrics": {"seed": self.seed}})
+
+    def close(self):
+        Walk.open -= 1
+"""
+
+
+def test_an_environment_from_a_file_is_played_within_its_limits(tmp_path, toy_folder):
+    rows, walk = tmp_path / "rows.jsonl", tmp_path / "walk.py"
+    rows.write_text("".join(json.dumps({"problem": p, "answer": "1", "images": []}) + "\n" for p, _ in ROWS))
+    walk.write_text(WALK)
+    overrides = [
+        f"data.train_data_paths=[{rows}]",
+        "data.val_data_paths=[]",
+        "algorithm.sampling_params.max_new_tokens=3",
+        f"rollout.env_class={walk}:Walk",
+        "rollout.env_kwargs={hangs: [7]}",
+        "rollout.max_turns=2",
+        "rollout.max_concurrent_rollouts=2",
+        "rollout.turn_timeout=3",
+    ]
+    rank = RolloutRank(load_config("toy-grpo-cpu", overrides), str(toy_folder), "cpu")
+    walk.unlink()  # its text came with the config
+    found = generate(rank, *(Task(f"g{i}", "train", i, (4 * i, 4 * i + 1, 7), group_seed=i) for i in (0, 1, 2)))
+    asyncio.run(rank.stop())
+    late = f"environment: '{walk}:Walk' did not answer within 3 s"
+    for i, (summary, group) in ((int(name[1]), pair) for name, pair in found.items()):
+        assert summary.errors == (None, None, late) and summary.turns == (2, 2, 1)
+        assert summary.statuses == ("length", "length", "error") and summary.rewards == (1.0, 1.0, 0.0)
+        assert summary.metrics == ({"seed": 4.0 * i}, {"seed": 4.0 * i + 1}, {})
+        assert f"walk {i}" in rank.processor.tokenizer.decode(group.prefix)
