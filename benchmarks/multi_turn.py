@@ -109,6 +109,7 @@ def make_engine(args: argparse.Namespace, path: str, processor: Processor, conte
     family, rows = family_of("qwen3_vl"), args.groups * args.samples
     model = load_model(path, family, torch.float32)
     banned, pixels = processor.banned_ids(vocab_size(model)), PixelCache(processor.pixels)
+    banned[list(processor.stop_ids)] = True  # SGLang would stop at them, asked or not
     if args.engine == "torch":
         return TorchEngine(
             model,
@@ -211,7 +212,7 @@ def main() -> None:
         "speedup_cpu_seconds": statistics.median(cpu_speedups)
         if args.engine == "torch"
         else None,  # SGLang: other processes
-        "ids_identical": ids["kept"] == ids["prefilled whole"],
+        "ids_identical": ids["kept"] == ids["prefilled whole"] if args.engine == "torch" else None,  # SGLang draws anew
     }
     episodes = f"{args.groups * args.samples} episodes of {args.turns} turns, {image_tokens} tokens an image"
     table = Table(title=f"{args.engine} engine, {episodes}")
