@@ -203,15 +203,16 @@ class Player:
 
     async def _turns(self, opening: Opening, episode: Episode, played: Played) -> None:
         problem = opening.problem
-        if episode.request is None and episode.error is None:  # it has started after the others
-            await asyncio.to_thread(self._ask, opening, [episode])
-            if episode.request is not None:
-                opening.answers += self._submit(opening.requests[episode.request :])
         if episode.error is not None:
             raise episode.error
-        assert episode.stage is not None and episode.request is not None
-        request, place = opening.requests[episode.request], episode.place
-        answer = asyncio.shield(opening.answers[episode.request])  # others wait for it, too
+        assert episode.stage is not None and episode.starting is not None
+        if episode.request is None:  # it has started after the others
+            request = await asyncio.to_thread(self._request, problem, episode.starting.result(), opening.sampling)
+            request = replace(request, seeds=(episode.seed,), sessions=(episode.session,) if episode.session else ())
+            (answer,), place = self._submit([request]), 0
+        else:
+            request, place = opening.requests[episode.request], episode.place
+            answer = asyncio.shield(opening.answers[episode.request])  # others wait for it, too
         while True:
             sample = (await self._answered(answer, request, problem)).samples[place]
             played.add(request, sample, self.processor)
