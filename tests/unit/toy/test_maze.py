@@ -5,9 +5,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.rollout.observation import observe
+from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.toy import maze
 from rlinf_vl.toy.maze import MAX_TURNS, Maze, Position
+from rlinf_vl.toy.model import build_toy_checkpoint, demonstration_batch
 from rlinf_vl.types import Problem
 
 #: Column 1 is a wall but for the bottom row.
@@ -196,3 +202,33 @@ def test_demonstrations_describe_what_they_see_and_move_away_as_often_as_is_said
             counts[move in position.right_moves()] += 1
     # where opposite moves lead to the goal alike, reversing one changes nothing
     assert counts[False] / counts.total() == pytest.approx(maze.FLIP_PROBABILITY, abs=0.04)
+
+
+def test_the_warm_start_sees_the_ids_that_an_episode_has(tmp_path) -> None:
+    build_toy_checkpoint(tmp_path, progress=False, toy="toy-maze", steps=1)
+    processor = Processor(tmp_path, family_of("qwen3_vl"))
+    renderer = Renderer(processor)
+    tokenizer = processor.tokenizer
+    batch = demonstration_batch(maze.TOY, tokenizer, Qwen2VLImageProcessorPil.from_pretrained(tmp_path), 3, stream())
+    rng = stream()
+    for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
+        messages = maze.demonstrate(rng)
+        said = [observe((message,), problem(WALLED)) for message in messages[::2]]
+        answers = [message["content"] for message in messages[1::2]]
+        stop = list(processor.stop_ids)[:1]
+        sampled = [np.array(tokenizer(text, add_special_tokens=False)["input_ids"] + stop) for text in answers]
+        expected, _ = renderer.prompt(said[0].messages, said[0].images)
+        for turn in range(len(answers)):
+            if turn:
+                heard = list(zip(sampled[:turn], said[1 : turn + 1], strict=True))
+                expected, _ = renderer.follow(expected, said[0], heard)
+            expected = np.concatenate([expected, sampled[turn]])
+        assert ids[mask == 1].tolist() == expected.tolist()
+        told = tokenizer.decode(labels[labels >= 0])
+        assert told == "".join(f"{answer}<|im_end|>" for answer in answers)
+    assert batch["image_grid_thw"].tolist() == [[1, 4, 4]] * int(batch["mm_token_type_ids"].sum() // 4)
+    assert tokenizer.tokenize("31>12 ul \\boxed{left}") == [*"31>12", "Ġ", "u", "l", "Ġ\\", "boxed", "{left", "}"]
+
+
+def stream() -> np.random.Generator:
+    return np.random.default_rng(5)
