@@ -1,0 +1,180 @@
+"""The trajectories of one problem, how they travel, and what the controller learns of them."""
+
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlinf_vl.types.problem import UNGRADABLE, Grid, ImageRef
+from rlinf_vl.types.trajectory import TokenSequence, Trajectory, Turn, distinct_tokens
+
+#: Per-token arrays that are constant where nothing was sampled, and so aren't sent for a group's prefix.
+_NOT_SAMPLED = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one problem. All their sequences begin with the same `prefix_length` tokens, images and columns,
+    none of them sampled, and have columns of the same names.
+
+    Pickled, the prefix and each distinct image are written once, and all arrays are one buffer.
+    """
+
+    id: str
+    problem_id: str
+    prefix_length: int
+    trajectories: tuple[Trajectory, ...] = field(repr=False)
+    answer: str = ""
+
+    def __post_init__(self) -> None:
+        fields, prefix = self._fields(), self.prefix
+        for sequence in self.sequences:
+            assert np.array_equal(sequence.ids[: self.prefix_length], prefix), "sequences have different prefixes"
+            assert not sequence.loss_mask[: self.prefix_length].any(), "a token of the prefix was sampled"
+            own = {name: array.dtype.str for name, array in sequence.arrays().items()}
+            assert own == fields, f"one sequence has {fields}, another {own}"
+
+    @property
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        return tuple(sequence for trajectory in self.trajectories for sequence in trajectory.sequences)
+
+    @property
+    def prefix(self) -> np.ndarray:
+        """Token ids that all sequences begin with, int32 [prefix_length]."""
+        return self.sequences[0].ids[: self.prefix_length] if self.sequences else np.zeros(0, np.int32)
+
+    @property
+    def images(self) -> tuple[tuple[ImageRef, Grid], ...]:
+        """Distinct images with their grids, in order of appearance."""
+        return tuple({image.hash: (image, grid) for s in self.sequences for image, grid in s.images}.values())
+
+    @property
+    def array_bytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays())
+
+    def with_images(self, images: Mapping[str, Any]) -> "Group":
+        """The same group with these objects in place of its images, by hash."""
+
+        def changed(sequence: TokenSequence) -> TokenSequence:
+            return replace(sequence, images=tuple((images.get(i.hash, i), grid) for i, grid in sequence.images))
+
+        trajectories = (replace(t, sequences=tuple(map(changed, t.sequences))) for t in self.trajectories)
+        return replace(self, trajectories=tuple(trajectories))
+
+    def _fields(self) -> dict[str, str]:
+        """Per-token arrays: name → dtype."""
+        return {name: array.dtype.str for s in self.sequences[:1] for name, array in s.arrays().items()}
+
+    def _arrays(self) -> list[np.ndarray]:
+        """Everything that is sent of the arrays: the prefix, then what follows it in each sequence."""
+        sequences, fields, start = self.sequences, self._fields(), self.prefix_length
+        prefix = [sequences[0].arrays()[name][:start] for name in fields if name not in _NOT_SAMPLED]
+        return prefix + [s.arrays()[name][start:] for s in sequences for name in fields]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        images = tuple(image for image, _ in self.images)
+        number = {image.hash: i for i, image in enumerate(images)}
+        shown: dict[tuple, tuple] = {}  # pickle writes an object once however often it is named
+        rows = []
+        for t in self.trajectories:
+            sequences = []
+            for sequence in t.sequences:
+                places = tuple((number[image.hash], grid) for image, grid in sequence.images)
+                sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
+            turns = tuple(map(astuple, t.turns))
+            rows.append((sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics))
+        buffer = np.concatenate([np.zeros(0, np.uint8), *(array.view(np.uint8) for array in self._arrays())])
+        packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
+        head = (self.id, self.problem_id, self.answer, self.prefix_length)
+        return _load_group, (*head, self._fields(), images, tuple(rows), packed)
+
+
+def _load_group(group_id: str, problem_id: str, answer: str, prefix_length: int, fields, images, rows, packed) -> Group:
+    """The inverse of `Group.__reduce_ex__`."""
+    offset = 0
+
+    def read(dtype: str, n: int) -> np.ndarray:
+        nonlocal offset
+        array = np.frombuffer(packed, dtype, n, offset)
+        offset += array.nbytes
+        return array
+
+    prefix = {name: read(dtype, prefix_length) for name, dtype in fields.items() if name not in _NOT_SAMPLED}
+    prefix |= {name: np.full(prefix_length, _NOT_SAMPLED[name], fields[name]) for name in fields.keys() & _NOT_SAMPLED}
+    trajectories = []
+    for lengths, turns, *rest in rows:
+        sequences = []
+        for n, places in lengths:
+            columns = {name: np.concatenate([prefix[name], read(dtype, n)]) for name, dtype in fields.items()}
+            own: dict[str, Any] = {name: columns.pop(name, None) for name in ("ids", *_NOT_SAMPLED)}
+            shown = tuple((images[i], grid) for i, grid in places)
+            sequences.append(TokenSequence(**own, images=shown, columns=columns))
+        trajectories.append(Trajectory(tuple(sequences), tuple(Turn(*turn) for turn in turns), *rest))
+    return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """All that the controller learns of a group: numbers, no tokens, no pixels. Tuples have one entry per trajectory."""
+
+    id: str
+    problem_id: str
+    prompt_tokens: int  # length of the prefix that all trajectories share
+    tokens: tuple[int, ...]  # length with the prefix; what several sequences of a trajectory share counts once
+    response_tokens: tuple[int, ...]  # sampled ones; one in several sequences counts for each
+    rewards: tuple[float, ...]
+    correct: tuple[bool, ...]
+    statuses: tuple[str, ...]
+    errors: tuple[str | None, ...]
+    min_version: int
+    max_version: int
+    images: int  # distinct ones of all trajectories
+    patches: int  # theirs
+    image_bytes: dict[str, int]  # encoded bytes of each, by hash
+    array_bytes: int = 0
+    object_bytes: int = 0  # in the object store: the group, and each image that no group before it had stored
+    ungradable: int = 0  # responses that could not be graded within the grader's limits
+    turns: tuple[int, ...] = ()  # answers of each
+    metrics: tuple[dict[str, float], ...] = ()  # `Trajectory.metrics` of each
+    #: Since its worker's last group: seconds with work for the engine, and all.
+    engine_seconds: tuple[float, float] = (0.0, 0.0)
+    prefilled_tokens: int = 0  # by its worker's engine, since the worker's last group
+    turn_rewards: tuple[tuple[float, ...], ...] = ()  # of each turn of each
+    turn_tokens: tuple[tuple[int, ...], ...] = ()  # sampled in each turn of each
+    turn_states: tuple[tuple[str, ...], ...] = ()  # `Turn.state` of each turn of each
+
+    @classmethod
+    def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
+        """Summarize a group whose image placeholders are `image_token_id`."""
+
+        seen = np.concatenate([np.zeros(0, np.int32), *(s.versions[s.loss_mask] for s in group.sequences)])
+        images = group.images
+        return cls(
+            id=group.id,
+            problem_id=group.problem_id,
+            prompt_tokens=group.prefix_length,
+            tokens=tuple(
+                distinct_tokens(t.sequences, image_token_id) or group.prefix_length for t in group.trajectories
+            ),
+            response_tokens=tuple(t.n_response_tokens for t in group.trajectories),
+            rewards=tuple(float(t.reward) for t in group.trajectories),
+            correct=tuple(bool(t.correct) for t in group.trajectories),
+            statuses=tuple(t.status for t in group.trajectories),
+            errors=tuple(t.error for t in group.trajectories),
+            min_version=int(seen.min()) if seen.size else -1,
+            max_version=int(seen.max()) if seen.size else -1,
+            images=len(images),
+            patches=sum(math.prod(grid) for _, grid in images),
+            image_bytes={image.hash: len(image.data) for image, _ in images},
+            array_bytes=group.array_bytes,
+            object_bytes=object_bytes,
+            ungradable=sum(UNGRADABLE in t.reward_parts for t in group.trajectories),
+            turns=tuple(len(t.turns) for t in group.trajectories),
+            metrics=tuple(t.metrics for t in group.trajectories),
+            turn_rewards=tuple(tuple(float(turn.reward) for turn in t.turns) for t in group.trajectories),
+            turn_tokens=tuple(t.turn_tokens for t in group.trajectories),
+            turn_states=tuple(tuple(turn.state for turn in t.turns) for t in group.trajectories),
+        )
