@@ -68,10 +68,10 @@ class Calls:
         if inspect.iscoroutinefunction(function):
             future = self.begin(function, *arguments)
             begun(future)
-            in_time = await done(future, self.timeout_s + CANCEL_S)
-            if not in_time and self._loop is not None:
-                echo = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-                if not await done(echo, CANCEL_S):
+            loop, in_time = self._loop, await done(future, self.timeout_s + CANCEL_S)
+            if not in_time and loop is not None:
+                echo = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+                if not await done(echo, CANCEL_S) and self._loop is loop:
                     self._loop = None  # a coroutine function blocks it: the others get a new one
         else:
             async with self._room():
