@@ -81,6 +81,7 @@ class Prefilling:
     def submit(self, requests: Sequence[Request]) -> list:
         if not isinstance(self.engine, TorchEngine):
             self.engine.version += 1  # names the prefix cache
+            self.engine.towers += 1  # and this the images whose embeddings are kept
         return self.engine.submit([replace(request, sessions=()) for request in requests])
 
     def __getattr__(self, name: str) -> Any:
@@ -175,6 +176,11 @@ def main() -> None:
     ids: dict[str, list] = {}
     for repeat in range(args.repeats + 1):  # the first is a warm-up
         for name, player in players.items():
+            if not isinstance(engine, TorchEngine):
+                engine.version, engine.towers = (
+                    engine.version + 1,
+                    engine.towers + 1,
+                )  # nothing of an earlier run is found
             before, start, cpu = engine.prefilled_tokens, time.perf_counter(), time.process_time()
             groups = asyncio.run(play(player, args.groups, args.samples, sampling))
             if repeat:
