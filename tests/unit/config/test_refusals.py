@@ -418,7 +418,7 @@ def test_neither_ray_nor_torch_is_imported_and_a_hub_out_of_reach_is_not_asked_a
 
 def test_a_check_imports_what_the_run_script_installs_for_it(files):
     """`examples/reasoning/run_main_grpo_vqa.sh` makes an environment of a few packages, to check a config before SGLang is there."""
-    installed = "hydra-core huggingface_hub psutil pyarrow rich"
+    installed = "hydra-core huggingface_hub numpy psutil pyarrow rich"
     assert (
         f"install -qq --disable-pip-version-check {installed} "
         in (ROOT / "examples/reasoning/run_main_grpo_vqa.sh").read_text()
