@@ -110,3 +110,37 @@ def comparable(folder: Path) -> dict[int, dict]:
     return {
         step: {name: value for name, value in row.items() if not name.startswith(VARIES)} for step, row in rows.items()
     }
+
+
+def played_run(folder: Path, toy: str, supervised: int, steps: int, *overrides: str) -> Path:
+    """The folder of a whole run of `toy`-cpu with so many steps, from a checkpoint with so many steps of its warm start. All
+    trajectories are recorded."""
+    from rlinf_vl.toy.model import build_toy_checkpoint
+
+    build_toy_checkpoint(folder / "model", progress=False, toy=toy, steps=supervised)
+    command = [sys.executable, "-m", "rlinf_vl", "train", f"{toy}-cpu", f"runner.output_dir={folder}"]
+    command += [
+        f"rollout.model.model_path={folder / 'model'}",
+        f"runner.max_steps={steps}",
+        f"runner.val_check_interval={steps}",
+        "data.val_samples=24",
+        "runner.save_interval=-1",
+        "runner.max_tokens_per_mbs=2000",
+        "runner.trajectories.train_groups=-1",
+    ]
+    done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / f"{toy}-cpu"
+
+
+def metrics_of(run: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_engine_and_trainer_agree(rows: list[dict], steps: int) -> None:
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    for row in rows[1:]:
+        assert row["actor/rollout_train_abs_diff_mean"] <= 2e-5
+        assert 0 < row["actor/rollout_train_abs_diff_max"] <= 2e-4
+        assert row["rollout/errors"] == 0

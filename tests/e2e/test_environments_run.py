@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 GUESS = '''
 import asyncio, random
@@ -45,7 +45,7 @@ GRID = {"id": "minigrid:MiniGrid-Empty-5x5-v0", "size": 80, "template": "<image>
 
 def train(config: str, *overrides: str, cwd: Path) -> str:
     command = [sys.executable, "-m", "rlinf_vl", "train", config, *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL, cwd=cwd)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -2,8 +2,6 @@
 write answers."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +9,12 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 
 from rlinf_vl.algorithms import gigpo_advantages
 from rlinf_vl.toy.maze import Position
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 3
 WEIGHT, DISCOUNT = 0.5, 0.9
@@ -24,40 +23,26 @@ WEIGHT, DISCOUNT = 0.5, 0.9
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """After 80 supervised steps the model writes answers in the right form, but walks blindly: it is there one time in twenty."""
-    from rlinf_vl.toy.model import build_toy_checkpoint
-
     folder = tmp_path_factory.mktemp("maze")
-    build_toy_checkpoint(folder / "model", progress=False, toy="toy-maze", steps=80)
-    command = [sys.executable, "-m", "rlinf_vl", "train", "toy-maze-cpu", f"runner.output_dir={folder}"]
-    command += [
-        f"rollout.model.model_path={folder / 'model'}",
-        f"runner.max_steps={STEPS}",
-        f"runner.val_check_interval={STEPS}",
-        "data.val_samples=24",
-        "runner.save_interval=-1",
-        "runner.max_tokens_per_mbs=2000",
-        "runner.trajectories.train_groups=-1",
+    return played_run(
+        folder,
+        "toy-maze",
+        80,
+        STEPS,
         "actor.optim.lr_warmup_steps=0",
         f"algorithm.state_advantage_weight={WEIGHT}",
         f"algorithm.turn_discount={DISCOUNT}",
         "algorithm.loss_agg_func=seq-mean-token-mean",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "toy-maze-cpu"
+    )
 
 
 @pytest.fixture(scope="module")
 def rows(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(run)
 
 
 def test_engine_and_trainer_agree_over_turns(rows: list[dict]) -> None:
-    assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    for row in rows[1:]:
-        assert row["actor/rollout_train_abs_diff_mean"] <= 2e-5
-        assert 0 < row["actor/rollout_train_abs_diff_max"] <= 2e-4
-        assert row["rollout/errors"] == 0
+    assert_engine_and_trainer_agree(rows, STEPS)
     assert max(row["actor/grad_norm"] for row in rows[1:]) > 0, "somebody reached the goal, and others did not"
 
 
