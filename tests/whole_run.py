@@ -101,7 +101,10 @@ def rows_of(path: Path) -> list[dict]:
 
 
 #: Not the same in two runs, or counts of what happened to a run.
-VARIES = ("time/", "rollout/tokens_per_second", "actor/tokens_per_second", "rollout/worker_restarts", "actor/restarts")
+VARIES = (
+    *("time/", "rollout/tokens_per_second", "actor/tokens_per_second", "rollout/engine_busy"),
+    *("rollout/worker_restarts", "actor/restarts"),
+)
 
 
 def comparable(folder: Path) -> dict[int, dict]:
