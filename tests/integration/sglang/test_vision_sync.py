@@ -88,7 +88,7 @@ def test_the_engine_follows_a_step_that_trains_the_vision_tower(engine, toy, tra
     before = sampled(engine, toy, **sampling)
     assert max(differences(trainer, before).values()) <= TOLERANCE
 
-    trainer.update(dict(enumerate(before)), [minibatch(before)], [(1.0, -1.0, 0.5, -0.5)] * len(before))
+    trainer.update(dict(enumerate(before)), [minibatch(before)], [((1.0,), (-1.0,), (0.5,), (-0.5,))] * len(before))
     trained = dict(trainer.weights(torch.float32))
     assert any("visual" in name for name in trained)
     moved = differences(trainer, before)
