@@ -174,27 +174,37 @@ def _run(config: Config, run_dir: Path, checkpoint: Path | None, stop_request: S
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.run import run
     from rlinf_vl.preflight.gpu_share import settle_gpu_share
-    from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     model_path = _prepare_toys(config)
-    (run_dir / SPANS).mkdir(exist_ok=True)
-    write_environment(run_dir)
-    with _report_at_end(run_dir), RunProgress(StatusFile(run_dir)) as progress:
-        record_spans(run_dir, "controller")
-        progress.phase("starting Ray")
-        start, code = time.monotonic(), 0
-        metrics: dict[str, float] = {}
-        with ray_cluster(config), reserve(config) as reservation:
-            stop_request.install()  # Ray has put a handler of its own
-            settle_gpu_share(config, model_path, reservation)
-            try:
-                metrics = run(config, model_path, reservation, run_dir, progress, stop_request, checkpoint)
-            except Interrupted as stop:
-                code, progress.end, progress.reason = 128 + stop.number, "stopped", str(stop)
+    start, code = time.monotonic(), 0
+    metrics: dict[str, float] = {}
+    with _report_at_end(run_dir), _machines(config, run_dir, stop_request) as (progress, reservation):
+        settle_gpu_share(config, model_path, reservation)
+        try:
+            metrics = run(config, model_path, reservation, run_dir, progress, stop_request, checkpoint)
+        except Interrupted as stop:
+            code, progress.end, progress.reason = 128 + stop.number, "stopped", str(stop)
     log.info("%.0f s from the start of Ray to its end", time.monotonic() - start)
     log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
     log.info("the run is in %s", run_dir)
     return code
+
+
+@contextmanager
+def _machines(
+    config: Config, run_dir: Path, stop_request: StopRequest, learns: bool = True
+) -> Iterator[tuple[RunProgress, Any]]:
+    """What shows how a run gets on, and its `Reservation`; in `run_dir` is then where it runs, and what each process does."""
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
+
+    (run_dir / SPANS).mkdir(exist_ok=True)
+    write_environment(run_dir)
+    with RunProgress(StatusFile(run_dir)) as progress:
+        record_spans(run_dir, "controller")
+        progress.phase("starting Ray")
+        with ray_cluster(config), reserve(config, learns) as reservation:
+            stop_request.install()  # Ray has put a handler of its own
+            yield progress, reservation
 
 
 def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
@@ -210,26 +220,18 @@ def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
         from rlinf_vl.controller import evaluate
         from rlinf_vl.observe.evaluation import render
         from rlinf_vl.preflight import doctor
-        from rlinf_vl.runtime.launch import ray_cluster, reserve
 
         doctor.refuse(config)
         model_path = _prepare_toys(config)
         columns = evaluate.columns_of(config, arguments.by)
         folders.open_folder(config, run_dir, None, partial(EventLog(run_dir).add, level=logging.INFO))
-        (run_dir / SPANS).mkdir(exist_ok=True)
-        write_environment(run_dir)
         subject = {"config": arguments.config, "model": config.rollout.model.model_path, "checkpoint": None}
         with _explained(run_dir), ExitStack() as stack:
             if checkpoint:
                 subject["checkpoint"] = str(checkpoint)
                 precision = config.rollout.model.precision
                 model_path = stack.enter_context(evaluate.exported(checkpoint, run_dir, precision))
-            progress = stack.enter_context(RunProgress(StatusFile(run_dir)))
-            record_spans(run_dir, "controller")
-            progress.phase("starting Ray")
-            stack.enter_context(ray_cluster(config))
-            reservation = stack.enter_context(reserve(config, learns=False))
-            stop_request.install()  # Ray has put a handler of its own
+            progress, reservation = stack.enter_context(_machines(config, run_dir, stop_request, learns=False))
             asked = {"samples": arguments.samples, "columns": columns, "subject": subject}
             made = evaluate.evaluate(config, model_path, reservation, run_dir, progress, stop_request.check, **asked)
     print(render(made))

@@ -1,6 +1,8 @@
 """What ends a run without being a fault of the program."""
 
+import difflib
 import re
+from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
@@ -29,3 +31,13 @@ def reason_of(error: BaseException) -> str:
         ends = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(: |$)", line)]
         return "\n".join(lines[ends[-1] :]) if ends else lines[-1].strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ " did you mean 'a'?" of the one known name that looks most like this one; "" if none does."""
+    return did_you_mean(difflib.get_close_matches(name, list(known), n=1))
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """The question, which begins with a blank; "" without names."""
+    return f" did you mean {' or '.join(map(repr, names))}?" if names else ""

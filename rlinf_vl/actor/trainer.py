@@ -227,10 +227,8 @@ class Trainer:
 
 def parts_table(policy: PolicyModel, mesh: Mesh, actor: ActorConfig) -> str:
     """What is trained, a line a part: parameters, dtypes, over how many ranks they are sharded, learning rate."""
-    lines, rates = (
-        [f"{'part':<16}{'parameters':>14}{'trained':>14}  weights, compute  ranks  learning rate"],
-        learning_rates(actor.optim),
-    )
+    rates = learning_rates(actor.optim)
+    lines = [f"{'part':<16}{'parameters':>14}{'trained':>14}  weights, compute  ranks  learning rate"]
     for part in PARTS:
         own = [p for name, p in policy.model.named_parameters() if part_of(name, policy.family) == part]
         if own:

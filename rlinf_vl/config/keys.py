@@ -4,12 +4,13 @@ import ast
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, get_type_hints
 
 from rlinf_vl.config.schema import Config, Limit
+from rlinf_vl.errors import did_you_mean
 
 
 class Key(NamedTuple):
@@ -47,19 +48,10 @@ def suggestion(key: str) -> str:
     matches = matches or [k for k, (leaves, _) in alike.items() if leaves > 0.7]
     matches = matches or [k for k in known if k == section]  # a name below a leaf
     if matches:
-        return _did_you_mean(sorted(matches, key=lambda k: alike[k], reverse=True)[:2])
+        return did_you_mean(sorted(matches, key=lambda k: alike[k], reverse=True)[:2])
     if section in sections:
         return f" the keys of '{section}' are {', '.join(k.removeprefix(f'{section}.') for k in sections[section])}"
     return f" the sections are {', '.join(name for name in sections if '.' not in name)}"
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """ " did you mean 'a'?" of the one known name that looks most like this one; "" if none does."""
-    return _did_you_mean(difflib.get_close_matches(name, known, n=1))
-
-
-def _did_you_mean(names: Sequence[str]) -> str:
-    return f" did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
 def _likeness(a: str, b: str) -> float:

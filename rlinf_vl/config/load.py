@@ -23,11 +23,11 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlinf_vl.config.keys import config_keys, config_sections, nearest, suggestion
+from rlinf_vl.config.keys import config_keys, config_sections, suggestion
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import Rule, validate_config
-from rlinf_vl.errors import ConfigError
+from rlinf_vl.errors import ConfigError, nearest
 
 SCHEMA_NAME = "rlinf_vl_schema"
 _CHECKOUT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf_vl.config.keys import nearest
-from rlinf_vl.errors import ConfigError
+from rlinf_vl.errors import ConfigError, nearest
 
 COMPONENTS = ("actor", "rollout")
 _KEY = "cluster.component_placement"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
-from rlinf_vl.config.keys import config_keys, nearest
+from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.placement import parse_placement
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
-from rlinf_vl.errors import ConfigError
+from rlinf_vl.errors import ConfigError, nearest
 
 #: Yields the problems of a config, each on one line.
 Rule = Callable[[Config], Iterable[str]]

@@ -1,6 +1,5 @@
 """One dataset row → one `Problem`: `<image>` placeholders become image parts, text around them is kept verbatim."""
 
-import difflib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from rlinf_vl.data.unusable import (
     RowError,
     shorten,
 )
+from rlinf_vl.errors import nearest
 from rlinf_vl.types import Message, Problem
 
 IMAGE_PLACEHOLDER = "<image>"
@@ -51,9 +51,8 @@ class RowFormat:
         there = sorted(columns)
         for column, key in self.columns.items():
             if column not in there:
-                near = difflib.get_close_matches(column, there, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                return f"{key}: column {column!r} not in {source}; columns are {', '.join(there) or 'none'}{hint}"
+                said = f"{key}: column {column!r} not in {source}; columns are {', '.join(there) or 'none'}"
+                return f"{said};{nearest(column, there)}".rstrip(";")
         return None
 
 

@@ -1,11 +1,19 @@
 """The contract between a trajectory and the world that answers it."""
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlinf_vl.types import Message, Problem
 
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+#: JSON of others, without NaN and the infinities, which Python's reads by default.
+STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant)
 Grade = Callable[[str, str], bool]
 """(response, reference answer) → right or wrong."""
 

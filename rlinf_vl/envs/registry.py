@@ -1,19 +1,19 @@
 """From the name of an environment to its class, and from a problem to an environment."""
 
-import difflib
 import hashlib
 import importlib
 import inspect
 import linecache
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from threading import RLock
 from types import ModuleType
 from typing import Any, cast
 
 from rlinf_vl.envs.base import Env, Grade
+from rlinf_vl.errors import nearest
 from rlinf_vl.types import Problem
 
 #: Name (rollout.env_class) → where its class is, imported when asked for.
@@ -51,7 +51,7 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
         known = ", ".join(sorted(ENVIRONMENTS))
         raise EnvClassError(
             f"no environment {name!r}; there are {known}; write module:Class or path/to/file.py:Class for another;"
-            f"{_nearest(name, ENVIRONMENTS)}".rstrip(";")
+            f"{nearest(name, ENVIRONMENTS)}".rstrip(";")
         )
     try:
         with _importing:
@@ -70,7 +70,7 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
         classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
         raise EnvClassError(
             f"{name!r}: no class {attribute!r} in {place}; its classes are {', '.join(classes) or 'none'};"
-            f"{_nearest(attribute, classes)}".rstrip(";")
+            f"{nearest(attribute, classes)}".rstrip(";")
         )
     if lacking := [call for method, call in _METHODS.items() if not callable(getattr(found, method, None))]:
         raise EnvClassError(
@@ -118,7 +118,7 @@ def keyword_problems(cls: type, kwargs: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name!r} is given by the run; leave it out"
         elif name not in parameters and not _takes_any(cls):
             takes = ", ".join(taken) or "none"
-            yield f"{cls.__name__} takes no keyword {name!r}; it takes {takes};{_nearest(name, taken)}".rstrip(";")
+            yield f"{cls.__name__} takes no keyword {name!r}; it takes {takes};{nearest(name, taken)}".rstrip(";")
     for name in taken:
         if parameters[name].default is inspect.Parameter.empty and name not in kwargs:
             yield f"{cls.__name__} needs keyword {name!r}; give it a value"
@@ -177,8 +177,3 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
 
 def _takes_any(cls: type) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" did you mean {near[0]!r}?" if near else ""

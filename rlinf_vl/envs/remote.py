@@ -22,8 +22,8 @@ import httpx
 
 from rlinf_vl.data.images import image_size, to_image_ref
 from rlinf_vl.data.unusable import shorten
-from rlinf_vl.envs.base import StepResult
-from rlinf_vl.types import IMAGE_URL_PREFIX, Message, Problem
+from rlinf_vl.envs.base import STRICT_JSON, StepResult
+from rlinf_vl.types import IMAGE_URL_PREFIX, ROLES, Message, Problem
 
 PROTOCOL = 1
 #: Statuses of an app that is busy, or not up again: asked once more, as where no connection can be made.
@@ -32,7 +32,6 @@ _BUSY = (429, 502, 503, 504)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
 #: Characters of a step's `info`, as JSON.
 _MAX_INFO = 2**16
-_ROLES = ("system", "user", "assistant", "tool")
 #: URL scheme under which a message names an image of a multipart reply.
 _PART = "cid:"
 
@@ -225,7 +224,7 @@ class Remote:
             if "reply" not in parts:
                 raise ValueError(f"a multipart reply without a part named reply: {sorted(parts)}")
             data = parts.pop("reply")
-        reply = json.loads(data.decode(), parse_constant=_no_number)
+        reply = STRICT_JSON.decode(data.decode())
         if not isinstance(reply, dict):
             raise ValueError(f"{shorten(repr(reply))} is no JSON object")
         said = json.dumps(reply, ensure_ascii=False).encode()  # halves of surrogate pairs are refused
@@ -243,9 +242,9 @@ class Remote:
             role, content = (
                 (message.get(name) for name in ("role", "content")) if isinstance(message, dict) else (None, None)
             )
-            if role not in _ROLES or not isinstance(content, (str, list)):
+            if role not in ROLES or not isinstance(content, (str, list)):
                 raise RemoteError(
-                    f"{shorten(repr(message))} is no message with content and one of the roles {', '.join(_ROLES)}"
+                    f"{shorten(repr(message))} is no message with content and one of the roles {', '.join(ROLES)}"
                 )
             content = [{"type": "text", "text": content}] if isinstance(content, str) else content
             found += sum(isinstance(part, dict) and part.get("type") == "image_url" for part in content)
@@ -326,10 +325,6 @@ def _parts(data: bytes, boundary: bytes, most: int) -> dict[str, bytes]:
             raise ValueError("a part of a multipart reply has no name of its own")
         out[name] = content
     return out
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 @cache

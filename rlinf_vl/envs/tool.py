@@ -21,7 +21,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from PIL import Image
 
-from rlinf_vl.envs.base import Grade, StepResult
+from rlinf_vl.envs.base import STRICT_JSON, Grade, StepResult
 from rlinf_vl.types import Message, Problem
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -212,7 +212,7 @@ def parse_tool_calls(response: str) -> list[ToolCall]:
         begin = end = _SPACE.match(text, position + len(OPEN)).end()  # pyright: ignore[reportOptionalMemberAccess]
         value, error = None, None
         try:
-            value, end = _DECODER.raw_decode(text, begin)
+            value, end = STRICT_JSON.raw_decode(text, begin)
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
         except json.JSONDecodeError as e:
             error = f"not valid JSON: {e.msg} at character {e.pos - begin}"
@@ -229,13 +229,6 @@ def parse_tool_calls(response: str) -> list[ToolCall]:
 
 
 _SPACE, _TAG = re.compile(r"\s*"), re.compile(f"{OPEN}|{CLOSE}")
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _tool(cls: type, name: str) -> Tool:

@@ -63,8 +63,12 @@ def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, c
 
 def frame_attention(grids: np.ndarray, device: torch.device, dtype: torch.dtype) -> SegmentAttention:
     """Context of a vision attention in which each patch sees its own image's frame; grids int64 [n, 3], (t, h, w)."""
-    frames = np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])
-    return SegmentAttention(np.cumsum([0, *frames]), causal=False, device=device, dtype=dtype)
+    return SegmentAttention(frame_bounds(grids), causal=False, device=device, dtype=dtype)
+
+
+def frame_bounds(grids: np.ndarray) -> np.ndarray:
+    """int64 [frames + 1]: where the patches of each frame begin, and the last ones end."""
+    return np.cumsum([0, *np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])])
 
 
 def add_deepstack(hidden_states: torch.Tensor, image_positions: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_vl.config import Config
-from rlinf_vl.config.keys import nearest
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.schema.limits import FAMILIES
 from rlinf_vl.config.toys import TOYS
@@ -29,7 +28,7 @@ from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.sources import Peek, peek, peek_seeds
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
 from rlinf_vl.envs.registry import EnvClassError, EnvMaker, keyword_problems, load_env_class
-from rlinf_vl.errors import ConfigError
+from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.runtime.cluster import cluster_to_join
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, run_folder
 from rlinf_vl.types import Problem

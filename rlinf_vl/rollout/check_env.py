@@ -1,7 +1,6 @@
 """`python -m rlinf_vl check-env`: plays an environment with random and hostile answers, and says what breaks the contract."""
 
 import argparse
-import asyncio
 import inspect
 import json
 import random
@@ -11,9 +10,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
-from threading import Thread
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,8 +27,9 @@ from rlinf_vl.envs import Env, EnvMaker, StepResult
 from rlinf_vl.envs.registry import EnvClassError, keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.rewards import GradingError
+from rlinf_vl.rollout.calls import Calls, CallTimeout
 from rlinf_vl.rollout.observation import checked, observe
-from rlinf_vl.types import Message, Problem
+from rlinf_vl.types import ROLES, Message, Problem
 
 #: What a policy may say, by what it is; each is said in every turn of an episode.
 HOSTILE = {
@@ -45,7 +44,6 @@ HOSTILE = {
     "odd characters": "\x00\x1b[2J\u202e\ufffd\u0301",
     "braces and percent signs": "{} {0} {x!r} %s %(x)s ${a} {{",
 }
-ROLES = ("system", "user", "assistant", "tool")
 RANDOM_EPISODES = 6  # for each problem
 MOST_PROBLEMS = 4
 MOST_TURNS = 100
@@ -82,10 +80,10 @@ class Check:
     images_per_turn: list[int] = field(default_factory=list)
     named: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
-    def __post_init__(self) -> None:
-        Thread(target=self.loop.run_forever, daemon=True).start()
+    @cached_property
+    def calls(self) -> Calls:
+        return Calls(self.limit_s)
 
     def play(self, problems: Sequence[Problem]) -> None:
         begun, rng = time.monotonic(), random.Random(0)
@@ -250,19 +248,15 @@ class Check:
 
     def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """What it returns, a coroutine's result included. Raises Hung, which is a problem already."""
-        begun, done = time.monotonic(), Future()
-        if inspect.iscoroutinefunction(function):
-            done = asyncio.run_coroutine_threadsafe(function(*arguments), self.loop)
-        else:
-            Thread(target=_run, args=(done, function, arguments), daemon=True).start()
+        begun, call = time.monotonic(), self.calls.begin(function, *arguments)
         try:
-            return done.result(self.limit_s)
-        except TimeoutError:
-            if not done.done():
-                self.broken(f"{name} did not return within {self.limit_s:g} s (rollout.turn_timeout)")
-                self.hung += 1
-                raise Hung from None
-            raise
+            return call.result(self.limit_s)
+        except (TimeoutError, CallTimeout) as error:
+            if isinstance(error, TimeoutError) and call.done():  # its own
+                raise
+            self.broken(f"{name} did not return within {self.limit_s:g} s (rollout.turn_timeout)")
+            self.hung += 1
+            raise Hung from None
         finally:
             self.seconds[name] = max(self.seconds.get(name, 0.0), time.monotonic() - begun)
 
@@ -288,13 +282,6 @@ class Check:
         for problem, calls in self.problems.values():
             often = f", {len(calls)} times" if len(calls) > 1 else ""
             yield f"BROKEN: {problem}" + (f" [{calls[0]}{often}]" if calls[0] + often else "")
-
-
-def _run(done: Future, function: Callable[..., Any], arguments: tuple) -> None:
-    try:
-        done.set_result(function(*arguments))
-    except BaseException as error:
-        done.set_exception(error)
 
 
 def _texts(message: Any) -> Iterator[str]:

@@ -10,6 +10,7 @@ from rlinf_vl.types.problem import (
     ENGINE_FAULT,
     ENVIRONMENT_FAULT,
     IMAGE_URL_PREFIX,
+    ROLES,
     UNGRADABLE,
     Grid,
     ImageRef,
@@ -21,6 +22,6 @@ from rlinf_vl.types.trajectory import TokenSequence, Trajectory, Turn, distinct_
 
 __all__ = [
     "Completion", "ENGINE_FAULT", "ENVIRONMENT_FAULT", "Grid", "Group", "GroupSummary", "IMAGE_URL_PREFIX",
-    "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "Request", "Sample", "SamplingParams", "TokenSequence",
+    "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "ROLES", "Request", "Sample", "SamplingParams", "TokenSequence",
     "Trajectory", "Turn", "UNGRADABLE", "distinct_tokens",
 ]  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any
 #: A chat message in the OpenAI content-part form: {"role": str, "content": str | list of parts}; a part is
 #: {"type": "text", "text": str} or {"type": "image_url", "image_url": {"url": "image://<hash>"}}.
 Message = dict[str, Any]
+#: What "role" may be.
+ROLES = ("system", "user", "assistant", "tool")
 #: Kinds of `Trajectory.error` that are no fault of the row.
 ENGINE_FAULT, ENVIRONMENT_FAULT = "engine", "environment"
 #: In `Trajectory.reward_parts` of a response that could not be graded within the grader's limits and is paid as a wrong one.

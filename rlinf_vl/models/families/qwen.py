@@ -68,17 +68,16 @@ def head_dim(text: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def prices(config: Any, tower_trained: bool) -> Prices:
-    """Count multiply-adds: gated MLPs in the text model (of a mixture, those of the experts that a token visits), plain or gated
-    ones in the tower. A frozen tower has no backward, which is two thirds of the work."""
+def prices(config: Any, tower_trained: bool, tower_products: int = 2) -> Prices:
+    """Count multiply-adds: gated MLPs in the text model (of a mixture, those of the experts that a token visits), and in the tower
+    MLPs of so many products, 3 if gated. A frozen tower has no backward, which is two thirds of the work."""
     text, vision = config.text_config, config.vision_config
     queries, keys = text.num_attention_heads * head_dim(text), text.num_key_value_heads * head_dim(text)
     mlp = 3 * text.intermediate_size
     if experts := getattr(text, "num_experts", 0):
         mlp = 3 * text.num_experts_per_tok * text.moe_intermediate_size + experts
     linear = text.num_hidden_layers * text.hidden_size * (2 * (queries + keys) + mlp)
-    products = 3 if vision.model_type.startswith("qwen2_5") else 2
-    block = vision.hidden_size * (4 * vision.hidden_size + products * vision.intermediate_size)
+    block = vision.hidden_size * (4 * vision.hidden_size + tower_products * vision.intermediate_size)
     merged = vision.hidden_size * vision.spatial_merge_size**2  # a merger's input, for as many patches as it merges
     merger = vision.hidden_size * (merged + vision.out_hidden_size)
     patch = vision.depth * block + feature_layers(config) * merger

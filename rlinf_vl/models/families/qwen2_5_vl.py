@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ from torch import nn
 from transformers.vision_utils import get_vision_window_index
 
 from rlinf_vl.models.attention import SegmentAttention
-from rlinf_vl.models.families import qwen3_vl
 from rlinf_vl.models.families.family import Family, VisionFeatures
+from rlinf_vl.models.families.qwen import prices
+from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
 from rlinf_vl.models.layers import (
     attention_forward,
-    frame_attention,
+    frame_bounds,
     mlp_forward,
     norm_forward,
     patch_embed_forward,
@@ -28,18 +30,18 @@ def encode_images(tower: Any, patches: torch.Tensor, grids: np.ndarray, dtype: t
     device = patches.device
     shapes = torch.from_numpy(grids)
     index, windows = get_vision_window_index(shapes, tower.spatial_merge_size, tower.window_size, tower.patch_size)
-    contexts = (
-        SegmentAttention(windows.numpy().astype(np.int64), causal=False, device=device, dtype=dtype),
-        frame_attention(grids, device, dtype),
-    )
-    frames = torch.from_numpy(np.cumsum([0, *np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])]))
+    frames = frame_bounds(grids)
+    contexts = {
+        len(bounds): SegmentAttention(bounds, causal=False, device=device, dtype=dtype)
+        for bounds in (windows.numpy().astype(np.int64), frames)
+    }
     out = tower(
         patches,
         grid_thw=shapes if patches.is_meta else on_device(grids, device),
         window_index=index.to(device),
         cu_window_seqlens=windows,
-        cu_seqlens=frames,
-        contexts={len(windows): contexts[0], len(frames): contexts[1]},
+        cu_seqlens=torch.from_numpy(frames),
+        contexts=contexts,
     )
     return VisionFeatures(out.pooler_output)
 
@@ -64,7 +66,7 @@ def engine_names(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.T
 
 
 FAMILY: Family = replace(
-    qwen3_vl.FAMILY,
+    QWEN3_VL,
     model_type="qwen2_5_vl",
     projector=("model.visual.merger",),
     layers={
@@ -76,5 +78,6 @@ FAMILY: Family = replace(
     },
     text_forward=text_forward,
     encode_images=encode_images,
+    prices=partial(prices, tower_products=3),
     engine_names=engine_names,
 )

@@ -8,8 +8,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlinf_vl.models.families import qwen
 from rlinf_vl.models.families.family import Family, VisionFeatures
+from rlinf_vl.models.families.qwen import (
+    IMAGE_TOKEN,
+    SPECIAL_TOKENS,
+    QwenImages,
+    blank_image,
+    decode_state,
+    feature_layers,
+    prices,
+    stop_ids,
+)
 from rlinf_vl.models.layers import (
     add_deepstack,
     attention_forward,
@@ -76,17 +85,17 @@ FAMILY = Family(
     vision_blocks="model.visual.blocks",
     projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
     fsdp_units=("model.visual.blocks.*", "model.language_model.layers.*", "model.visual"),
-    image_token=qwen.IMAGE_TOKEN,
-    special_tokens=qwen.SPECIAL_TOKENS,
-    stop_ids=qwen.stop_ids,
+    image_token=IMAGE_TOKEN,
+    special_tokens=SPECIAL_TOKENS,
+    stop_ids=stop_ids,
     layers=layers_of("Qwen3VL"),
     positions=mrope_positions,
     text_forward=text_forward,
     encode_images=encode_images,
-    image_processor=qwen.QwenImages,
-    blank_image=qwen.blank_image,
-    feature_layers=qwen.feature_layers,
-    prices=qwen.prices,
-    decode_state=qwen.decode_state,
+    image_processor=QwenImages,
+    blank_image=blank_image,
+    feature_layers=feature_layers,
+    prices=prices,
+    decode_state=decode_state,
 )
 MOE = replace(FAMILY, model_type="qwen3_vl_moe", layers=layers_of("Qwen3VLMoe"), engine_names=transposed_experts)

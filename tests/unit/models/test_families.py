@@ -37,7 +37,6 @@ def test_prices_are_ratios_of_multiply_adds():
         spatial_merge_size=2,
         out_hidden_size=4,
         deepstack_visual_indexes=[0],
-        model_type="qwen3_vl",
     )
     config = SimpleNamespace(text_config=text, vision_config=vision)
     linear = 3 * (4 * 10 + 2 * 4 * 5 + 10 * 4 + 3 * 4 * 7)  # q, k and v, o, gated MLP

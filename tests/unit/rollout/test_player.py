@@ -1,7 +1,6 @@
 """Episodes with a scripted engine and scripted environments; and one with the torch engine, scored again by the trainer's model."""
 
 import asyncio
-import io
 import json
 import threading
 from concurrent.futures import Future
@@ -9,7 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from episodes import encoded, picture, said
 
 from rlinf_vl.data.bad_rows import BadRows, TooManyFaults, check_faults
 from rlinf_vl.data.unusable import ImageError, RowError
@@ -21,24 +20,9 @@ from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import GradingTimeout
 from rlinf_vl.rollout.player import Player
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.types import Completion, GroupSummary, ImageRef, Problem, Sample, SamplingParams
+from rlinf_vl.types import Completion, GroupSummary, Problem, Sample, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
-
-
-def picture(height=48, width=48, seed=0):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def encoded(image):
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return ImageRef.of(buffer.getvalue())
-
-
-def said(*parts, role="user"):
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
-    return {"role": role, "content": content}
 
 
 SHOWN = encoded(picture(96, 48, 9))
