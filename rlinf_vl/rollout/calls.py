@@ -175,10 +175,15 @@ class _PerLoop(Generic[T]):
 
 
 class Stage:
-    """One environment, behind `Calls`."""
+    """One environment, behind `Calls`.
+
+    Attributes:
+        hung: a call was given up.
+    """
 
     def __init__(self, calls: Calls) -> None:
         self.env: Env | None = None
+        self.hung = False
         self._calls = calls
         self._last: Future | None = None
         self._closed: Future | None = None
@@ -206,7 +211,11 @@ class Stage:
         return await self.call(heard)
 
     async def call(self, function: Callable, *arguments: Any) -> Any:
-        return await self._calls.make(function, *arguments, begun=self._begun)
+        try:
+            return await self._calls.make(function, *arguments, begun=self._begun)
+        except CallTimeout:
+            self.hung = True
+            raise
 
     def close(self) -> Future:
         """Close the environment after the call that is under way. Done when it is closed, well or not."""

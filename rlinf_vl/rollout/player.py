@@ -375,8 +375,10 @@ class Player:
         episode.starting.cancel()
         if episode.session:
             self.engine.end_sessions([episode.session])
+        closed = stage.close()
         try:
-            await done(stage.close(), CLOSE_S)
+            if not stage.hung:  # otherwise it is closed when that call returns, which may be never
+                await done(closed, CLOSE_S)
         finally:
             if episode.begun is not None:
                 self._places.give()
