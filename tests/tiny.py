@@ -1,14 +1,14 @@
-"""A tiny Qwen3-VL with random weights, and random groups for it: shared by the tests that need a model."""
+"""Tiny members of every family with random weights, and random groups for them: shared by the tests that need a model."""
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlinf_vl.types import Group, ImageRef, Request, Sample, SamplingParams, TokenSequence, Trajectory, Turn
 
@@ -39,41 +39,77 @@ VISION = {
     "patch_size": PATCH,
     "spatial_merge_size": MERGE,
     "temporal_patch_size": 2,
-    "out_hidden_size": 32,
     "initializer_range": 0.2,
 }
-IN_TURN = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-QWEN3_TEXT = {"head_dim": 16, "rope_parameters": IN_TURN}
 QWEN3_VISION = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-#: model_type → what a tiny member of the family has beside `TEXT` and `VISION`.
-MEMBERS: dict[str, tuple[dict, dict]] = {
-    "qwen3_vl": (QWEN3_TEXT, QWEN3_VISION),
-    "qwen3_vl_moe": (
-        QWEN3_TEXT | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
-        QWEN3_VISION,
-    ),
-    "qwen2_5_vl": (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
-        {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]},  # of 2 × 2 tokens
-    ),
+QWEN3_5 = {
+    "head_dim": 16,
+    "rope_parameters": {"mrope_interleaved": True, "partial_rotary_factor": 0.5},
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
+QWEN3_5_VISION = {"num_position_embeddings": 16}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN3 = {"head_dim": 16, "rope_parameters": {"mrope_interleaved": True}}
+#: model_type → what a tiny member of the family has beside `TEXT` and `VISION`; None: no vision tower.
+MEMBERS: dict[str, tuple[dict, dict | None]] = {
+    "qwen3_vl": (QWEN3, QWEN3_VISION),
+    "qwen3_vl_moe": (QWEN3 | EXPERTS | {"mlp_only_layers": [0]}, QWEN3_VISION),
+    "qwen2_5_vl": ({}, {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}),  # windows of 2 × 2 tokens
+    "qwen3_5": (QWEN3_5, QWEN3_5_VISION),
+    "qwen3_5_moe": (QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}, QWEN3_5_VISION),
+    "qwen3": ({"head_dim": 16}, None),
 }
 
 
-def tiny_model(seed: int = 0, tie: bool = True, vision_heads: int = 2, family: str = "qwen3_vl") -> Any:
-    """float32, 2 text layers, 2 vision layers, deepstack on the first; weights large enough for images to matter."""
-    torch.manual_seed(seed)
-    text, vision = MEMBERS[family]
-    config = AutoConfig.for_model(
+def tiny_config(family: str = "qwen3_vl", *, tie: bool = True, text: Mapping = {}, vision: Mapping = {}) -> Any:
+    """transformers' config of a tiny member. `text` and `vision` replace keys of its parts; what follows from other keys does
+    without being said: the tower's output size, the kinds of the layers, the sections of the rotary angles."""
+    own_text, own_vision = MEMBERS[family]
+    sizes: dict[str, Any] = TEXT | own_text | {"tie_word_embeddings": tie} | dict(text)
+    rope = {"rope_type": "default", "rope_theta": 1e4} | sizes.get("rope_parameters", {})
+    if own_vision is None:
+        return AutoConfig.for_model(family, **sizes | {"rope_parameters": rope})
+    head = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
+    angles = int(head * rope.get("partial_rotary_factor", 1)) // 2
+    rope = {"mrope_section": [angles - 2 * (angles // 4), angles // 4, angles // 4]} | rope
+    if interval := sizes.get("full_attention_interval"):
+        kinds = [
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(sizes["num_hidden_layers"])
+        ]
+        sizes = {"layer_types": kinds} | sizes
+    return AutoConfig.for_model(
         family,
-        text_config=TEXT | text | {"tie_word_embeddings": tie},
-        vision_config=VISION | vision | {"num_heads": vision_heads},
+        text_config=sizes | {"rope_parameters": rope},
+        vision_config=VISION | own_vision | {"out_hidden_size": sizes["hidden_size"]} | dict(vision),
         image_token_id=IMAGE_ID,
         video_token_id=VIDEO_ID,
         vision_start_token_id=VISION_START,
         vision_end_token_id=VISION_END,
         tie_word_embeddings=tie,
     )
-    return AutoModelForImageTextToText.from_config(config).eval()
+
+
+def tiny_model(
+    seed: int = 0, tie: bool = True, vision_heads: int = 2, family: str = "qwen3_vl", **sizes: Mapping
+) -> Any:
+    """A tiny member in float32, two layers deep on either side unless `sizes` (`text`, `vision`: see `tiny_config`) say more;
+    weights large enough for images to matter. Biases and norms are random, too, and the decays of gated delta nets slow, so that
+    their states reach far."""
+    torch.manual_seed(seed)
+    sizes["vision"] = {"num_heads": vision_heads} | sizes.get("vision", {})
+    config = tiny_config(family, tie=tie, **sizes)
+    kind = AutoModelForCausalLM if MEMBERS[family][1] is None else AutoModelForImageTextToText
+    model = kind.from_config(config).eval()
+    for name, p in model.named_parameters():
+        if name.endswith("A_log"):
+            p.data.uniform_(-3, 0)
+        elif p.ndim == 1:
+            p.data += 0.1 * torch.randn_like(p)
+    return model
 
 
 def banned() -> np.ndarray:
@@ -174,7 +210,7 @@ def transformers_inputs(sequence: TokenSequence) -> tuple[torch.Tensor, dict]:
 
 def tiny_policy(
     dtype: torch.dtype = torch.float32, seed: int = 0, temperature: float = 1.0, chunk: int | None = None,
-    model_type: str = "qwen3_vl",
+    model_type: str = "qwen3_vl", **sizes: Mapping,
 ):  # fmt: skip
     """The tiny model as `Trainer` wants it, as a checkpoint is read in `dtype`: its weights, not the tables of rotary angles."""
     from rlinf_vl.models.families import family_of
@@ -182,7 +218,7 @@ def tiny_policy(
     from rlinf_vl.models.policy import PolicyModel
 
     family = family_of(model_type)
-    model = use_packed_attention(tiny_model(seed, family=model_type), family)
+    model = use_packed_attention(tiny_model(seed, family=model_type, **sizes), family)
     for p in model.parameters():
         p.data = p.data.to(dtype)
     return PolicyModel(model, family, banned(), temperature=temperature, chunk=chunk)
