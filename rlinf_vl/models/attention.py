@@ -10,25 +10,33 @@ share. Own segment and each level of prefixes are attended apart and merged by t
 a second copy of a prefix's keys is made. A row of `KERNELS` computes one part.
 """
 
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from rlinf_vl.models.kernels.attention import Kernel, kernel_for
+from rlinf_vl.models.kernels.delta import DeltaLayout, Mixer, delta_rule
 from rlinf_vl.models.transfer import on_device
 
 
 class AttentionContext(Protocol):
-    """What one forward needs to attend: q [1|B, H, T, D], k and v [1|B, H_kv, T, D] → [B, T, H, D]."""
+    """What one forward needs to attend, q [1|B, H, T, D], k and v [1|B, H_kv, T, D] → [B, T, H, D], and to compute gated delta
+    nets."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """The layer's attention of `q` over what each token may see; `scaling` multiplies the scores."""
         ...
 
+    def mix(self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        """Convolution and recurrence of a gated delta net (`kernels.delta`): qkv [1|B, T, C], g and beta float32 [1|B, T, Hv] →
+        [1|B, T, Hv, dv] in qkv's dtype."""
+        ...
+
 
 class SegmentAttention:
-    """Attention of one packed row [1, H, T, D], whose segments may continue others."""
+    """Attention and delta nets of one packed row of T tokens, whose segments may continue others."""
 
     def __init__(
         self,
@@ -48,6 +56,7 @@ class SegmentAttention:
             causal: a token of a segment sees what is before it, and itself; False: the whole segment.
             dtype: of the queries; with `device` it chooses the kernel, unless `kernel` names one.
         """
+        self._delta = partial(DeltaLayout, cu_seqlens, prefix, device)
         make = kernel_for(torch.device(device), dtype, kernel)
         self.own: Kernel = make(cu_seqlens, cu_seqlens, causal, device)
         #: (queries that continue prefixes, those prefixes' tokens as keys, the kernel between the two)
@@ -66,6 +75,14 @@ class SegmentAttention:
         assert q.shape[0] == 1, f"packed rows have batch size 1, not {q.shape[0]}"
         q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
         return _Attention.apply(q_THD, k_THD, v_THD, self, scaling).unsqueeze(0)
+
+    @cached_property
+    def delta(self) -> DeltaLayout:
+        """Of the row's delta nets; most families have none."""
+        return self._delta()
+
+    def mix(self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        return delta_rule(qkv[0], g[0], beta[0], mixer, self.delta)[0].unsqueeze(0)
 
 
 class _Attention(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.kernels import cpu, cuda
+from rlinf_vl.models.kernels.delta import Mixer
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType:
@@ -23,6 +24,17 @@ def kernels_for(x: torch.Tensor) -> ModuleType:
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """`forward` of a transformers RMSNorm."""
     return kernels_for(hidden_states).rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def centered_norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """`forward` of a transformers RMSNorm whose weight is stored less 1."""
+    return kernels_for(hidden_states).rms_norm(hidden_states, 1 + self.weight.float(), self.eps)
+
+
+def gated_norm_forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`forward` of a transformers RMSNorm times silu(gate)."""
+    kernels = kernels_for(hidden_states)
+    return kernels.swiglu(gate, kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon))
 
 
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -47,6 +59,33 @@ def attention_forward(self: Any, hidden_states, position_embeddings, *, context,
     out = context.attend(self.layer_idx, q, k, v, self.scaling)
     (out,) = kernels.projections(out.reshape(*hidden_states.shape[:-1], -1), self.o_proj)
     return out, None
+
+
+def gated_attention_forward(self: Any, hidden_states, position_embeddings, *, context, **_):
+    """`attention_forward` whose query projection also makes a gate for each output, [heads, query and gate], and whose rotation
+    leaves the last columns of a head as they are."""
+    kernels = kernels_for(hidden_states)
+    q, k, v = kernels.projections(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+    k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (k, v))
+    cos, sin = (x.unsqueeze(2) for x in position_embeddings)
+    q, k = (kernels.rotate(x, cos, sin) for x in (self.q_norm(q), self.k_norm(k)))
+    out = context.attend(self.layer_idx, *(x.transpose(1, 2) for x in (q, k, v)), self.scaling) * gate.sigmoid()
+    (out,) = kernels.projections(out.flatten(2), self.o_proj)
+    return out, None
+
+
+def delta_net_forward(self: Any, hidden_states, *, context, **_) -> torch.Tensor:
+    """`forward` of a transformers gated delta net: hidden_states [B, T, H] → [B, T, H]. Decays and state are float32."""
+    kernels = kernels_for(hidden_states)
+    inputs = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+    qkv, z, b, a = kernels.projections(hidden_states, *inputs)
+    g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+    heads = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+    mixer = Mixer(self.conv1d.weight.squeeze(1), *heads)
+    out = context.mix(self.layer_idx, mixer, qkv, g, b.float().sigmoid())
+    (out,) = kernels.projections(self.norm(out, z.view_as(out)).flatten(2), self.out_proj)
+    return out
 
 
 def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, context, **_) -> torch.Tensor:

@@ -69,20 +69,30 @@ def head_dim(text: Any) -> int:
 
 
 def prices(config: Any, tower_trained: bool, tower_products: int = 2) -> Prices:
-    """Count multiply-adds: gated MLPs in the text model (of a mixture, those of the experts that a token visits), and in the tower
-    MLPs of so many products, 3 if gated. A frozen tower has no backward, which is two thirds of the work."""
+    """Count multiply-adds: gated MLPs in the text model (of a mixture, those of the experts that a token visits), projections and
+    states of its delta nets, and in the tower MLPs of so many products, 3 if gated. A frozen tower has no backward, which is two
+    thirds of the work."""
     text, vision = config.text_config, config.vision_config
     queries, keys = text.num_attention_heads * head_dim(text), text.num_key_value_heads * head_dim(text)
-    mlp = 3 * text.intermediate_size
     if experts := getattr(text, "num_experts", 0):
-        mlp = 3 * text.num_experts_per_tok * text.moe_intermediate_size + experts
-    linear = text.num_hidden_layers * text.hidden_size * (2 * (queries + keys) + mlp)
+        shared = getattr(text, "shared_expert_intermediate_size", 0)
+        mlp = 3 * (text.num_experts_per_tok * text.moe_intermediate_size + shared) + experts
+    else:
+        mlp = 3 * text.intermediate_size
+    recurrent = linear_layers(text)
+    attending = text.num_hidden_layers - len(recurrent)
+    gate = queries if recurrent else 0  # families with delta nets gate their attention
+    linear = text.hidden_size * (attending * (2 * (queries + keys) + gate) + text.num_hidden_layers * mlp)
+    if recurrent:
+        heads, k, v = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
+        inputs = 2 * text.linear_num_key_heads * k + 2 * heads * (v + 1)
+        linear += len(recurrent) * (text.hidden_size * (inputs + heads * v) + 4 * heads * k * v)
     block = vision.hidden_size * (4 * vision.hidden_size + tower_products * vision.intermediate_size)
     merged = vision.hidden_size * vision.spatial_merge_size**2  # a merger's input, for as many patches as it merges
     merger = vision.hidden_size * (merged + vision.out_hidden_size)
     patch = vision.depth * block + feature_layers(config) * merger
     return Prices(
-        attention=2 * queries * text.num_hidden_layers / linear,
+        attention=2 * queries * attending / linear,
         head=text.vocab_size * text.hidden_size / linear,
         patch=patch / linear * (1 if tower_trained else 1 / 3),
     )
@@ -94,4 +104,16 @@ def feature_layers(config: Any) -> int:
 
 def decode_state(config: Any) -> DecodeState:
     text = config.text_config
-    return DecodeState(tuple(range(text.num_hidden_layers)), text.num_key_value_heads, head_dim(text))
+    recurrent, shapes = linear_layers(text), ()
+    if recurrent:
+        heads, k, v = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
+        width = 2 * text.linear_num_key_heads * k + heads * v
+        shapes = (text.linear_conv_kernel_dim - 1, width), (heads, k, v)
+    attending = tuple(i for i in range(text.num_hidden_layers) if i not in recurrent)
+    return DecodeState(attending, text.num_key_value_heads, head_dim(text), dict.fromkeys(recurrent, shapes))
+
+
+def linear_layers(text: Any) -> tuple[int, ...]:
+    """Numbers of the layers of a text config that are gated delta nets."""
+    kinds = getattr(text, "layer_types", None) or ()
+    return tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")

@@ -37,7 +37,7 @@ def encode_images(tower: nn.Module, patches: torch.Tensor, grids: np.ndarray, dt
     # The tower reads sizes out of its grids, which a tensor on the meta device doesn't have.
     shapes = on_device(grids, "cpu" if patches.is_meta else patches.device)
     out = tower(patches, grid_thw=shapes, context=frame_attention(grids, patches.device, dtype))
-    return VisionFeatures(out.pooler_output, tuple(out.deepstack_features))
+    return VisionFeatures(out.pooler_output, tuple(out.get("deepstack_features", ())))
 
 
 def text_forward(

@@ -69,11 +69,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    (first, second), sin = x.split(half, -1), sin[..., half:]
-    out = x * cos
+    width, half = cos.shape[-1], cos.shape[-1] // 2
+    first, second, sin = x[..., :half], x[..., half:width], sin[..., half:]
+    out = x * cos if width == x.shape[-1] else torch.cat([x[..., :width] * cos, x[..., width:]], -1)
     out[..., :half].addcmul_(second, sin, value=-sign)
-    out[..., half:].addcmul_(first, sin, value=sign)
+    out[..., half:width].addcmul_(first, sin, value=sign)
     return out
 
 
@@ -90,9 +90,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021): the pairs (x_i, x_{i + D/2}) turned by their angles.
+    """Rotary position embedding (Su et al. 2021): the pairs (x_i, x_{i + R/2}) turned by their angles.
 
-    x [..., H, D]; cos and sin [..., 1, D], the same in both halves.
+    x [..., H, D]; cos and sin [..., 1, R], the same in both halves. What is behind the first R of D columns stays.
     """
     return _Rotate.apply(x, cos, sin)
 

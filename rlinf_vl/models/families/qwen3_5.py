@@ -1,0 +1,41 @@
+"""Qwen3.5, dense (`FAMILY`) and with a mixture of experts (`MOE`): three of four layers are gated delta nets, the others gate their
+attention; the tower is Qwen3-VL's without deepstack."""
+
+from dataclasses import replace
+from typing import Any
+
+from rlinf_vl.models.families.family import Family
+from rlinf_vl.models.families.qwen2_5_vl import text_forward
+from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
+from rlinf_vl.models.layers import (
+    centered_norm_forward,
+    delta_net_forward,
+    gated_attention_forward,
+    gated_norm_forward,
+    mlp_forward,
+    patch_embed_forward,
+    vision_attention_forward,
+)
+
+
+def layers_of(prefix: str) -> dict[str, Any]:
+    """`Family.layers` for classes whose names begin like this."""
+    return {
+        f"{prefix}GatedDeltaNet": delta_net_forward,
+        f"{prefix}Attention": gated_attention_forward,
+        f"{prefix}MLP": mlp_forward,
+        f"{prefix}RMSNorm": centered_norm_forward,
+        f"{prefix}RMSNormGated": gated_norm_forward,
+        f"{prefix}VisionAttention": vision_attention_forward,
+        f"{prefix}VisionPatchEmbed": patch_embed_forward,
+    }
+
+
+FAMILY: Family = replace(
+    QWEN3_VL,
+    model_type="qwen3_5",
+    projector=("model.visual.merger",),
+    layers=layers_of("Qwen3_5"),
+    text_forward=text_forward,
+)
+MOE: Family = replace(FAMILY, model_type="qwen3_5_moe", layers=layers_of("Qwen3_5Moe"))
