@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.sources import Peek, peek, peek_seeds
+from rlinf_vl.engines.sglang.checkpoint import refusals
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
 from rlinf_vl.envs.registry import EnvClassError, EnvMaker, keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError, nearest
@@ -150,14 +151,14 @@ def _model(config: Config) -> Iterator[str]:
 def _model_folder(config: Config, folder: Path) -> Iterator[str]:
     key = f"rollout.model.model_path: {folder}"
     try:
-        known = json.loads((folder / "config.json").read_bytes())["model_type"]
+        known = (shape := json.loads((folder / "config.json").read_bytes()))["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield (
             f"{key} has no config.json that names a model_type ({type(error).__name__}: {error}); name a checkpoint in "
             "Hugging Face's format, such as 'python -m rlinf_vl export' writes"
         )
         return
-    yield from _family(config, known)
+    yield from _family(config, known, shape)
     missing, damaged = _missing_and_damaged(folder)
     if missing:
         yield f"{key} lacks {', '.join(missing)}; fetch or copy the checkpoint whole"
@@ -197,14 +198,21 @@ def _missing_and_damaged(folder: Path) -> tuple[list[str], dict[str, object]]:
     return missing, damaged
 
 
-def _family(config: Config, of_checkpoint: str) -> Iterator[str]:
-    """The checkpoint's model_type must be a family of ours, and the one that the config says, if it says one."""
+def _family(config: Config, of_checkpoint: str, shape: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """The checkpoint's model_type must be a family of ours, and the one that the config says, if it says one; and the engine must
+    be able to run a model of this shape (its config.json)."""
     key, said = "rollout.model.model_type", config.rollout.model.model_type
     where = f"the checkpoint at {config.rollout.model.model_path} is of type {of_checkpoint!r}"
     if of_checkpoint not in FAMILIES:
         yield f"rollout.model.model_path: {where}, which is not supported; supported: {', '.join(FAMILIES)}"
     elif said in FAMILIES and said != of_checkpoint:
         yield f"{key}: {said!r}, but {where}; set {key}={of_checkpoint}"
+    if config.rollout.rollout_backend == "sglang":
+        device = config.cluster.device
+        no_gpu = device == "cpu" or (device == "auto" and _private(config) and gpu_memory() == ())
+        with suppress(AttributeError, TypeError):  # transformers will say what is wrong with such a config.json
+            for reason in list(refusals(shape or {"model_type": of_checkpoint}, no_gpu)):
+                yield f"rollout.model.model_path: {config.rollout.model.model_path}: {reason}"
 
 
 def _pixels(config: Config, processor: dict[str, Any]) -> Iterator[str]:

@@ -31,6 +31,7 @@ from transformers import AutoConfig
 
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.engines.sglang import messages
+from rlinf_vl.engines.sglang.checkpoint import refusals
 from rlinf_vl.engines.sglang.machine import missing_tools, require_platform, require_sglang
 from rlinf_vl.engines.sglang.pixels import PixelFiles
 from rlinf_vl.engines.sglang.process import Host
@@ -126,6 +127,8 @@ class SglangEngine:
             raise ValueError(
                 f"a context of {settings.context_length} tokens: the model at {settings.model_path} was made for {limit}"
             )
+        if reasons := list(refusals(config.to_dict(), settings.device == "cpu")):
+            raise ValueError("; ".join(reasons))
         if settings.device == "cpu":
             require_platform()
         elif missing := missing_tools():

@@ -1,0 +1,53 @@
+"""Which models of our families SGLang can't run, told from a checkpoint's config.json.
+
+Neither torch nor transformers is imported, so that a run is refused before anything is started.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+#: Of Qwen2.5-VL: 3 channels · 2 frames · 14². SGLang takes patches of any other size for finished embeddings.
+PATCH_NUMBERS = 1176
+#: Of Qwen3-VL with experts, whatever the config says.
+DEEPSTACK_LAYERS = 3
+
+
+def refusals(config: Mapping[str, Any], on_cpu: bool) -> Iterator[str]:
+    """Why SGLang (0.5.23) can't run a model, each with the way out.
+
+    Args:
+        config: of a checkpoint, as in its config.json: what is left out has transformers' default, which SGLang can run.
+    """
+    family, text, vision = (config.get(key) or {} for key in ("model_type", "text_config", "vision_config"))
+    reasons = []
+    if family == "qwen2_5_vl":
+        side, channels = vision.get("patch_size", 14), vision.get("in_channels", vision.get("in_chans", 3))
+        if (numbers := channels * vision.get("temporal_patch_size", 2) * side**2) != PATCH_NUMBERS:
+            reasons.append(
+                f"it takes patches of {PATCH_NUMBERS} numbers (vision_config.patch_size 14), not of {numbers} (patch_size {side})"
+            )
+    elif family == "qwen3_vl_moe":
+        deepstack = vision.get("deepstack_visual_indexes", [8, 16, 24])
+        if len(deepstack) != DEEPSTACK_LAYERS:
+            reasons.append(
+                f"it adds {DEEPSTACK_LAYERS} deepstack layers, and vision_config.deepstack_visual_indexes is {deepstack}"
+            )
+        dense, step = text.get("mlp_only_layers"), text.get("decoder_sparse_step", 1)
+        if dense or step != 1:
+            reasons.append(
+                f"it gives every layer experts, and text_config.mlp_only_layers is {dense}, decoder_sparse_step {step}"
+            )
+    elif family in ("qwen3_5", "qwen3_5_moe"):
+        if on_cpu:
+            reasons.append("its gated delta nets are Triton kernels, which need a GPU")
+        if not _regular(kinds := text.get("layer_types") or []):
+            reasons.append(f"it wants every n-th layer to attend to all tokens, and text_config.layer_types is {kinds}")
+    for reason in reasons:
+        yield f"SGLang can't run this {family}: {reason}; set rollout.rollout_backend=torch"
+
+
+def _regular(layer_types: list[str]) -> bool:
+    """Whether every n-th layer, and no other, attends to all tokens, for some n; fewer may follow the last of those."""
+    n = (*layer_types, "full_attention").index("full_attention") + 1
+    even = [("linear_attention", "full_attention")[(i + 1) % n == 0] for i in range(len(layer_types))]
+    return layer_types == even and n <= max(1, len(layer_types))
