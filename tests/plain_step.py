@@ -134,10 +134,10 @@ def half(model):
 def plain_reference(layout: Layout, kind: str = "mixed"):
     """The same step in one process: transformers' own forward a trajectory at a time, formulas written out, SGD by hand."""
     model, reference = (tiny_model(seed, family=layout.family) for seed in (0, 9))
-    if not layout.train_tower:
+    if not layout.train_tower and hasattr(model.model, "visual"):
         reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)
-    tower = {id(p) for p in model.model.visual.parameters()}
+    tower = {id(p) for name, p in model.named_parameters() if ".visual." in name}
     trained = {n: p for n, p in model.named_parameters() if layout.train_tower or id(p) not in tower}
     masters = {n: p.detach().clone() for n, p in trained.items()}  # float32 whatever the model computes in
     if layout.dtype == "bf16":

@@ -69,7 +69,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.policy, actor.optim)
         self.scheduler = self._schedule(done=0)
         self.memory = Offload(self.policy, self.optimizer, self.reference, mesh.device)
-        cache = None if actor.model.trains_vision else VisionCache(int(actor.vision_cache_gb * 2**30), mesh.device)
+        encodes_once = self.policy.family.vision_tower and not actor.model.trains_vision
+        cache = VisionCache(int(actor.vision_cache_gb * 2**30), mesh.device) if encodes_once else None
         self.batches = BatchMaker(self.policy, collate, cache, max_tokens * collate.merge_size**2)
 
     def _sharded(self, policy: PolicyModel, frozen: bool) -> PolicyModel:

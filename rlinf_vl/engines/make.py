@@ -72,13 +72,15 @@ def warm_up(
     prompt: Callable[[Sequence[Message], Sequence[ImageRef]], tuple[np.ndarray, np.ndarray]],
     samplings: Iterable[SamplingParams],
     longest: int,
+    with_image: bool = True,
 ) -> None:
-    """Ask for two tokens with each sampling, alone and as a group, with an image and without: SGLang compiles kernels when they
+    """Ask for two tokens with each sampling, alone and as a group, without an image and with one: SGLang compiles kernels when they
     are first needed, for minutes, and the first rollout would pass for a hang.
 
     Args:
         prompt: as `rlinf_vl.rollout.renderer.Renderer.prompt`.
         longest: most tokens of a prompt and its response together; longer requests are left out.
+        with_image: the model reads images.
     """
     log.info("the engine is warming up; on a GPU that never ran this model it compiles kernels, which takes minutes")
     picture = io.BytesIO()
@@ -86,7 +88,8 @@ def warm_up(
     image = ImageRef.of(picture.getvalue())
     shown = {"type": "image_url", "image_url": {"url": image.url}}
     requests = []
-    for images, content in (((), "?"), ((image,), [shown, {"type": "text", "text": "?"}])):
+    prompts = [((), "?"), ((image,), [shown, {"type": "text", "text": "?"}])]
+    for images, content in prompts if with_image else prompts[:1]:
         ids, grids = prompt([{"role": "user", "content": content}], images)
         for sampling in samplings:
             brief = dataclasses.replace(sampling, max_new_tokens=2, stop_ids=())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.models.families import Family
@@ -39,23 +39,31 @@ def load_model(
         raise ValueError(
             f"rollout.model.model_type: {family.model_type!r}, but the checkpoint at {path} is {config.model_type!r}"
         )
-    model = AutoModelForImageTextToText.from_pretrained(
+    model = family.auto_model.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
     )
     return use_packed_attention(model, family)
 
 
-def weight_shapes(config: Any, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
+def weight_shapes(config: Any, family: Family, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in the transformers model; nothing is loaded."""
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
+        model = family.auto_model.from_config(config, trust_remote_code=trust_remote_code)
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedModel:
     """Make a transformers model attend through an `AttentionContext`, and compute by the forwards in `family.layers`; returns
-    the model. Modules and weights stay as they are."""
+    the model. Modules and weights stay as they are.
+
+    Raises:
+        ValueError: some layers attend within a window, which packed attention does not know.
+    """
     text_config: Any = model.get_submodule(family.text_model).config
+    if windows := getattr(text_config, "layer_types", []).count("sliding_attention"):
+        raise ValueError(
+            f"{windows} layers of this {family.model_type} attend within a sliding window, which is not supported"
+        )
     text_config._attn_implementation = "context"  # transformers makes no [T, T] mask for a name that it does not know
     for module in model.modules():
         if (forward := family.layers.get(type(module).__name__)) is not None:

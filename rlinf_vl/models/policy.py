@@ -22,7 +22,7 @@ def encode_images(
     model: PreTrainedModel, family: Family, pixel_values: np.ndarray, grids: np.ndarray, device: torch.device | str
 ) -> VisionFeatures:
     """Run the vision tower on the patches, float32 [P, d], of images with `grids`, int64 [n, 3]; differentiable if it is trained."""
-    tower = model.get_submodule(family.vision_tower)
+    tower = model.get_submodule(family.vision_tower or "")
     patches = on_device(pixel_values, device)
     with torch.set_grad_enabled(is_trained(tower) and torch.is_grad_enabled()):
         return family.encode_images(tower, patches, grids, output_weight(model).dtype)
@@ -95,7 +95,7 @@ class PolicyModel(nn.Module):
             on_device(getattr(batch, name), device)
             for name in ("ids", "positions", "predict", "targets", "image_positions", "image_features")
         )
-        if features is None and batch.run_vision:
+        if features is None and batch.run_vision and self.family.vision_tower:
             pixel_values, grids = batch.pixel_values, batch.grids
             if pixel_values is None:  # the tower runs as often as on other ranks, so that collectives match
                 pixel_values, grids = self.family.blank_image(self.model.config)

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from rlinf_vl.data.images import decode, image_size
-from rlinf_vl.models.families import Family
+from rlinf_vl.models.families import Family, ImageProcessor
 from rlinf_vl.types import ImageRef
 
 
@@ -34,11 +34,26 @@ class Processor:
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         #: Ids that end a response, the end of a turn first.
         self.stop_ids = family.stop_ids(self.tokenizer, str(path), trust_remote_code)
-        self.image_processor = family.image_processor(path, min_pixels, max_pixels)
-        self.merge_size = self.image_processor.merge_size
-        self.image_token_id: int = self.tokenizer.convert_tokens_to_ids(family.image_token)
+        self.merge_size = 1
+        self.image_token_id = -1  # no token's, where the family reads no images
+        self._image_processor: ImageProcessor | None = None
+        if not family.vision_tower:
+            return
+        self._image_processor = family.image_processor(path, min_pixels, max_pixels)
+        self.merge_size = self._image_processor.merge_size
+        self.image_token_id = self.tokenizer.convert_tokens_to_ids(family.image_token)
         if self.image_token_id in (None, self.tokenizer.unk_token_id):
             raise ValueError(f"the tokenizer in {path} has no {family.image_token!r}, which {family.model_type} needs")
+
+    @property
+    def image_processor(self) -> ImageProcessor:
+        """ValueError: the family reads no images."""
+        if self._image_processor is None:
+            raise ValueError(
+                f"images for a model of type {self.family.model_type}, which has no vision tower; take them out of the prompts, or "
+                "set rollout.model.model_path to a vision-language model"
+            )
+        return self._image_processor
 
     @property
     def pad_id(self) -> int:

@@ -252,7 +252,8 @@ def _of_model(machine: Machine, config: Config) -> Iterator[Line]:
     yield line("disk", said, machine.run_disk < at_once * size and way_out, status)
     way_out = machine.cache_disk < 2 * weights.total and "set RLINF_VL_CACHE and HF_HOME to a larger disk"
     yield line("cache", f"{_size(machine.cache_disk)} free for the cache", way_out, "warn")
-    yield _image_tokens(config, model.shape.vision_config)
+    if model.family.vision_tower:
+        yield _image_tokens(config, model.shape.vision_config)
 
 
 def _image_tokens(config: Config, vision) -> Line:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlinf_vl.config import Config
 from rlinf_vl.config.placement import placement_of
-from rlinf_vl.config.schema.limits import FAMILIES
+from rlinf_vl.config.schema.limits import FAMILIES, TEXT_FAMILIES
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
@@ -159,7 +159,7 @@ def _model_folder(config: Config, folder: Path) -> Iterator[str]:
         )
         return
     yield from _family(config, known, shape)
-    missing, damaged = _missing_and_damaged(folder)
+    missing, damaged = _missing_and_damaged(folder, with_images=known not in TEXT_FAMILIES)
     if missing:
         yield f"{key} lacks {', '.join(missing)}; fetch or copy the checkpoint whole"
     for name, why in damaged.items():
@@ -168,14 +168,15 @@ def _model_folder(config: Config, folder: Path) -> Iterator[str]:
         yield from _pixels(config, json.loads((folder / "preprocessor_config.json").read_bytes()))
 
 
-def _missing_and_damaged(folder: Path) -> tuple[list[str], dict[str, object]]:
+def _missing_and_damaged(folder: Path, with_images: bool) -> tuple[list[str], dict[str, object]]:
     """What a checkpoint's folder lacks; and the files that their readers would stumble over, with what is wrong. Of weights only
     what shows in the first bytes."""
     parts = {
         "weights (*.safetensors)": ("*.safetensors", "pytorch_model*.bin"),
         "a tokenizer (tokenizer.json)": ("tokenizer.json", "vocab.json"),
-        "an image processor (preprocessor_config.json)": ("preprocessor_config.json", "processor_config.json"),
     }
+    if with_images:
+        parts["an image processor (preprocessor_config.json)"] = ("preprocessor_config.json", "processor_config.json")
     missing = [what for what, names in parts.items() if not any(any(folder.glob(name)) for name in names)]
     damaged: dict[str, object] = {}
     for name in ("tokenizer.json", "preprocessor_config.json", "model.safetensors.index.json"):
@@ -207,6 +208,20 @@ def _family(config: Config, of_checkpoint: str, shape: Mapping[str, Any] | None 
         yield f"rollout.model.model_path: {where}, which is not supported; supported: {', '.join(FAMILIES)}"
     elif said in FAMILIES and said != of_checkpoint:
         yield f"{key}: {said!r}, but {where}; set {key}={of_checkpoint}"
+    if of_checkpoint in TEXT_FAMILIES:
+        where += ", which has no vision tower"
+        if config.data.image_keys:
+            yield f"data.image_keys: {config.data.image_keys}, but {where}; set data.image_keys=[], or name a vision-language model"
+        if config.actor.model.freeze_language_model:
+            yield f"actor.model.freeze_language_model: true leaves nothing to train, for {where}; set it false"
+    with suppress(AttributeError, TypeError):  # transformers will say what is wrong with such a config.json
+        text = (shape or {}).get("text_config") or shape or {}
+        windows = text.get("layer_types") or ["sliding_attention"] * bool(text.get("use_sliding_window"))
+        if "sliding_attention" in windows:
+            yield (
+                f"rollout.model.model_path: the config.json in {config.rollout.model.model_path} has layers that attend within a "
+                "sliding window, which is not supported; set use_sliding_window to false in it if the model was trained without"
+            )
     if config.rollout.rollout_backend == "sglang":
         device = config.cluster.device
         no_gpu = device == "cpu" or (device == "auto" and _private(config) and gpu_memory() == ())

@@ -114,15 +114,16 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     rank = _rank(config, model, ranks, min(ranks, hardware.gpus) if hybrid else ranks, strategy)
     fixed = _engine(config, model, hardware)
     weights = fixed.pop("engine weights")
-    state = model.family.decode_state(model.shape)  # keys and values of all layers
+    state = model.family.decode_state(model.shape)
     per_token = math.ceil(state.token_bytes(DTYPES[config.rollout.model.precision]) / tp)
+    per_row = math.ceil(state.row_bytes() / tp)
     base = hardware.gpu_bytes - fixed["engine contexts"]  # what SGLang measures its share of
     beside = sum(fixed.values()) + (sum(rank["generate"].values()) if shared else 0)
     fits = math.floor(100 * (hardware.usable - beside) / base) / 100
     written = config.rollout.gpu_memory_utilization
     share = max(0.0, min(MOST_SHARE, fits)) if isinstance(written, str) else written
     kv = max(0, int(share * base) - weights)
-    least = (weights + config.algorithm.group_size * config.runner.seq_length * per_token) / base
+    least = (weights + config.algorithm.group_size * (config.runner.seq_length * per_token + per_row)) / base
     loaded = {"engine weights": weights} | fixed
     awake = {"KV cache": kv} | loaded
     gpus = []
@@ -135,7 +136,8 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     if not placed.beside_actors:
         gpus.append(Gpu("rollout", {"generate": awake, "sync": awake | {"buckets in flight": 2 * BUCKET_BYTES}}))
     trace = model.step(config.runner.max_tokens_per_mbs)
-    made = Ledger(config, hardware, tuple(gpus), share, kv // per_token, trace, model.said)
+    of_tokens = max(0, kv - config.rollout.max_running_requests * per_row)
+    made = Ledger(config, hardware, tuple(gpus), share, of_tokens // per_token, trace, model.said)
     return replace(made, problems=tuple(_problems(made, model, fits, least)))
 
 
@@ -145,7 +147,8 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     compute, reduce = (_bytes(d) for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype))
     on_device = 0 if fsdp.cpu_offload else 1
     keeps = not fsdp.reshard_after_forward or ranks == 1
-    frozen, reference = not actor.model.trains_vision, config.algorithm.kl_beta > 0
+    frozen = weights.tower > 0 and not actor.model.trains_vision
+    reference = config.algorithm.kl_beta > 0
     shards = {"parameters": 4 * weights.shard(shard) * on_device}
     if reference:
         shards["reference"] = compute * weights.shard(shard) * on_device
@@ -194,12 +197,16 @@ def _with_slack(resident: Parts, passing: Parts) -> Parts:
 
 def _engine(config: Config, model: Model, hardware: Hardware) -> Parts:
     """Of an engine on one GPU, but for its KV cache."""
-    rollout, text, vision = config.rollout, model.shape.get_text_config(), model.shape.vision_config
+    rollout, text = config.rollout, model.shape.get_text_config()
     size, tp, running = _bytes(rollout.model.precision), rollout.tensor_parallel_size, rollout.max_running_requests
     # SGLang prefills so many tokens at once, by the GPU's size (its arg_groups/memory_hook.py).
     prefill = 2048 if hardware.gpu_bytes < 20 * GIB else 4096 if hardware.gpu_bytes < 60 * GIB else 8192
-    layer = prefill * (4 * text.intermediate_size + 8 * text.hidden_size) * size
-    tower = 4 * prefill * (4 * vision.intermediate_size + 10 * vision.hidden_size) * size
+    of_experts = getattr(text, "num_experts_per_tok", 0) * getattr(text, "moe_intermediate_size", 0)
+    width = max(getattr(text, "intermediate_size", 0), of_experts)
+    layer, tower = prefill * (4 * width + 8 * text.hidden_size) * size, 0
+    if model.family.vision_tower:
+        vision = model.shape.vision_config
+        tower = 4 * prefill * (4 * vision.intermediate_size + 10 * vision.hidden_size) * size
     sampler = 4 * running * text.vocab_size * 4  # logits, probabilities and two copies, float32
     sglang = rollout.rollout_backend == "sglang"
     return {

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
@@ -91,7 +91,7 @@ def meta_model(
     """The model as a rank trains it, on the meta device: shapes, and no memory."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = family.auto_model.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model = use_packed_attention(model, family).train()
     freeze(model, family, frozen)
     if checkpointing:
@@ -103,7 +103,7 @@ class Weights:
     """What the parameters of a model come to, in numbers of elements.
 
     Attributes:
-        total, trained, tower: of all, of those that are trained, of the vision tower.
+        total, trained, tower: of all, of those that are trained, of the vision tower (0 without one).
         largest: of the largest parameter.
         root: of FSDP's root unit (embeddings, final norm, an untied head); `block`: of the largest text block;
             `tower_unit`: of the largest unit of the tower.
@@ -111,16 +111,17 @@ class Weights:
 
     def __init__(self, model: nn.Module, family: Family) -> None:
         self.parameters = list(model.parameters())
-        tower = model.get_submodule(family.vision_tower)
-        text_blocks = [_numel(block) for block in model.get_submodule(family.text_blocks).children()]
-        vision_blocks = [_numel(block) for block in model.get_submodule(family.vision_blocks).children()]
+        text_blocks, vision_blocks = (
+            [_numel(block) for block in model.get_submodule(path).children()] if path else []
+            for path in (family.text_blocks, family.vision_blocks)
+        )
         self.total = _numel(model)
         self.trained = sum(p.numel() for p in self.parameters if p.requires_grad)
-        self.tower = _numel(tower)
+        self.tower = _numel(model.get_submodule(family.vision_tower)) if family.vision_tower else 0
         self.largest = max(p.numel() for p in self.parameters)
         self.root = self.total - self.tower - sum(text_blocks)
         self.block = max(text_blocks)
-        self.tower_unit = max(*vision_blocks, self.tower - sum(vision_blocks))
+        self.tower_unit = max([*vision_blocks, self.tower - sum(vision_blocks)])
 
     def shard(self, ranks: int, trained: bool = False) -> int:
         """Elements that rank 0 of so many has: FSDP2 cuts dimension 0, the last rank's part may be short."""

@@ -100,20 +100,22 @@ class Trace:
 def trace_step(model: PreTrainedModel, family: Family, tokens: int, *, longest: int, chunk: int | None) -> Trace:
     """Forward, head and backward of one micro-batch of `tokens`, in sequences of `longest`.
 
-    An upper bound of what a row of that length takes: each token but the first of a sequence is an image's, and each is
-    predicted. A trained tower runs in it; features of a frozen one come from the cache.
+    An upper bound of what a row of that length takes: each token but the first of a sequence is an image's, if the family has
+    images, and each is predicted. A trained tower runs in it; features of a frozen one come from the cache.
 
     Args:
         model: on any device; `pretend_cuda` makes a meta model a GPU's.
         chunk: `actor.logprob_chunk_tokens`.
     """
     device = next(model.parameters()).device
-    images = np.setdiff1d(np.arange(tokens), np.arange(0, tokens, longest))
+    images = np.setdiff1d(np.arange(tokens), np.arange(0, tokens, longest)) if family.vision_tower else np.arange(0)
     policy = PolicyModel(model, family, np.zeros(8, bool), temperature=1.0, chunk=chunk).to(device)
     hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in model.parameters() if p.requires_grad]
     live = LiveBytes([*model.parameters(), *policy.buffers()])
     with live:
-        if is_trained(model.get_submodule(family.vision_tower)):
+        if not family.vision_tower:
+            features = None
+        elif is_trained(model.get_submodule(family.vision_tower)):
             features = _encode(model, family, len(images), longest)
         else:
             features = _features(model, family, len(images), device)
@@ -140,7 +142,7 @@ def trace_images(model: PreTrainedModel, family: Family, tokens: int, longest: i
 
 
 def _encode(model: PreTrainedModel, family: Family, tokens: int, longest: int) -> VisionFeatures:
-    tower = model.get_submodule(family.vision_tower)
+    tower = model.get_submodule(family.vision_tower or "")
     weight = next(tower.parameters())
     blank, grid = family.blank_image(model.config)
     merge = int(grid[0, 1])

@@ -74,7 +74,8 @@ class RolloutRank:
             split: SamplingParams(**asdict(keys), stop_ids=self.processor.stop_ids) for split, keys in sampling.items()
         }
         if config.rollout.rollout_backend == "sglang":
-            warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length)
+            reads_images = self.processor.family.vision_tower is not None
+            warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length, reads_images)
         self.prefilled_tokens = self.engine.prefilled_tokens  # when the last group was done
         rollout, grade = config.rollout, GRADERS[config.reward.reward_type]
         rewards = {"reward_max": config.reward.reward_max_val, "reward_min": config.reward.reward_min_val}
@@ -230,7 +231,7 @@ class RolloutRank:
             return MEMORY_TAGS
         model = self.config.rollout.model
         config = AutoConfig.from_pretrained(self.model_path, trust_remote_code=model.trust_remote_code)
-        weights = sum(map(math.prod, weight_shapes(config, model.trust_remote_code).values()))
+        weights = sum(map(math.prod, weight_shapes(config, self.processor.family, model.trust_remote_code).values()))
         weight_bytes = weights * DTYPES[model.precision].itemsize // self.config.rollout.tensor_parallel_size
         return release_tags(weight_bytes, torch.cuda.get_device_properties(0).total_memory)
 

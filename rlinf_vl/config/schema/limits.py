@@ -30,7 +30,9 @@ STORE_BYTES = Limit("be at least 78643200, Ray's minimum of 75 MiB", lambda x: x
 
 DTYPES = ("fp32", "bf16", "fp16")
 #: Model types of `rlinf_vl.models.families`, which imports torch.
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl")
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3")
+#: Those without a vision tower.
+TEXT_FAMILIES = ("qwen3",)
 
 
 def key(default: T, allowed: Limit | tuple[str, ...]) -> T:

@@ -90,21 +90,26 @@ class SglangEngine:
         config = self._checked_config(family)
         self.shapes: dict[str, tuple[int, ...]] = {}  # of all weights, by the engine's names
         self.tower_weights: set[str] = set()
-        for name, shape in weight_shapes(config, settings.trust_remote_code).items():
+        for name, shape in weight_shapes(config, family, settings.trust_remote_code).items():
             weight = torch.empty(shape, device="meta")
             parts = {part: tuple(value.shape) for part, value in family.engine_names(name, weight)}
             self.shapes |= parts
-            if name.startswith(f"{family.vision_tower}."):
+            if family.vision_tower and name.startswith(f"{family.vision_tower}."):
                 self.tower_weights |= parts.keys()
-        self.image_token_id = config.image_token_id
-        self.merge_size = config.vision_config.spatial_merge_size
+        self.image_token_id, self.merge_size = -1, 1  # no token's, where the family reads no images
+        if family.vision_tower:
+            self.image_token_id = config.image_token_id
+            self.merge_size = config.vision_config.spatial_merge_size
         kv_tokens = 0
         if settings.device == "cpu":
-            kv_tokens = settings.kv_tokens_that_fit(family.decode_state(config).token_bytes(settings.dtype))
+            state = family.decode_state(config)
+            kv_tokens = settings.kv_tokens_that_fit(state.token_bytes(settings.dtype), state.row_bytes())
         os.environ.update(settings.environment())
         self.host = Host(settings.server_arguments(kv_tokens))
         processor = type(self.host.manager.mm_processor)
-        if not processor.__module__.startswith(PROCESSORS):  # a failed import of ours is only logged
+        if family.vision_tower and not processor.__module__.startswith(
+            PROCESSORS
+        ):  # a failed import of ours is only logged
             self.close()
             raise EngineDied(f"SGLang would process images by {processor.__module__}, not by {PROCESSORS}")
 

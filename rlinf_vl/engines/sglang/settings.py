@@ -109,10 +109,11 @@ class Settings:
             "PYTHONWARNINGS": "ignore:Only CUDA",  # from each process, of quantisations that need a GPU
         }
 
-    def kv_tokens_that_fit(self, token_bytes: int) -> int:
+    def kv_tokens_that_fit(self, token_bytes: int, row_bytes: int = 0) -> int:
         """Tokens for the KV cache of a CPU engine: what `max_running` of the longest samples can need, within `memory_share` of
-        the free memory. ValueError: not one sample fits."""
-        fit = int(psutil.virtual_memory().available * self.memory_share / token_bytes)
+        the free memory, beside what each sample has whatever its length. ValueError: not one sample fits."""
+        room = psutil.virtual_memory().available * self.memory_share - self.max_running * row_bytes
+        fit = int(room / token_bytes)
         longest = self.context_length + CONTEXT_SLACK
         if fit < longest:
             raise ValueError(f"free memory holds a KV cache of {fit} tokens, one sample can have {longest}")

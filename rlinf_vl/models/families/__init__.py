@@ -4,14 +4,14 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from rlinf_vl.models.families import qwen2_5_vl, qwen3_5, qwen3_vl
+from rlinf_vl.models.families import qwen2_5_vl, qwen3, qwen3_5, qwen3_vl
 from rlinf_vl.models.families.family import DecodeState, Family, ImageProcessor, VisionFeatures, submodules
 
 __all__ = ["FAMILIES", "DecodeState", "Family", "ImageProcessor", "VisionFeatures", "family_of", "submodules"]
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (qwen3_vl.FAMILY, qwen3_vl.MOE, qwen3_5.FAMILY, qwen3_5.MOE, qwen2_5_vl.FAMILY)
+    for family in (qwen3_vl.FAMILY, qwen3_vl.MOE, qwen3_5.FAMILY, qwen3_5.MOE, qwen2_5_vl.FAMILY, qwen3.FAMILY)
 }
 
 

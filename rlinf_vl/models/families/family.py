@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
+from transformers import AutoModelForImageTextToText
 
 from rlinf_vl.types import Prices
 
@@ -69,13 +70,15 @@ def same_name(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tens
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family. Paths are dotted paths in the transformers model; a config is transformers', of the whole model."""
+    """One model family. Paths are dotted paths in the transformers model; a config is transformers', of the whole model. Without a
+    vision tower (None) there are no images, and nothing asks for what belongs to them."""
 
     model_type: str  # as in the checkpoint's config.json
+    auto_model: Any = AutoModelForImageTextToText  # transformers' class that loads it
     text_model: str
     text_blocks: str
-    vision_tower: str
-    vision_blocks: str
+    vision_tower: str | None
+    vision_blocks: str | None
     projector: tuple[str, ...]  # modules in the tower that make tokens of its patches
     #: Paths (see `submodules`) of modules that FSDP shards as units of their own, inner ones first; the root's unit is the rest.
     fsdp_units: tuple[str, ...]

@@ -72,7 +72,7 @@ def prices(config: Any, tower_trained: bool, tower_products: int = 2) -> Prices:
     """Count multiply-adds: gated MLPs in the text model (of a mixture, those of the experts that a token visits), projections and
     states of its delta nets, and in the tower MLPs of so many products, 3 if gated. A frozen tower has no backward, which is two
     thirds of the work."""
-    text, vision = config.text_config, config.vision_config
+    text = config.get_text_config()
     queries, keys = text.num_attention_heads * head_dim(text), text.num_key_value_heads * head_dim(text)
     if experts := getattr(text, "num_experts", 0):
         shared = getattr(text, "shared_expert_intermediate_size", 0)
@@ -87,15 +87,21 @@ def prices(config: Any, tower_trained: bool, tower_products: int = 2) -> Prices:
         heads, k, v = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
         inputs = 2 * text.linear_num_key_heads * k + 2 * heads * (v + 1)
         linear += len(recurrent) * (text.hidden_size * (inputs + heads * v) + 4 * heads * k * v)
-    block = vision.hidden_size * (4 * vision.hidden_size + tower_products * vision.intermediate_size)
-    merged = vision.hidden_size * vision.spatial_merge_size**2  # a merger's input, for as many patches as it merges
-    merger = vision.hidden_size * (merged + vision.out_hidden_size)
-    patch = vision.depth * block + feature_layers(config) * merger
     return Prices(
         attention=2 * queries * attending / linear,
         head=text.vocab_size * text.hidden_size / linear,
-        patch=patch / linear * (1 if tower_trained else 1 / 3),
+        patch=patch_products(config, tower_products) / linear * (1 if tower_trained else 1 / 3),
     )
+
+
+def patch_products(config: Any, tower_products: int) -> float:
+    """Multiply-adds of one patch in the tower, by `prices`' count."""
+    if (vision := getattr(config, "vision_config", None)) is None:
+        return 0.0
+    block = vision.hidden_size * (4 * vision.hidden_size + tower_products * vision.intermediate_size)
+    merged = vision.hidden_size * vision.spatial_merge_size**2  # a merger's input, for as many patches as it merges
+    merger = vision.hidden_size * (merged + vision.out_hidden_size)
+    return vision.depth * block + feature_layers(config) * merger
 
 
 def feature_layers(config: Any) -> int:
@@ -103,7 +109,7 @@ def feature_layers(config: Any) -> int:
 
 
 def decode_state(config: Any) -> DecodeState:
-    text = config.text_config
+    text = config.get_text_config()
     recurrent, shapes = linear_layers(text), ()
     if recurrent:
         heads, k, v = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim

@@ -16,7 +16,8 @@ from rlinf_vl.models.loading import PARTS, freeze, part_of
 def test_every_weight_belongs_to_one_part(family):
     policy = tiny_policy(model_type=family.model_type)
     found = {part: [n for n, _ in policy.model.named_parameters() if part_of(n, family) == part] for part in PARTS}
-    assert all("merger" in name for name in found["projector"]) and found["projector"]
+    assert all("merger" in name for name in found["projector"])
+    assert bool(found["projector"]) == bool(found["vision_tower"]) == (family.vision_tower is not None)
     assert all(name.startswith("model.visual.") and "merger" not in name for name in found["vision_tower"])
     assert not any("visual" in name for name in found["language_model"]) and found["language_model"]
     for part, names in found.items():

@@ -10,7 +10,7 @@ from tiny import IMAGE_ID, MERGE, PAD, answered, banned, group, pixels, tiny_mod
 from tiny import request as tiny_request
 
 from rlinf_vl.engines.torch.engine import TorchEngine
-from rlinf_vl.models.families import FAMILIES, family_of, submodules
+from rlinf_vl.models.families import FAMILIES, Family, family_of, submodules
 from rlinf_vl.models.loading import save_model, use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.packing.collator import Collator, Member
@@ -38,7 +38,7 @@ def test_prices_are_ratios_of_multiply_adds():
         out_hidden_size=4,
         deepstack_visual_indexes=[0],
     )
-    config = SimpleNamespace(text_config=text, vision_config=vision)
+    config = SimpleNamespace(get_text_config=lambda: text, vision_config=vision)
     linear = 3 * (4 * 10 + 2 * 4 * 5 + 10 * 4 + 3 * 4 * 7)  # q, k and v, o, gated MLP
     prices = FAMILY.prices(config, True)
     assert prices.attention == pytest.approx(3 * (10 + 10) / linear)  # a pair: scores and values
@@ -62,10 +62,10 @@ def test_units_are_the_blocks_and_the_rest_of_the_tower(family):
     model = tiny_model(family=family.model_type)
     names = {module: name for name, module in model.named_modules()}
     units = [names[module] for path in family.fsdp_units for module in submodules(model, path)]
-    blocks = [
-        names[b] for path in (family.vision_blocks, family.text_blocks) for b in model.get_submodule(path).children()
-    ]
-    assert sorted(units) == sorted([*blocks, family.vision_tower]) and len(blocks) == 4
+    paths = [path for path in (family.vision_blocks, family.text_blocks) if path]
+    blocks = [names[b] for path in paths for b in model.get_submodule(path).children()]
+    towers = [family.vision_tower] if family.vision_tower else []
+    assert sorted(units) == sorted([*blocks, *towers]) and len(blocks) == 2 * len(paths)
     assert all(not inner.startswith(f"{outer}.") for i, outer in enumerate(units) for inner in units[i + 1 :])
 
 
@@ -81,20 +81,19 @@ def test_decoding_stores_keys_and_values_of_every_layer():
     assert state.token_bytes(torch.bfloat16) == 2 * 2 * 2 * 16 * 2  # k and v, layers, heads, head size, bytes
 
 
-def some_groups() -> list[Group]:
-    """Images of one window and of several, several in one prompt, and none."""
+def some_groups(family: Family) -> list[Group]:
+    """Images of one window and of several, several in one prompt, and none; where the family reads images."""
     rng = np.random.default_rng(0)
+    groups = {"a": ([(2, 3)], [5, 1, 9]), "b": ([], [4, 6]), "c": ([(1, 1), (5, 3), (3, 4)], [7, 3])}
     return [
-        group(rng, [(2, 3)], [5, 1, 9], "a"),
-        group(rng, [], [4, 6], "b"),
-        group(rng, [(1, 1), (5, 3), (3, 4)], [7, 3], "c"),
+        group(rng, images if family.vision_tower else [], lengths, name) for name, (images, lengths) in groups.items()
     ]
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_packed_logprobs_and_gradients_are_those_of_transformers(family, share):
-    members = [Member(g, i, [0.0]) for g in some_groups() for i in range(len(g.trajectories))]
+    members = [Member(g, i, [0.0]) for g in some_groups(family) for i in range(len(g.trajectories))]
     theirs = tiny_model(family=family.model_type).train()
     expected = torch.cat([transformers_logprobs(theirs, m.group, m.index) for m in members])
     ours = use_packed_attention(tiny_model(family=family.model_type), family).train()
@@ -119,7 +118,8 @@ DECODED = [name for name in FAMILIES if not name.startswith("qwen3_5")]  # the t
 def test_the_torch_engine_samples_with_the_logprobs_of_transformers(family):
     rng = np.random.default_rng(1)
     sampling = SamplingParams(max_new_tokens=12)
-    requests = [tiny_request(rng, shapes, sampling, (1, 2, 3)) for shapes in ([(2, 3)], [], [(4, 3), (1, 2)])]
+    prompts = [[(2, 3)], [], [(4, 3), (1, 2)]] if family.vision_tower else [[], []]
+    requests = [tiny_request(rng, shapes, sampling, (1, 2, 3)) for shapes in prompts]
     engine = TorchEngine(
         use_packed_attention(tiny_model(family=family.model_type), family), family, banned=banned(), pixels=pixels,
         image_token_id=IMAGE_ID, merge_size=MERGE, max_running=64,

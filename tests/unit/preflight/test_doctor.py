@@ -103,6 +103,8 @@ def test_image_tokens_by_arithmetic(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"longest_edge": 6400, "shortest_edge": 64}}')
     own = lines(GPUS, "data.image_max_pixels=null", f"rollout.model.model_path={tmp_path}")["image tokens"]
     assert "at most 100 an image (8 × 8 pixels" in own.said
+    tiny_model(family="qwen3").config.save_pretrained(tmp_path)
+    assert "image tokens" not in lines(GPUS, f"rollout.model.model_path={tmp_path}")
 
 
 def test_this_machine_is_looked_at():

@@ -153,6 +153,17 @@ def test_a_local_model_folder_is_read(tmp_path, model):
     assert found.gpus[0].phases["train"]["parameters"] < 2**20
 
 
+def test_a_model_without_a_tower_has_no_phase_of_images(tmp_path):
+    from tiny import tiny_config
+
+    tiny_config("qwen3").save_pretrained(tmp_path)
+    made = Model(parse_config(FLAGSHIP), str(tmp_path))
+    found = ledger(parse_config(FLAGSHIP), CLUSTERS[0], made)
+    assert made.weights.tower == 0 and not found.problems
+    assert not any(p.get("vision cache") or "activations" in p for p in [found.gpus[0].phases["images"]])
+    assert found.gpus[0].phases["train"]["activations"] > 0
+
+
 def test_a_table_has_every_part(model):
     found = made(model)
     text = render(found)

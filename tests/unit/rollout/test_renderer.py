@@ -34,6 +34,17 @@ def picture(height: int, width: int, seed: int = 0) -> ImageRef:
     return ImageRef.of(buffer.getvalue())
 
 
+def test_a_family_without_a_tower_reads_no_images(toy_folder, processor, renderer):
+    text_only = Processor(toy_folder, family_of("qwen3"))
+    said = user({"type": "text", "text": "3 * 6"})
+    ids, grids = Renderer(text_only).prompt(said, ())
+    assert np.array_equal(ids, renderer.prompt(said, ())[0]) and grids.shape == (0, 3)
+    assert not (ids == text_only.image_token_id).any()
+    image = picture(32, 32)
+    with pytest.raises(ValueError, match="images for a model of type qwen3, which has no vision tower"):
+        Renderer(text_only).prompt(user({"type": "image_url", "image_url": {"url": image.url}}), (image,))
+
+
 def user(*parts):
     return [{"role": "user", "content": list(parts)}]
 
