@@ -37,7 +37,7 @@ def gated_norm_forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tenso
     return kernels.swiglu(gate, kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon))
 
 
-def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def mlp_forward(self: Any, x: torch.Tensor, **_) -> torch.Tensor:
     """`forward` of a transformers gated MLP."""
     kernels = kernels_for(x)
     (out,) = kernels.projections(kernels.swiglu(*kernels.projections(x, self.gate_proj, self.up_proj)), self.down_proj)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.models.families import Family
+from rlinf_vl.models.mixture import mixture_forward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Parts of a model that are trained or frozen, each with a learning rate of its own. The language model has embeddings and head.
@@ -68,7 +69,14 @@ def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedMo
     for module in model.modules():
         if (forward := family.layers.get(type(module).__name__)) is not None:
             module.forward = types.MethodType(forward, module)
+    for number, mixture in enumerate(mixtures(model, family)):
+        mixture.number = number
     return model
+
+
+def mixtures(model: nn.Module, family: Family) -> list[Any]:
+    """The mixtures of experts, by layer."""
+    return [m for m in model.modules() if family.layers.get(type(m).__name__) is mixture_forward]
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
@@ -86,11 +94,15 @@ def part_of(name: str, family: Family) -> str:
     return "vision_tower" if name.startswith(f"{family.vision_tower}.") else "language_model"
 
 
-def freeze(model: nn.Module, family: Family, parts: Collection[str] = ("vision_tower", "projector")) -> None:
-    """Train none of these `PARTS`."""
+def freeze(
+    model: nn.Module, family: Family, parts: Collection[str] = ("vision_tower", "projector"), *, router: bool = False
+) -> None:
+    """Train none of these `PARTS`, nor the `router`s of mixtures."""
     for name, weight in model.named_parameters():
         if part_of(name, family) in parts:
             weight.requires_grad_(False)
+    for mixture in mixtures(model, family) if router else ():
+        mixture.gate.requires_grad_(False)
 
 
 def checkpoint_blocks(model: PreTrainedModel, use_reentrant: bool) -> None:

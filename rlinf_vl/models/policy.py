@@ -11,9 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlinf_vl.models.attention import AttentionContext, SegmentAttention
-from rlinf_vl.models.families import Family, VisionFeatures
+from rlinf_vl.models.families import Family, Mixture, VisionFeatures
 from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.logprobs import token_logprobs
+from rlinf_vl.models.mixture import ExpertLoad, Routing
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import MicroBatch
 
@@ -41,9 +42,11 @@ def hidden_states(
     context: AttentionContext,
     features: VisionFeatures | None = None,
     image_positions: torch.Tensor | None = None,
+    routing: Routing | None = None,
 ) -> torch.Tensor:
     """Last hidden states [T, H] of a packed row with ids [T], positions [4, T] and the features of its image tokens, which
-    stand at `image_positions` int64 [N]; features without a position only keep a trained tower in the graph."""
+    stand at `image_positions` int64 [N]; features without a position only keep a trained tower in the graph. `routing`, if given,
+    chooses the experts in mixtures."""
     text_model: Any = model.get_submodule(family.text_model)
     embeds = text_model.get_input_embeddings()(ids)
     deepstack = ()
@@ -55,8 +58,9 @@ def hidden_states(
     elif features is not None and features.tokens.requires_grad:
         # A zero that hangs on the tower: its backward runs, and its collectives with it.
         embeds = embeds + 0.0 * (features.tokens.sum() + sum(layer.sum() for layer in features.deepstack))
+    more: dict[str, Any] = {} if routing is None else {"routing": routing}
     return family.text_forward(
-        text_model, embeds.unsqueeze(0), positions.unsqueeze(1), image_positions, deepstack, context=context
+        text_model, embeds.unsqueeze(0), positions.unsqueeze(1), image_positions, deepstack, context=context, **more
     )[0]
 
 
@@ -69,14 +73,24 @@ class PolicyModel(nn.Module):
     banned: torch.Tensor  # int64 [B]
 
     def __init__(
-        self, model: PreTrainedModel, family: Family, banned: np.ndarray, *, temperature: float, chunk: int | None
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        banned: np.ndarray,
+        *,
+        temperature: float,
+        chunk: int | None,
+        replay: bool = False,
     ) -> None:
-        """`banned`: bool [V], ids the sampler never draws; `temperature`: the sampler's; `chunk`: positions per head chunk."""
+        """`banned`: bool [V], ids the sampler never draws; `temperature`: the sampler's; `chunk`: positions per head chunk;
+        `replay`: mixtures take the experts that the engine took, where it reported them."""
         super().__init__()
         self.model = model
         self.family = family
         self.temperature = temperature
         self.chunk = chunk
+        self.replay = replay
+        self.mixture = family.mixture(model.config)
         self.register_buffer("banned", torch.from_numpy(np.flatnonzero(banned)), persistent=False)
 
     def encode(self, pixel_values: np.ndarray, grids: np.ndarray) -> VisionFeatures:
@@ -84,11 +98,16 @@ class PolicyModel(nn.Module):
         return encode_images(self.model, self.family, pixel_values, grids, self.banned.device)
 
     def forward(
-        self, batch: MicroBatch, features: VisionFeatures | None = None
+        self,
+        batch: MicroBatch,
+        features: VisionFeatures | None = None,
+        load: ExpertLoad | None = None,
+        balance: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(logprobs, entropy), float32 [R], of the batch's response tokens; a pass without gradients gives no entropy.
 
-        `features` of `batch.images`, in order, stand in for its pixels.
+        `features` of `batch.images`, in order, stand in for its pixels. `load` counts which experts tokens go to; `balance`: as of
+        `Routing`.
         """
         device = self.banned.device
         ids, positions, predict, targets, image_positions, image_features = (
@@ -104,7 +123,10 @@ class PolicyModel(nn.Module):
             features = features.select(image_features)
         weight = output_weight(self.model)
         context = SegmentAttention(batch.cu_seqlens, batch.prefix, device=device, dtype=weight.dtype)
-        hidden = hidden_states(self.model, self.family, ids, positions, context, features, image_positions)
+        routing = None if self.mixture is None else self._routing(self.mixture, batch, load, balance)
+        hidden = hidden_states(self.model, self.family, ids, positions, context, features, image_positions, routing)
+        if routing is not None:
+            routing.load = None
         return token_logprobs(
             hidden.index_select(0, predict),
             weight,
@@ -114,3 +136,14 @@ class PolicyModel(nn.Module):
             chunk=self.chunk,
             with_entropy=torch.is_grad_enabled(),
         )
+
+    def _routing(
+        self, mixture: Mixture, batch: MicroBatch, load: ExpertLoad | None, balance: torch.Tensor | None
+    ) -> Routing:
+        device = self.banned.device
+        given = copies = None
+        if batch.routes is not None and (self.replay or load is not None):
+            given = on_device(batch.routes.reshape(len(batch.ids), len(mixture.layers), mixture.top_k), device)
+        if load is not None or balance is not None:
+            copies = on_device(np.repeat(batch.copies, np.diff(batch.cu_seqlens)).astype(np.float32), device)
+        return Routing(given, replay=self.replay, load=load, copies=copies, balance=balance)

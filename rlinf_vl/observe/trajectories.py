@@ -108,7 +108,8 @@ class TrajectoryStore:
     ) -> dict[str, Any]:
         images = {image.hash: image for s in t.sequences for image, _ in s.images}
         parts = [{name: array[prompt:] for name, array in s.arrays().items()} for s in t.sequences]
-        arrays = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+        names = (name for name in (parts[0] if parts else ()) if name != "routes")  # many numbers a token, and no text
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in names}
         ids = arrays.pop("ids", np.zeros(0, np.int32)).tolist()
         mask = arrays.pop("loss_mask", np.zeros(0, bool))
         train_logprobs = None

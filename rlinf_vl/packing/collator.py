@@ -86,6 +86,8 @@ class Collator:
             positions=np.concatenate([p.positions[:, start:end] for p, start, end in row.segments], axis=1),
             cu_seqlens=np.cumsum([0, *(end - start for _, start, end in row.segments)]),
             prefix=np.asarray(row.prefix),
+            copies=np.asarray(row.copies),
+            routes=_routes(row),
             predict=_concatenate([p.rows[t - 1] for _, p, t in sampled], np.int64),
             targets=_concatenate([p.ids[t] for _, p, t in sampled], np.int64),
             trajectories=owners,
@@ -133,6 +135,7 @@ class Collator:
         if n > 0:
             filler = TokenSequence(np.full(n, self.pad_id), np.zeros(n, bool), None, np.full(n, -1))
             row.add([self._placed(filler, {})], 0, n, -1)
+            row.copies[-1] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ class _Row:
     tokens: int = 0
     segments: list[tuple[_Placed, int, int]] = field(default_factory=list)
     prefix: list[int] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
 
     def add(self, sequences: Sequence[_Placed], start: int, end: int, parent: int) -> int:
         """Append tokens `start` … `end`, which these sequences share, behind segment `parent`; returns the new one's number."""
@@ -162,7 +166,18 @@ class _Row:
         self.tokens += end - start
         self.segments.append((sequences[0], start, end))
         self.prefix.append(parent)
+        self.copies.append(len(sequences))
         return len(self.prefix) - 1
+
+
+def _routes(row: _Row) -> np.ndarray | None:
+    """[T, L·k]; 0 where a sequence has none."""
+    known = next((p.sequence.routes for p, _, _ in row.segments if p.sequence.routes is not None), None)
+    if known is None:
+        return None
+    none = np.zeros((row.tokens, known.shape[1]), known.dtype)
+    own = [none if p.sequence.routes is None else p.sequence.routes for p, _, _ in row.segments]
+    return np.concatenate([routes[start:end] for routes, (_, start, end) in zip(own, row.segments, strict=True)])
 
 
 def _concatenate(parts: list[np.ndarray], dtype) -> np.ndarray:

@@ -166,6 +166,8 @@ def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
         positions=np.tile(at % longest, (4, 1)),
         cu_seqlens=np.append(starts, tokens),
         prefix=np.full(len(starts), -1),
+        copies=np.ones(len(starts), np.int64),
+        routes=None,
         predict=at,
         targets=zeros,
         trajectories=at // longest,

@@ -68,7 +68,9 @@ class Played:
         if self._goes_on(sequence, processor.image_token_id):
             before = self.sequences.pop()
             for name, array in before.arrays().items():
-                sequence.arrays()[name][: len(before.ids)] = array
+                # the last token's routes come with this answer
+                known = array.any(axis=1, keepdims=True) if name == "routes" else True
+                np.copyto(sequence.arrays()[name][: len(before.ids)], array, where=known)
         self.sequences.append(sequence)
         place = len(self.sequences) - 1, len(request.ids), len(sequence.ids)
         self.turns.append(Turn(*place, sample.finish_reason, 0.0))

@@ -42,6 +42,8 @@ class Sample:
     versions: np.ndarray = field(repr=False)
     finish_reason: str
     columns: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    #: [P + R, L·k], of prompt and sample; see `TokenSequence`.
+    routes: np.ndarray | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

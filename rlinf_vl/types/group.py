@@ -15,10 +15,20 @@ from rlinf_vl.types.trajectory import TokenSequence, Trajectory, Turn, distinct_
 _NOT_SAMPLED = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
 
 
+#: dtype of a per-token array, and the shape of what one token has.
+_Kind = tuple[str, tuple[int, ...]]
+
+
+def _kinds(sequence: TokenSequence) -> dict[str, _Kind]:
+    return {name: (array.dtype.str, array.shape[1:]) for name, array in sequence.arrays().items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The trajectories of one problem. All their sequences begin with the same `prefix_length` tokens, images and columns,
     none of them sampled, and have columns of the same names.
+
+    The first sequence's routes of the prefix stand for all: engines compute a prompt once, or alike but for rounding.
 
     Pickled, the prefix and each distinct image are written once, and all arrays are one buffer.
     """
@@ -34,7 +44,7 @@ class Group:
         for sequence in self.sequences:
             assert np.array_equal(sequence.ids[: self.prefix_length], prefix), "sequences have different prefixes"
             assert not sequence.loss_mask[: self.prefix_length].any(), "a token of the prefix was sampled"
-            own = {name: array.dtype.str for name, array in sequence.arrays().items()}
+            own = _kinds(sequence)
             assert own == fields, f"one sequence has {fields}, another {own}"
 
     @property
@@ -64,9 +74,9 @@ class Group:
         trajectories = (replace(t, sequences=tuple(map(changed, t.sequences))) for t in self.trajectories)
         return replace(self, trajectories=tuple(trajectories))
 
-    def _fields(self) -> dict[str, str]:
-        """Per-token arrays: name → dtype."""
-        return {name: array.dtype.str for s in self.sequences[:1] for name, array in s.arrays().items()}
+    def _fields(self) -> dict[str, "_Kind"]:
+        """Per-token arrays by name."""
+        return _kinds(self.sequences[0]) if self.sequences else {}
 
     def _arrays(self) -> list[np.ndarray]:
         """Everything that is sent of the arrays: the prefix, then what follows it in each sequence."""
@@ -86,7 +96,9 @@ class Group:
                 sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
             turns = tuple(map(astuple, t.turns))
             rows.append((sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics))
-        buffer = np.concatenate([np.zeros(0, np.uint8), *(array.view(np.uint8) for array in self._arrays())])
+        buffer = np.concatenate(
+            [np.zeros(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in self._arrays())]
+        )
         packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
         head = (self.id, self.problem_id, self.answer, self.prefix_length)
         return _load_group, (*head, self._fields(), images, tuple(rows), packed)
@@ -96,20 +108,21 @@ def _load_group(group_id: str, problem_id: str, answer: str, prefix_length: int,
     """The inverse of `Group.__reduce_ex__`."""
     offset = 0
 
-    def read(dtype: str, n: int) -> np.ndarray:
+    def read(kind: _Kind, n: int) -> np.ndarray:
         nonlocal offset
-        array = np.frombuffer(packed, dtype, n, offset)
+        array = np.frombuffer(packed, kind[0], n * math.prod(kind[1]), offset)
         offset += array.nbytes
-        return array
+        return array.reshape(n, *kind[1])
 
-    prefix = {name: read(dtype, prefix_length) for name, dtype in fields.items() if name not in _NOT_SAMPLED}
-    prefix |= {name: np.full(prefix_length, _NOT_SAMPLED[name], fields[name]) for name in fields.keys() & _NOT_SAMPLED}
+    prefix = {name: read(kind, prefix_length) for name, kind in fields.items() if name not in _NOT_SAMPLED}
+    for name in fields.keys() & _NOT_SAMPLED:
+        prefix[name] = np.full(prefix_length, _NOT_SAMPLED[name], fields[name][0])
     trajectories = []
     for lengths, turns, *rest in rows:
         sequences = []
         for n, places in lengths:
-            columns = {name: np.concatenate([prefix[name], read(dtype, n)]) for name, dtype in fields.items()}
-            own: dict[str, Any] = {name: columns.pop(name, None) for name in ("ids", *_NOT_SAMPLED)}
+            columns = {name: np.concatenate([prefix[name], read(kind, n)]) for name, kind in fields.items()}
+            own: dict[str, Any] = {name: columns.pop(name, None) for name in ("ids", "routes", *_NOT_SAMPLED)}
             shown = tuple((images[i], grid) for i, grid in places)
             sequences.append(TokenSequence(**own, images=shown, columns=columns))
         trajectories.append(Trajectory(tuple(sequences), tuple(Turn(*turn) for turn in turns), *rest))

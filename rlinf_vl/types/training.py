@@ -16,6 +16,8 @@ class MicroBatch:
     positions: np.ndarray  # int64 [4, T], rows (text, t, h, w); a segment goes on where the one it continues ends
     cu_seqlens: np.ndarray  # int64 [S + 1], segment boundaries 0 … T; padding, if any, is the last segment
     prefix: np.ndarray  # int64 [S], the segment that each continues, -1 for none
+    copies: np.ndarray  # int64 [S], sequences that each stands for; 0 for padding
+    routes: np.ndarray | None  # [T, L·k], of `TokenSequence.routes`; None if no sequence has them
     predict: np.ndarray  # int64 [R], row positions whose hidden state predicts a sampled token
     targets: np.ndarray  # int64 [R], those tokens
     trajectories: np.ndarray  # int64 [R], which trajectory of the micro-batch each belongs to, 0, 1, …
@@ -34,7 +36,7 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         assert self.positions.shape == (4, len(self.ids))
-        assert len(self.prefix) == len(self.cu_seqlens) - 1
+        assert len(self.prefix) == len(self.copies) == len(self.cu_seqlens) - 1
         assert (
             len(self.predict) == len(self.targets) == len(self.trajectories) == len(self.turns) == len(self.advantages)
         )

@@ -23,10 +23,15 @@ class TokenSequence:
     versions: np.ndarray  # int32, version of the weights that sampled the token, -1 where not sampled
     images: tuple[tuple[ImageRef, Grid], ...] = ()  # in order of their placeholders; one shown twice is listed twice
     columns: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays by name
+    #: Experts that the engine computed each token with, uint8 or int16 [T, L·k] (`Mixture.dtype`): k of each of the L mixtures. All
+    #: 0 for a token that it did not report, such as the last. None if it reports none (`actor.routing_replay`).
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         for name, array in self.arrays().items():
-            assert array.shape == (len(self.ids),), f"{name} has shape {array.shape}, ids {self.ids.shape}"
+            assert len(array) == len(self.ids) and array.ndim == 1 + (name == "routes"), (
+                f"{name} has shape {array.shape}, ids {self.ids.shape}"
+            )
         assert not self.loss_mask[:1].any(), "nothing predicts the first token, so it can't be a sampled one"
 
     @classmethod
@@ -41,12 +46,14 @@ class TokenSequence:
             versions=np.concatenate([np.full(prompt, -1, np.int32), sample.versions]),
             images=tuple(zip(request.images, grids, strict=True)),
             columns={n: np.concatenate([np.zeros(prompt, c.dtype), c]) for n, c in sample.columns.items()},
+            routes=sample.routes,
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every per-token array by name."""
-        logprobs = {} if self.logprobs is None else {"logprobs": self.logprobs}
-        return {"ids": self.ids, "loss_mask": self.loss_mask, "versions": self.versions} | logprobs | self.columns
+        arrays = {"ids": self.ids, "loss_mask": self.loss_mask, "versions": self.versions} | self.columns
+        may_lack = {"logprobs": self.logprobs, "routes": self.routes}
+        return arrays | {name: array for name, array in may_lack.items() if array is not None}
 
     def assert_images_placed(self, image_token_id: int, merge_size: int) -> None:
         """Assert that there are as many placeholder ids as the images need."""

@@ -5,9 +5,11 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from rlinf_vl.models.families import qwen2_5_vl, qwen3, qwen3_5, qwen3_vl
-from rlinf_vl.models.families.family import DecodeState, Family, ImageProcessor, VisionFeatures, submodules
+from rlinf_vl.models.families.family import DecodeState, Family, ImageProcessor, Mixture, VisionFeatures, submodules
 
-__all__ = ["FAMILIES", "DecodeState", "Family", "ImageProcessor", "VisionFeatures", "family_of", "submodules"]
+__all__ = [
+    "FAMILIES", "DecodeState", "Family", "ImageProcessor", "Mixture", "VisionFeatures", "family_of", "submodules",
+]  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -48,6 +48,29 @@ class DecodeState:
         return 4 * sum(prod(shape) for shapes in self.row_shapes.values() for shape in shapes)
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The mixtures of experts in a model."""
+
+    layers: tuple[int, ...]  # numbers of the layers that have one
+    experts: int
+    top_k: int  # experts of a token
+    widths: tuple[int, int]  # of a token's vector, and inside an expert
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of `TokenSequence.routes`."""
+        return np.dtype(np.uint8 if self.experts <= 256 else np.int16)
+
+    def check(self, dtype: torch.dtype) -> None:
+        """ValueError: grouped products in `dtype` are not made for such rows."""
+        if odd := [n for n in self.widths if n * dtype.itemsize % 16]:
+            raise ValueError(
+                f"hidden_size and moe_intermediate_size are {self.widths[0]} and {self.widths[1]}: products of experts in {dtype} "
+                f"take multiples of {16 // dtype.itemsize}, which {odd[0]} is not; fp32 takes multiples of 4"
+            )
+
+
 class ImageProcessor(Protocol):
     """Images to the patches that the vision tower reads."""
 
@@ -102,6 +125,7 @@ class Family:
     decode_state: Callable[[Any], DecodeState]  # config → what an engine stores
     #: (name, weight) in transformers → the same as SGLang loads it
     engine_names: Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]] = same_name
+    mixture: Callable[[Any], Mixture | None] = lambda config: None  # config → its mixtures of experts
 
 
 def submodules(model: nn.Module, path: str) -> list[nn.Module]:

@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from rlinf_vl.models.families.family import DecodeState
+from rlinf_vl.models.families.family import DecodeState, Mixture
 from rlinf_vl.types import Prices
 
 IMAGE_TOKEN = "<|image_pad|>"
@@ -106,6 +106,16 @@ def patch_products(config: Any, tower_products: int) -> float:
 
 def feature_layers(config: Any) -> int:
     return 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+
+
+def mixture(config: Any) -> Mixture | None:
+    text = config.get_text_config()
+    if not getattr(text, "num_experts", 0):
+        return None
+    dense, step = getattr(text, "mlp_only_layers", None) or (), getattr(text, "decoder_sparse_step", 1)
+    layers = (i for i in range(text.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
+    widths = text.hidden_size, text.moe_intermediate_size
+    return Mixture(tuple(layers), text.num_experts, text.num_experts_per_tok, widths)
 
 
 def decode_state(config: Any) -> DecodeState:

@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from rlinf_vl.models.families.family import Family
+from rlinf_vl.models.families.qwen import mixture
 from rlinf_vl.models.families.qwen2_5_vl import text_forward
 from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
+from rlinf_vl.models.families.qwen3_vl import mixtures_of
 from rlinf_vl.models.layers import (
     centered_norm_forward,
     delta_net_forward,
@@ -38,4 +40,6 @@ FAMILY: Family = replace(
     layers=layers_of("Qwen3_5"),
     text_forward=text_forward,
 )
-MOE: Family = replace(FAMILY, model_type="qwen3_5_moe", layers=layers_of("Qwen3_5Moe"))
+MOE: Family = replace(
+    FAMILY, model_type="qwen3_5_moe", layers=layers_of("Qwen3_5Moe") | mixtures_of("Qwen3_5Moe"), mixture=mixture
+)

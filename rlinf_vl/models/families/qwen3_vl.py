@@ -16,6 +16,7 @@ from rlinf_vl.models.families.qwen import (
     blank_image,
     decode_state,
     feature_layers,
+    mixture,
     prices,
     stop_ids,
 )
@@ -28,6 +29,7 @@ from rlinf_vl.models.layers import (
     patch_embed_forward,
     vision_attention_forward,
 )
+from rlinf_vl.models.mixture import experts_forward, mixture_forward, mixture_layer_forward
 from rlinf_vl.models.positions import mrope_positions
 from rlinf_vl.models.transfer import on_device
 
@@ -71,6 +73,15 @@ def layers_of(prefix: str) -> dict[str, Any]:
     }
 
 
+def mixtures_of(prefix: str) -> dict[str, Any]:
+    """`Family.layers` of mixtures, for classes whose names begin like this."""
+    return {
+        f"{prefix}DecoderLayer": mixture_layer_forward,
+        f"{prefix}SparseMoeBlock": mixture_forward,
+        f"{prefix}Experts": experts_forward,
+    }
+
+
 def transposed_experts(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
     """SGLang, and checkpoints on the hub, have the experts of a layer as [experts, in, out]; transformers as [experts, out, in]."""
     fused = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
@@ -98,4 +109,10 @@ FAMILY = Family(
     prices=prices,
     decode_state=decode_state,
 )
-MOE = replace(FAMILY, model_type="qwen3_vl_moe", layers=layers_of("Qwen3VLMoe"), engine_names=transposed_experts)
+MOE = replace(
+    FAMILY,
+    model_type="qwen3_vl_moe",
+    layers=layers_of("Qwen3VLMoe") | mixtures_of("Qwen3VLMoeText"),
+    mixture=mixture,
+    engine_names=transposed_experts,
+)

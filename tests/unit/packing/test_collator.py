@@ -152,3 +152,22 @@ def test_a_sampled_token_of_a_shared_segment_counts_for_each_sequence():
     assert batch.advantages.tolist() == [2.0, 2.0, 3.0, 4.0, 4.0, 4.0]
     assert GroupSummary.of(group, IMAGE_ID).turn_tokens == ((2, 1, 3),)
     assert batch.rollout_logprobs.tolist() == [-5] * 3 + [-6] * 3 and batch.columns["k"].tolist() == [5] * 3 + [6] * 3
+
+
+def test_routes_come_with_their_tokens_and_a_shared_prompt_counts_for_each_response():
+    def sequence(response, routed):
+        ids = np.array([2, 3, 4, *response], np.int32)
+        routes = (10 * ids[:, None] + np.arange(2)).astype(np.uint8) if routed else None
+        return TokenSequence(ids, np.arange(len(ids)) >= 3, None, ids, routes=routes)
+
+    def of(*responses, routed=True):
+        group = Group("g", "g", 3, tuple(trajectory_of((sequence(r, routed),)) for r in responses))
+        return replace(COLLATE, pad_to=12)(
+            [Member(group, i, [1.0] * 2) for i in range(len(responses))], run_vision=False
+        )
+
+    batch = of([5, 6], [7])
+    assert batch.ids.tolist() == [2, 3, 4, 5, 6, 7] + [PAD] * 6 and batch.copies.tolist() == [2, 1, 1, 0]
+    assert batch.routes.dtype == np.uint8 and batch.routes[:6].tolist() == [[10 * i, 10 * i + 1] for i in range(2, 8)]
+    assert not batch.routes[6:].any()
+    assert of([5], routed=False).routes is None and COLLATE([], run_vision=False).routes is None

@@ -11,16 +11,18 @@ import tiny
 from rlinf_vl.types import Group, Sample, TokenSequence, Trajectory, Turn
 
 
-def group(*lengths: int, logprobs: bool = True, images: int = 2) -> Group:
-    """Trajectories of one sequence each, with a column; the second one failed, and has a second sequence with an image more."""
+def group(*lengths: int, logprobs: bool = True, images: int = 2, routes: type | None = None) -> Group:
+    """Trajectories of one sequence each, with a column, and routes of that type; the second one failed, and has a second sequence
+    with an image more."""
     rng = np.random.default_rng(0)
     request = tiny.request(rng, [(1, 2)] * images)
     prompt, trajectories = len(request.ids), []
+    shared = rng.integers(0, 250, (prompt, 6))
     for i, n in enumerate(lengths):
         columns = {"entropy": rng.random(n).astype(np.float16)}
-        sample = Sample(
-            rng.integers(2, 50, n), rng.random(n).astype(np.float32), np.full(n, i, np.int32), "stop", columns
-        )
+        taken = None if routes is None else np.concatenate([shared, rng.integers(0, 250, (n, 6))]).astype(routes)
+        drawn = rng.integers(2, 50, n), rng.random(n).astype(np.float32), np.full(n, i, np.int32)
+        sample = Sample(*drawn, "stop", columns, taken)
         sequences = [TokenSequence.of_sample(request, sample)]
         if i == 1:
             sequences.append(
@@ -47,8 +49,12 @@ def assert_same(got: Group, sent: Group) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [group(3, 0, 5), group(4, logprobs=False, images=0), group(0, logprobs=False, images=0), group()]
-)
+    "sent",
+    [
+        group(3, 0, 5), group(4, logprobs=False, images=0), group(0, logprobs=False, images=0), group(),
+        group(3, 0, 5, routes=np.uint8), group(4, 2, logprobs=False, routes=np.int16),
+    ],
+)  # fmt: skip
 def test_nothing_is_lost_and_all_arrays_are_one_buffer(sent):
     buffers = []
     inside = pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
@@ -67,3 +73,9 @@ def test_prefix_and_images_are_written_once():
     images = sum(len(image.data) for image, _ in sent.images)
     assert sent.array_bytes == 4 * sent.prefix_length + 8 * 6 * 13
     assert len(pickle.dumps(sent, protocol=5)) < images + sent.array_bytes + 1000
+
+
+def test_routes_of_the_prefix_are_written_once():
+    plain, routed = (group(7, 7, 7, 7, routes=routes) for routes in (None, np.uint8))
+    tokens = routed.prefix_length + sum(len(s.ids) - routed.prefix_length for s in routed.sequences)
+    assert routed.array_bytes == plain.array_bytes + 6 * tokens
