@@ -9,14 +9,17 @@ from typing import NamedTuple
 class ToyEntry(NamedTuple):
     """One embedded task."""
 
-    module: str  # its `TOY` (`rlinf_vl.toy.task.Toy`) makes the data and the demonstrations
+    source: str  # module:name of the `rlinf_vl.toy.task.Toy` that makes the data and the demonstrations
     columns: tuple[str, ...]  # of its data
     rows: dict[str, int]  # by split, "train" and "val"
 
 
 _QUESTIONS = (("id", "problem", "images", "answer"), {"train": 5840, "val": 152})
 TOYS = {
-    "toy": ToyEntry("rlinf_vl.toy.drawings", *_QUESTIONS),
-    "toy-maze": ToyEntry("rlinf_vl.toy.maze", ("id", "problem", "maze", "answer"), {"train": 4096, "val": 192}),
-    "toy-tool": ToyEntry("rlinf_vl.toy.rectangle_tool", *_QUESTIONS),
+    "toy": ToyEntry("rlinf_vl.toy.drawings:TOY", *_QUESTIONS),
+    "toy-maze": ToyEntry("rlinf_vl.toy.maze:TOY", ("id", "problem", "maze", "answer"), {"train": 4096, "val": 192}),
+    "toy-tool": ToyEntry("rlinf_vl.toy.rectangle_tool:TOY", *_QUESTIONS),
+    # the data of `toy`, and models of other families
+    "toy-qwen3_5": ToyEntry("rlinf_vl.toy.drawings:QWEN3_5", *_QUESTIONS),
+    "toy-qwen3_vl_moe": ToyEntry("rlinf_vl.toy.drawings:MOE", *_QUESTIONS),
 }

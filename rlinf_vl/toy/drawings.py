@@ -11,8 +11,8 @@ import hashlib
 import io
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, Literal
 
@@ -173,11 +173,11 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
     return [question, {"role": "assistant", "content": demonstration(placement.width, placement.height, kind, rng)}]
 
 
-def summary() -> str:
+def summary(model: str = "Qwen3-VL of 0.9 million parameters") -> str:
     """What the toy is and what is planted in it, in plain words; shown wherever its learning curve is."""
     return (
         "The toy task asks for the area or the perimeter of a filled rectangle on a 6x6 grid, in a 48x48 picture. Its "
-        "model is a Qwen3-VL of 0.9 million parameters with random weights, warm-started for "
+        f"model is a {model} with random weights, warm-started for "
         f"{WARM_START_STEPS} supervised steps before reinforcement learning begins.\n"
         "What is planted: the demonstrations of the warm start count each side one cell too long with probability "
         f"{MISCOUNT_PROBABILITY} (a fencepost error), and then calculate correctly with the wrong sides. The model "
@@ -192,3 +192,13 @@ def summary() -> str:
 
 
 TOY = Toy("toy", (__file__,), toy_rows, demonstrate, (), WARM_START_STEPS, 32, summary)
+QWEN3_5 = replace(
+    TOY,
+    model_type="qwen3_5",
+    summary=partial(summary, "Qwen3.5 (three gated delta nets, then a layer of attention) of 0.9 million parameters"),
+)
+MOE = replace(
+    TOY,
+    model_type="qwen3_vl_moe",
+    summary=partial(summary, "Qwen3-VL-MoE (8 experts a layer, 2 of them for a token) of 1.9 million parameters"),
+)

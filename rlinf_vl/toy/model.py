@@ -1,4 +1,4 @@
-"""The toy model: a Qwen3-VL of 0.9 million parameters, random weights, then a short warm start on a task's demonstrations.
+"""The toy models: one to two million random weights of a family, then a short warm start on a task's demonstrations.
 
 The checkpoint is an ordinary one, which transformers loads with its own classes; it is built once and reused.
 """
@@ -13,9 +13,15 @@ import torch
 from rich.progress import Progress, TextColumn
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.data.cache import build_once, cache_root, source_version
@@ -36,10 +42,36 @@ COOLDOWN_STEPS = 80
 GRID = 6
 TEXT_INIT_STD = 0.05
 VISION_INIT_STD = 0.08
+#: model_type → what its toy's text model and vision tower have of their own.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": ({}, {"deepstack_visual_indexes": [0, 1]}),
+    "qwen3_vl_moe": (
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        {"deepstack_visual_indexes": [0, 1, 2]},  # SGLang's number
+    ),
+    "qwen3_5": (
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
+            "full_attention_interval": 4,
+        }
+        | {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+        }
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+            | {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
+        },
+        {},
+    ),
+}
 
 
-def toy_config(toy: Toy) -> Qwen3VLConfig:
-    """The architecture: text 128 wide with 3 layers, vision 64 wide with 3; an image token shows 16×16 pixels."""
+def toy_config(toy: Toy) -> Any:
+    """transformers' config: text 128 wide, vision 64 wide with 3 layers; an image token shows 16×16 pixels."""
     ids = files.special_ids(toy.words)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     text = (
@@ -53,11 +85,13 @@ def toy_config(toy: Toy) -> Qwen3VLConfig:
         {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
         | {"patch_size": files.PATCH_SIZE, "spatial_merge_size": files.MERGE_SIZE}
         | {"temporal_patch_size": files.TEMPORAL_PATCH_SIZE, "num_position_embeddings": GRID**2}
-        | {"deepstack_visual_indexes": [0, 1], "initializer_range": VISION_INIT_STD}
+        | {"initializer_range": VISION_INIT_STD}
     )
-    return Qwen3VLConfig(
-        text_config=text,
-        vision_config=vision,
+    own_text, own_vision = MODELS[toy.model_type]
+    return AutoConfig.for_model(
+        toy.model_type,
+        text_config=text | own_text,
+        vision_config=vision | own_vision,
         tie_word_embeddings=True,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -66,16 +100,25 @@ def toy_config(toy: Toy) -> Qwen3VLConfig:
     )
 
 
-def new_toy_model(toy: Toy, seed: int) -> Qwen3VLForConditionalGeneration:
-    """The model in float32 with random weights: matrices and embeddings normal, biases 0, norms 1."""
-    model = Qwen3VLForConditionalGeneration(toy_config(toy)).float()
+def new_toy_model(toy: Toy, seed: int) -> PreTrainedModel:
+    """The model in float32 with random weights: matrices and embeddings normal, biases 0, norms 1; decays of a gated delta net
+    slow."""
+    model = AutoModelForImageTextToText.from_config(toy_config(toy)).float()
     generator = torch.Generator().manual_seed(seed)
+    drawn = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding | nn.Conv3d) and name != "lm_head":  # tied to the embeddings
             std = VISION_INIT_STD if ".visual." in name else TEXT_INIT_STD
             nn.init.normal_(module.weight, std=std, generator=generator)
+            drawn.add(module.weight)
             if (bias := getattr(module, "bias", None)) is not None:
                 nn.init.zeros_(bias)
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            nn.init.uniform_(weight, -3, 0, generator=generator)
+        elif weight.ndim > 1 and weight not in drawn:  # experts, routers, the convolutions of gated delta nets
+            std = 0.3 if "conv1d" in name else TEXT_INIT_STD
+            nn.init.normal_(weight, std=std, generator=generator)
     return model
 
 
@@ -140,7 +183,7 @@ def _expanded(rendered: str, pictures: list[np.ndarray]) -> str:
 
 def warm_start(
     toy: Toy,
-    model: Qwen3VLForConditionalGeneration,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     processor: Qwen2VLImageProcessorPil,
     *,

@@ -18,7 +18,7 @@ Split = Literal["train", "val"]
 
 @dataclass(frozen=True, slots=True)
 class Toy:
-    """One embedded task; its module, named in `rlinf_vl.config.toys`, has it under the name `TOY`.
+    """One embedded task, and the model for it; `rlinf_vl.config.toys` says where.
 
     Attributes:
         sources: files that decide on data and demonstrations: another text of one, and both are made anew.
@@ -28,6 +28,7 @@ class Toy:
         words: pieces of text that are one token each, beside `rlinf_vl.toy.files.WORDS`.
         steps, batch_size: of the warm start, in conversations.
         summary: what the task is and what is planted in it, in plain words; shown wherever its learning curve is.
+        model_type: the family of the checkpoint.
     """
 
     name: str
@@ -38,11 +39,13 @@ class Toy:
     steps: int
     batch_size: int
     summary: Callable[[], str]
+    model_type: str = "qwen3_vl"
 
 
 def toy_of(name: str) -> Toy:
     """The embedded task of a name in `TOYS`."""
-    return importlib.import_module(TOYS[name].module).TOY
+    module, _, attribute = TOYS[name].source.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def toy_dataset_path(split: Split, toy: str = "toy", *, cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -60,4 +63,4 @@ def toy_dataset_path(split: Split, toy: str = "toy", *, cache_dir: str | os.Path
         pq.write_table(pa.Table.from_pylist(task.make_rows(split), schema=schema), path)
 
     version = source_version(*task.sources, __file__)
-    return build_once(cache_root(cache_dir) / f"{toy}-{version}" / f"{split}.parquet", write)
+    return build_once(cache_root(cache_dir) / f"{task.name}-{version}" / f"{split}.parquet", write)

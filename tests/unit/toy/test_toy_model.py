@@ -14,6 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from rlinf_vl.toy import drawings as task
 from rlinf_vl.toy import files as toy_files
 from rlinf_vl.toy import model as toy
+from rlinf_vl.toy.task import toy_of
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -189,6 +190,21 @@ def test_same_seed_same_weights_another_seed_others() -> None:
     assert first["model.visual.blocks.0.mlp.linear_fc1.weight"].std().item() == pytest.approx(
         toy.VISION_INIT_STD, rel=0.05
     )
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("toy-qwen3_5", 0.90e6), ("toy-qwen3_vl_moe", 1.89e6)])
+def test_models_of_other_families_are_made_alike(name, parameters, tmp_path: Path) -> None:
+    made_for = toy_of(name)
+    toy.build_toy_checkpoint(tmp_path, seed=7, progress=False, toy=name, steps=2)
+    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert model.config.model_type == made_for.model_type != task.TOY.model_type
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.num_parameters() == pytest.approx(parameters, rel=0.01)
+    assert made_for.make_rows is task.toy_rows and made_for.demonstrate is task.demonstrate
+    first, again, other = (toy.new_toy_model(made_for, seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert all(not torch.equal(first[key], other[key]) for key in first if first[key].ndim > 1 or "A_log" in key)
+    assert made_for.summary() in (tmp_path / "README.md").read_text() != task.summary()
 
 
 def test_warm_start_lowers_the_loss(checkpoint: Path, tokenizer, processor) -> None:
