@@ -1,13 +1,17 @@
-"""Keys and values of the rows being decoded, and attention over them.
+"""Keys, values and states of the rows being decoded; attention and delta nets over them.
 
 A group's prompt is stored once, however many samples are drawn from it: the queries of its rows attend to it as one batch
 (as in Juravsky et al. 2024, "Hydragen"), each row attends to its own continuation, and the two softmax parts are merged by
-their log-sum-exp, which is exact.
+their log-sum-exp, which is exact. Layers that are recurrent have a state for each row instead: the prompt's final one is copied
+to its rows, and each step changes it in place.
 """
+
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from rlinf_vl.models.families import DecodeState
+from rlinf_vl.models.kernels.delta import Mixer, delta_step
 from rlinf_vl.models.kernels.products import bfloat16_products
 
 
@@ -17,6 +21,7 @@ class DecodeCache:
     Attributes:
         prompts: layer → keys and values [2, N, H_kv, P, D], right-padded.
         own: layer → keys and values [2, S, H_kv, capacity, D] of what was sampled.
+        states: recurrent layer → [the last inputs of its convolution [S, W - 1, C], its state float32 [S, Hv, dk, dv]].
         prompt_len, own_len: int64 [N], [S].
         group: int64 [S], each row's prompt, non-decreasing.
     """
@@ -27,6 +32,11 @@ class DecodeCache:
         self.device = device
         self.prompts = dict.fromkeys(state.kv_layers, empty)
         self.own = dict.fromkeys(state.kv_layers, empty)
+        dtypes = dtype, torch.float32
+        self.states = {
+            layer: [torch.zeros(0, *shape, dtype=t, device=device) for shape, t in zip(shapes, dtypes, strict=True)]
+            for layer, shapes in state.row_shapes.items()
+        }
         self.prompt_len = none
         self.own_len = none
         self.group = none
@@ -39,12 +49,19 @@ class DecodeCache:
         self._slot = none
         self._dense = True
 
-    def append(self, tokens: torch.Tensor, prompts: list[torch.Tensor], samples: list[int]) -> None:
+    def append(
+        self,
+        tokens: torch.Tensor,
+        prompts: list[torch.Tensor],
+        samples: list[int],
+        states: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
         """Add prompts just prefilled, with `samples[i]` rows each.
 
         Args:
             tokens: keys and values [L, 2, T, H_kv, D] of the layers `prompts` has, in order.
             prompts: which of the T tokens each prompt consists of, int64 [P_i].
+            states: as `self.states`, with an entry for each prompt: of its last token.
         """
         new = torch.tensor(list(map(len, prompts)), device=self.device)
         longest = max([*map(len, prompts), *self.prompt_len.tolist()])
@@ -56,6 +73,9 @@ class DecodeCache:
             self.prompts[layer] = torch.cat([_widen(x, longest) for x in (self.prompts[layer], fresh)], dim=1)
             own = self.own[layer]
             self.own[layer] = torch.cat([own, own.new_zeros(2, len(groups), *own.shape[2:])], dim=1)
+        for layer, old in self.states.items():
+            fanned = [x.repeat_interleave(rows, dim=0) for x in states[layer]]
+            self.states[layer] = [torch.cat(both) for both in zip(old, fanned, strict=True)]
         self.prompt_len = torch.cat([self.prompt_len, new])
         self.own_len = torch.cat([self.own_len, torch.zeros_like(groups)])
         self.group = torch.cat([self.group, groups])
@@ -69,7 +89,12 @@ class DecodeCache:
         for prompts, sampled in zip(self.prompts.values(), self.own.values(), strict=True):
             of_both = prompts[:, group, :, start:length], sampled[:, row, :, :own]
             parts.append(torch.cat(of_both, dim=2).transpose(1, 2))
-        return torch.stack(parts)
+        length = length - start + own
+        return torch.stack(parts) if parts else torch.zeros(0, 2, length, 0, 0, device=self.device)
+
+    def state(self, row: int) -> tuple[torch.Tensor, ...]:
+        """What the recurrent layers, in order, have of a row after all of its tokens but the last one sampled; a copy."""
+        return tuple(x[row].clone() for both in self.states.values() for x in both)
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all rows but `rows` (int64, ascending), and the prompts that no row is left of."""
@@ -77,6 +102,7 @@ class DecodeCache:
         self.own_len = self.own_len[rows]
         longest = max(self.own_len.tolist(), default=0)
         self.own = {layer: kv[:, rows, :, :longest] for layer, kv in self.own.items()}
+        self.states = {layer: [x[rows] for x in both] for layer, both in self.states.items()}
         if len(groups) < len(self.prompt_len):
             self.prompt_len = self.prompt_len[groups]
             longest = max(self.prompt_len.tolist(), default=0)
@@ -112,6 +138,10 @@ class DecodeCache:
         values[row, :, position] = v[:, :, 0]
         own = _partial(q, keys[:, :, : self._length], values[:, :, : self._length], self._own_mask, scaling)
         return _merge(own, self._over_prompts(layer, q, scaling)).to(v.dtype).reshape(rows, 1, heads, dim)
+
+    def mix(self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        """qkv [S, 1, C], g and beta [S, 1, Hv] of the rows' newest tokens → [S, 1, Hv, dv]."""
+        return delta_step(qkv[:, 0], g[:, 0], beta[:, 0], mixer, *self.states[layer]).unsqueeze(1)
 
     def _over_prompts(self, layer: int, q: torch.Tensor, scaling: float) -> list[torch.Tensor]:
         """`_partial` of q [S, H_kv, repeat, D] over each row's prompt: the rows of a prompt are one batch of queries."""

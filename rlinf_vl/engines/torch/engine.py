@@ -50,7 +50,7 @@ class _Pending:
     samples: dict[int, Sample] = field(default_factory=dict)
     kept: Kept | None = None
     patches: list[np.ndarray] = field(default_factory=list)
-    keeps: bool = True  # its keys and values, in its sessions; not if the weights have changed since it was prefilled
+    keeps: bool = True  # what was computed, in its sessions; not if the weights have changed since it was prefilled
 
 
 @dataclass
@@ -300,7 +300,7 @@ class TorchEngine:
             )
         self.prefilled_tokens += sum(computed.lengths)
         samples = [len(request.seeds) for request in requests]
-        self.cache.append(computed.tokens, computed.sequences(), samples)
+        self.cache.append(computed.tokens, computed.sequences(), samples, computed.states)
         for pending in admitted:
             pending.kept = None
         counts = torch.tensor(samples, device=self.device)
@@ -362,7 +362,8 @@ class TorchEngine:
             if before is None:  # the prompt, kept once for all samples
                 before = pending.kept = Kept.of(pending.request, [], (self.cache.cut(i, group, 0, 0),))
             part = self.cache.cut(i, group, len(before.ids), len(row.ids) - 1)
-            self.sessions.put(name, Kept.of(pending.request, row.ids[:-1], (*before.parts, part)))
+            parts = *before.parts, part
+            self.sessions.put(name, Kept.of(pending.request, row.ids[:-1], parts, self.cache.state(i)))
         self.sessions.shrink(self._room())
 
     def _drop_finished(self) -> None:

@@ -13,6 +13,7 @@ from rlinf_vl.engines.torch.sessions import Kept
 from rlinf_vl.models.attention import merge
 from rlinf_vl.models.families import DecodeState, Family
 from rlinf_vl.models.kernels.attention import kernel_for
+from rlinf_vl.models.kernels.delta import DeltaLayout, Mixer, delta_rule
 from rlinf_vl.models.policy import encode_images, hidden_states
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import Request
@@ -61,6 +62,7 @@ class PrefillAttention:
     Attributes:
         lengths: new tokens of each sequence.
         tokens: keys and values [L, 2, K + T, H_kv, D]: the kept tokens of all sequences, then the new ones.
+        states: as `DecodeCache.states`, behind each sequence.
     """
 
     def __init__(
@@ -82,12 +84,18 @@ class PrefillAttention:
         self.tokens = torch.empty(shape, dtype=dtype, device=device)
         make, cu_seqlens = kernel_for(device, dtype), np.cumsum([0, *lengths])
         self._own = make(cu_seqlens, cu_seqlens, True, device)
+        self._delta = DeltaLayout(cu_seqlens, device=device) if state.row_shapes else None
+        self.states: dict[int, list[torch.Tensor]] = {}
+        self._initial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._continued = slice(int(cu_seqlens[fresh]), int(cu_seqlens[-1]))
         if self._n_kept:
             parts = [part for k in kept if k is not None for part in k.parts]
             self.tokens[:, :, : self._n_kept] = torch.cat(parts, dim=2)
             cu_q = cu_seqlens[fresh:] - cu_seqlens[fresh]
             self._over_kept = make(cu_q, np.cumsum([0, *self._kept_lengths[fresh:]]), False, device)
+            parts = [torch.stack(part) for part in zip(*(k.states for k in kept if k is not None), strict=True)]
+            padded = [torch.cat([part.new_zeros(fresh, *part.shape[1:]), part]) for part in parts]
+            self._initial = dict(zip(state.row_shapes, zip(padded[::2], padded[1::2], strict=True), strict=True))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -98,6 +106,12 @@ class PrefillAttention:
             rows = self._continued
             inputs = q_THD[rows], keys[: self._n_kept], values[: self._n_kept]
             merge(out, lse, rows, *self._over_kept.forward(*inputs, scaling))
+        return out.unsqueeze(0)
+
+    def mix(self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        assert self._delta is not None, "the family has not said that this layer is recurrent"
+        row = qkv[0], g[0], beta[0], mixer, self._delta
+        out, *self.states[layer] = delta_rule(*row, self._initial.get(layer))
         return out.unsqueeze(0)
 
     def sequences(self) -> list[torch.Tensor]:

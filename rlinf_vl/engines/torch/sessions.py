@@ -1,4 +1,4 @@
-"""Keys and values kept between the turns of an episode. Nothing but speed depends on them."""
+"""Keys, values and states kept between the turns of an episode. Nothing but speed depends on them."""
 
 import threading
 from collections import Counter, OrderedDict
@@ -19,16 +19,29 @@ class Kept:
     images: tuple[str, ...]  # hashes of the images among them
     #: Keys and values [L, 2, ·, H_kv, D] that make up the K tokens; the prompt of a group is one part, which its sessions share.
     parts: tuple[torch.Tensor, ...] = field(repr=False)
+    #: What recurrent layers have behind exactly these tokens (`DecodeCache.state`); () where there are no such layers.
+    states: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return *self.parts, *self.states
 
     @classmethod
-    def of(cls, request: Request, sampled: Sequence[int], parts: tuple[torch.Tensor, ...]) -> "Kept":
+    def of(
+        cls,
+        request: Request,
+        sampled: Sequence[int],
+        parts: tuple[torch.Tensor, ...],
+        states: tuple[torch.Tensor, ...] = (),
+    ) -> "Kept":
         """What is kept of a prompt and the tokens sampled behind it."""
         ids = np.concatenate([request.ids, np.asarray(sampled, np.int32)])
-        return cls(ids, tuple(image.hash for image in request.images), parts)
+        return cls(ids, tuple(image.hash for image in request.images), parts, states)
 
     def begun(self, request: Request, image_token_id: int) -> "Kept | None":
         """What of this the request begins with, images whole: all of it, or what stands before the first difference, as where an
-        answer lost its thoughts in the history. At least one token of the request is left to compute. None: nothing."""
+        answer lost its thoughts in the history. At least one token of the request is left to compute. None: nothing. With states
+        it is all or nothing, as they can't be cut."""
         n = min(len(self.ids), len(request.ids) - 1)
         differing = np.flatnonzero(self.ids[:n] != request.ids[:n])
         n = int(differing[0]) if len(differing) else n
@@ -40,6 +53,8 @@ class Kept:
         n = n if other is None else min(n, int(starts[other]))
         if n == len(self.ids) or n == 0:
             return self if n else None
+        if self.states:
+            return None
         parts, left = [], n
         for part in self.parts:
             parts += [part if part.shape[2] <= left else part[:, :, :left].clone()] if left > 0 else []
@@ -86,7 +101,7 @@ class Sessions:
         with self._lock:
             if name in self._kept:
                 self._drop(name)
-                for part in kept.parts:
+                for part in kept.tensors:
                     self.bytes += part.nbytes * (part not in self._users)
                     self._users[part] += 1
                 self._kept[name] = kept
@@ -105,7 +120,7 @@ class Sessions:
         if kept is None:
             return
         self._kept[name] = None
-        for part in kept.parts:
+        for part in kept.tensors:
             self._users[part] -= 1
             if not self._users[part]:
                 del self._users[part]

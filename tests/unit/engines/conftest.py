@@ -5,17 +5,15 @@ from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import use_packed_attention
 
-FAMILY = family_of("qwen3_vl")
-
 
 @pytest.fixture
 def engine_of():
     made = []
 
-    def make(max_running=64, **kwargs):
+    def make(max_running=64, family="qwen3_vl", **kwargs):
         engine = TorchEngine(
-            use_packed_attention(tiny_model(), FAMILY),
-            FAMILY,
+            use_packed_attention(tiny_model(family=family, **kwargs.pop("sizes", {})), family_of(family)),
+            family_of(family),
             banned=banned(),
             pixels=kwargs.pop("pixels", pixels),
             image_token_id=IMAGE_ID,

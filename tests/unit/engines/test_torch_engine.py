@@ -12,6 +12,9 @@ from tiny import request as tiny_request
 from rlinf_vl.controller.mismatch import Score, judge
 from rlinf_vl.types import Sample, SamplingParams
 
+#: Those whose rows have states of their own, beside one that has keys and values only.
+FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+
 
 def prompts():
     rng = np.random.default_rng(1)
@@ -23,8 +26,9 @@ def request(g, n, seed=0, **sampling):
     return replace(g, sampling=SamplingParams(stop_ids=(EOS,), **sampling), seeds=tuple(range(seed, seed + n)))
 
 
-def test_greedy_ids_are_those_of_generate(engine_of):
-    engine, model = engine_of(), tiny_model()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_ids_are_those_of_generate(engine_of, family):
+    engine, model = engine_of(family=family), tiny_model(family=family)
     done = engine.generate([request(g, 2, temperature=0.0, max_new_tokens=12) for g in prompts()])
     for g, completion in zip(prompts(), done, strict=True):
         ids = torch.from_numpy(g.ids)[None].long()
@@ -52,9 +56,10 @@ def test_greedy_ids_are_those_of_generate(engine_of):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("max_running", [5, 64])
-def test_logprobs_are_those_of_the_sampling_distribution(engine_of, temperature, max_running):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_the_sampling_distribution(engine_of, temperature, max_running, family):
     """With 5 places for 4 samples each, slots are refilled; nothing may change by it."""
-    engine, model = engine_of(max_running), tiny_model()
+    engine, model = engine_of(max_running, family), tiny_model(family=family)
     done = engine.generate(
         [request(g, 4, seed=10 * i, temperature=temperature, max_new_tokens=10) for i, g in enumerate(prompts())]
     )
@@ -67,11 +72,12 @@ def test_logprobs_are_those_of_the_sampling_distribution(engine_of, temperature,
             np.testing.assert_allclose(sample.logprobs, expected.detach().numpy(), atol=2e-5)
 
 
-def test_what_is_sampled_does_not_depend_on_the_company(engine_of):
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_what_is_sampled_does_not_depend_on_the_company(engine_of, family):
     requests = [request(g, 3, seed=7 * i, max_new_tokens=9) for i, g in enumerate(prompts())]
-    together = engine_of(64).generate(requests)
-    crowded = engine_of(4).generate(requests)
-    alone = [engine_of(64).generate([r])[0] for r in requests]
+    together = engine_of(64, family).generate(requests)
+    crowded = engine_of(4, family).generate(requests)
+    alone = [engine_of(64, family).generate([r])[0] for r in requests]
     for a, b, c in zip(together, crowded, alone, strict=True):
         for x, y, z in zip(a.samples, b.samples, c.samples, strict=True):
             assert x.ids.tolist() == y.ids.tolist() == z.ids.tolist()
@@ -132,8 +138,9 @@ def test_samples_follow_the_distribution(engine_of):
     assert excess(without_likeliest) > 20, "an engine that never draws the likeliest token must not pass"
 
 
-def test_new_weights_are_used_and_marked(engine_of):
-    engine, other = engine_of(), tiny_model(seed=5)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_weights_are_used_and_marked(engine_of, family):
+    engine, other = engine_of(family=family), tiny_model(seed=5, family=family)
     g = prompts()[0]
     engine.load_weights([{name: p.detach() for name, p in other.named_parameters()}], version=3)
     sample = engine.generate([request(g, 1, max_new_tokens=6)])[0].samples[0]

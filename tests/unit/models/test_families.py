@@ -111,10 +111,7 @@ def test_packed_logprobs_and_gradients_are_those_of_transformers(family, share):
             )
 
 
-DECODED = [name for name in FAMILIES if not name.startswith("qwen3_5")]  # the torch engine has no states of rows yet
-
-
-@pytest.mark.parametrize("family", [FAMILIES[name] for name in DECODED], ids=DECODED)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_the_torch_engine_samples_with_the_logprobs_of_transformers(family):
     rng = np.random.default_rng(1)
     sampling = SamplingParams(max_new_tokens=12)
