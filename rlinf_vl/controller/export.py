@@ -32,10 +32,11 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16") -> None:
 
         path = str(toy_checkpoint_path(path))
     trust = model_config.trust_remote_code
-    model = load_model(path, family_of(model_config.model_type, path, trust), DTYPES["fp32"], trust_remote_code=trust)
+    family = family_of(model_config.model_type, path, trust)
+    model = load_model(path, family, DTYPES["fp32"], trust_remote_code=trust)
     load_weights_only(folder / ACTOR_FOLDER, model)
     output.mkdir(parents=True, exist_ok=True)
     model.config._attn_implementation = "sdpa"
     model.to(DTYPES[dtype])  # pyright: ignore[reportArgumentType]  # its decorator hides self
-    save_model(model, output)
+    save_model(model, family, output)
     copy_processor_files(path, output)

@@ -2,11 +2,13 @@
 
 import shutil
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -53,6 +55,25 @@ def weight_shapes(config: Any, family: Family, trust_remote_code: bool) -> dict[
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
+def stored_as_in_memory(path: str | Path, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a checkpoint has weights, in a layout that `Family.engine_names` changes, as transformers has them in memory, with
+    these `weight_shapes`: so it saves them by itself, and so it reads them (`save_model` writes them as SGLang reads them)."""
+
+    def changes(name: str) -> bool:
+        weight = torch.empty(tuple(range(2, 2 + len(shapes[name]))), device="meta")  # no two sizes alike
+        return all(part.shape != weight.shape for _, part in family.engine_names(name, weight))
+
+    changed, folder = set(filter(changes, shapes)), Path(path)
+    if changed and not folder.is_dir():
+        folder = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
+    for file in folder.glob("*.safetensors") if changed else ():
+        with safe_open(file, "pt") as weights:
+            for name in changed.intersection(weights.keys()):
+                if tuple(weights.get_slice(name).get_shape()) == shapes[name]:
+                    return True
+    return False
+
+
 def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedModel:
     """Make a transformers model attend through an `AttentionContext`, and compute by the forwards in `family.layers`; returns
     the model. Modules and weights stay as they are.
@@ -79,12 +100,21 @@ def mixtures(model: nn.Module, family: Family) -> list[Any]:
     return [m for m in model.modules() if family.layers.get(type(m).__name__) is mixture_forward]
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write weights and config in HF format."""
-    model.save_pretrained(folder)
+def save_model(model: PreTrainedModel, family: Family, folder: Path) -> None:
+    """Write weights and config in HF format, as both transformers and SGLang load it: with `Family.engine_names`.
+
+    transformers tells layouts by their shape, so a square matrix stays in its own: SGLang would read that transposed.
+    """
+    weights = {}
+    for name, weight in model.named_parameters():
+        for part, value in family.engine_names(name, weight.detach()):
+            weights[part] = weight.detach() if value.shape == weight.shape else value
+    for part, keys in family.engine_config(model.config).items():
+        getattr(model.config, part).update(keys)
+    model.save_pretrained(folder, state_dict=weights, save_original_format=False)
     mode = (folder / "config.json").stat().st_mode
-    for weights in folder.glob("*.safetensors"):  # which safetensors lets only their owner read
-        weights.chmod(mode)
+    for file in folder.glob("*.safetensors"):  # which safetensors lets only their owner read
+        file.chmod(mode)
 
 
 def part_of(name: str, family: Family) -> str:
@@ -125,8 +155,6 @@ def copy_processor_files(source: str | Path, target: Path) -> None:
     """Copy tokenizer, chat template, image processor and generation config of a checkpoint folder or cached hub model."""
     folder = Path(source)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
         folder = Path(snapshot_download(str(source), allow_patterns=list(TOKENIZER_AND_PROCESSOR_FILES)))
     for name in TOKENIZER_AND_PROCESSOR_FILES:
         if (folder / name).exists():

@@ -25,6 +25,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.data.cache import build_once, cache_root, source_version
+from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.loading import save_model
 from rlinf_vl.toy import files, task
 from rlinf_vl.toy.task import Toy
@@ -246,7 +247,7 @@ def build_toy_checkpoint(
         torch.set_num_threads(threads)
     disable_progress_bar()  # transformers' bar for one file of 4 MB
     model.generation_config = GenerationConfig.from_pretrained(folder)
-    save_model(model, folder)
+    save_model(model, FAMILIES[model.config.model_type], folder)
     made = f"Seed {seed}, {steps} steps of warm start, last loss {loss:.3f}"
     text = f"# Toy checkpoint\n\n{made_for.summary()}\n\n{made}, {model.num_parameters():,} parameters in float32.\n"
     (folder / "README.md").write_text(text, encoding="utf-8")

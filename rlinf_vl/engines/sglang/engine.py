@@ -37,9 +37,9 @@ from rlinf_vl.engines.sglang.pixels import PixelFiles
 from rlinf_vl.engines.sglang.process import Host
 from rlinf_vl.engines.sglang.settings import PROCESSORS, Settings
 from rlinf_vl.models.families import Family
-from rlinf_vl.models.loading import weight_shapes
+from rlinf_vl.models.loading import load_model, stored_as_in_memory, weight_shapes
 from rlinf_vl.transport.broadcast import WeightGroup
-from rlinf_vl.transport.buckets import Label
+from rlinf_vl.transport.buckets import Label, group_by_size
 from rlinf_vl.types import Completion, ImageRef, Request
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,8 @@ class SglangEngine:
         config = self._checked_config(family)
         self.shapes: dict[str, tuple[int, ...]] = {}  # of all weights, by the engine's names
         self.tower_weights: set[str] = set()
-        for name, shape in weight_shapes(config, family, settings.trust_remote_code).items():
+        shapes = weight_shapes(config, family, settings.trust_remote_code)
+        for name, shape in shapes.items():
             weight = torch.empty(shape, device="meta")
             parts = {part: tuple(value.shape) for part, value in family.engine_names(name, weight)}
             self.shapes |= parts
@@ -105,13 +106,22 @@ class SglangEngine:
             state = family.decode_state(config)
             kv_tokens = settings.kv_tokens_that_fit(state.token_bytes(settings.dtype), state.row_bytes())
         os.environ.update(settings.environment())
-        self.host = Host(settings.server_arguments(kv_tokens))
+        arguments = settings.server_arguments(kv_tokens, family.engine_config(config))
+        unread = None
+        if stored_as_in_memory(settings.model_path, family, shapes):  # which SGLang would read transposed, or die of
+            arguments["load_format"] = "dummy"
+            trust = settings.trust_remote_code
+            unread = load_model(settings.model_path, family, settings.dtype, trust_remote_code=trust)
+        self.host = Host(arguments)
         processor = type(self.host.manager.mm_processor)
         if family.vision_tower and not processor.__module__.startswith(
             PROCESSORS
         ):  # a failed import of ours is only logged
             self.close()
             raise EngineDied(f"SGLang would process images by {processor.__module__}, not by {PROCESSORS}")
+        if unread is not None:
+            named = (part for name, p in unread.named_parameters() for part in family.engine_names(name, p.detach()))
+            self.load_weights(map(dict, group_by_size(named)), version=0)
 
     def _checked_config(self, family: Family) -> Any:
         """The checkpoint's config, if an engine can run on it with these settings, on this machine."""

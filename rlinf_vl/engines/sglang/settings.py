@@ -3,6 +3,7 @@
 Nothing is started here and SGLang is not imported, so that the choice can be tested without a device.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,9 +52,13 @@ class Settings:
     trust_remote_code: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
-    def server_arguments(self, kv_tokens: int) -> dict[str, Any]:
-        """Arguments of SGLang's `ServerArgs` (0.5.23), by its own names. `kv_tokens`: size of the KV cache on the CPU, where it
-        would take most of the memory."""
+    def server_arguments(self, kv_tokens: int, model_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Arguments of SGLang's `ServerArgs` (0.5.23), by its own names.
+
+        Args:
+            kv_tokens: size of the KV cache on the CPU, where it would take most of the memory.
+            model_config: keys in place of those in the checkpoint's config.json.
+        """
         arguments: dict[str, Any] = {
             "model_path": self.model_path,
             "trust_remote_code": self.trust_remote_code,
@@ -70,6 +75,8 @@ class Settings:
             "mm_feature_transport": "cpu",  # on large Hopper GPUs the default keeps 1 GiB of the GPU for pixels
             "mm_preprocess_cache_size_mb": 0,  # pixels come processed
         }
+        if model_config:
+            arguments["json_model_override_args"] = json.dumps(model_config)
         if self.device == "cpu":
             arguments |= {
                 "device": "cpu",

@@ -125,6 +125,8 @@ class Family:
     decode_state: Callable[[Any], DecodeState]  # config → what an engine stores
     #: (name, weight) in transformers → the same as SGLang loads it
     engine_names: Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]] = same_name
+    #: config → keys of its parts that SGLang reads and transformers' config may lack, or ignores
+    engine_config: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda config: {}
     mixture: Callable[[Any], Mixture | None] = lambda config: None  # config → its mixtures of experts
 
 

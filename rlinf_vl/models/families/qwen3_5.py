@@ -33,12 +33,19 @@ def layers_of(prefix: str) -> dict[str, Any]:
     }
 
 
+def engine_config(config: Any) -> dict[str, dict[str, Any]]:
+    """Of each n layers the last one attends, which transformers has as a list: `layer_types`."""
+    kinds = config.text_config.layer_types
+    return {"text_config": {"full_attention_interval": kinds.index("full_attention") + 1}}
+
+
 FAMILY: Family = replace(
     QWEN3_VL,
     model_type="qwen3_5",
     projector=("model.visual.merger",),
     layers=layers_of("Qwen3_5"),
     text_forward=text_forward,
+    engine_config=engine_config,
 )
 MOE: Family = replace(
     FAMILY, model_type="qwen3_5_moe", layers=layers_of("Qwen3_5Moe") | mixtures_of("Qwen3_5Moe"), mixture=mixture

@@ -88,6 +88,11 @@ def transposed_experts(name: str, weight: torch.Tensor) -> Iterable[tuple[str, t
     return ((name, weight.transpose(1, 2).contiguous() if fused else weight),)
 
 
+def normed_routes(config: Any) -> dict[str, dict[str, Any]]:
+    """The weights of a token's experts add up to 1, whatever the config says: so transformers computes it."""
+    return {"text_config": {"norm_topk_prob": True}}
+
+
 FAMILY = Family(
     model_type="qwen3_vl",
     text_model="model.language_model",
@@ -115,4 +120,5 @@ MOE = replace(
     layers=layers_of("Qwen3VLMoe") | mixtures_of("Qwen3VLMoeText"),
     mixture=mixture,
     engine_names=transposed_experts,
+    engine_config=normed_routes,
 )

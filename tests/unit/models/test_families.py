@@ -135,5 +135,5 @@ def test_the_torch_engine_samples_with_the_logprobs_of_transformers(family):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_the_family_of_a_checkpoint_is_found(family, tmp_path):
-    save_model(tiny_model(family=family.model_type), tmp_path)
+    save_model(tiny_model(family=family.model_type), family, tmp_path)
     assert family_of("auto", tmp_path) is family

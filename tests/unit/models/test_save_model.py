@@ -1,20 +1,24 @@
-"""A model that is written can be read by those who may read its folder."""
+"""A model that is written can be read: by transformers and SGLang alike, and by those who may read its folder."""
 
 import os
 
+import numpy as np
 import pytest
-from transformers import AutoImageProcessor, AutoTokenizer
+import torch
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from rlinf_vl.models.loading import copy_processor_files, save_model
+from rlinf_vl.models.families import FAMILIES, family_of
+from rlinf_vl.models.loading import copy_processor_files, save_model, stored_as_in_memory, weight_shapes
 from rlinf_vl.toy.files import write_toy_files
-from tests.tiny import tiny_model
+from tests.tiny import group, tiny_model, transformers_logprobs
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
 def test_files_have_the_mode_that_the_umask_gives(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
-        save_model(tiny_model(), tmp_path)
+        save_model(tiny_model(), family_of("qwen3_vl"), tmp_path)
     finally:
         os.umask(before)
     assert (tmp_path / "model.safetensors").is_file()
@@ -32,3 +36,36 @@ def test_tokenizer_and_image_processor_load_without_torchvision(tmp_path):
     (target / "config.json").write_text('{"model_type": "qwen3_vl"}')
     assert AutoTokenizer.from_pretrained(target).eos_token_id is not None
     assert AutoImageProcessor.from_pretrained(target).patch_size == 8
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_plain_transformers_computes_the_same_with_what_was_saved(family, tie, tmp_path):
+    model = tiny_model(3, tie, family=family.model_type, text={"moe_intermediate_size": 24})
+    shown = group(np.random.default_rng(0), [(2, 3), (1, 2)] if family.vision_tower else [], [9])
+    expected = transformers_logprobs(model, shown, 0)
+    save_model(model, family, tmp_path)
+    read = family.auto_model.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(transformers_logprobs(read, shown, 0), expected, atol=2e-6, rtol=0)
+    shapes = {name: tuple(value.shape) for name, value in load_file(tmp_path / "model.safetensors").items()}
+    for name, value in model.named_parameters():
+        for part, theirs in family.engine_names(name, value):
+            assert shapes.pop(part) == tuple(theirs.shape), "a name and layout of SGLang's"
+    assert not shapes
+
+
+@pytest.mark.parametrize("size", [16, 24, 32])
+def test_experts_that_only_transformers_can_read_are_known(size, tmp_path):
+    """It saves them in its own layout, and tells another by its shape: not where a matrix is square (of 32 · 32)."""
+    family, model = family_of("qwen3_vl_moe"), tiny_model(family="qwen3_vl_moe", text={"moe_intermediate_size": size})
+    shapes = weight_shapes(model.config, family, False)
+    for folder, save in (
+        (tmp_path / "theirs", model.save_pretrained),
+        (tmp_path / "ours", lambda f: save_model(model, family, f)),
+    ):
+        save(folder)
+        read = AutoModelForImageTextToText.from_pretrained(folder)
+        for (name, a), b in zip(model.named_parameters(), read.parameters(), strict=True):
+            assert torch.equal(a, b), name
+        assert stored_as_in_memory(folder, family, shapes) == (folder.name == "theirs" or size in (16, 32))
+    assert not stored_as_in_memory(folder, family_of("qwen3_vl"), shapes)
