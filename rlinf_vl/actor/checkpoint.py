@@ -7,13 +7,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from rlinf_vl.errors import RunError
+from rlinf_vl.models.lora import is_adapter
 
 
-def save(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save(
+    folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
+) -> None:
     """Write the sharded state, and this rank's random states, under `folder`; OSError if some rank can't. Collective. The learning
-    rate is not part of it: it follows from the config and the step."""
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    rate is not part of it: it follows from the config and the step. `trained_only`: without weights that are not trained."""
+    options = StateDictOptions(ignore_frozen_params=trained_only)
+    model_state, optimizer_state = get_state_dict(policy, optimizer, options=options)
     random = {"cpu": torch.get_rng_state()}  # torch's generators are the only ones that training may draw from
     if torch.cuda.is_available():
         random["cuda"] = torch.cuda.get_rng_state()
@@ -28,15 +34,34 @@ def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Opti
     """Read what `save` wrote, on any number of ranks; a rank that did not exist then keeps its random states. Collective.
 
     Of the optimizer, its moments are read; its settings (learning rate, weight decay, …) stay those of the config. A weight that
-    was frozen when the checkpoint was written, and is trained now, starts without moments.
+    was frozen when the checkpoint was written, and is trained now, starts without moments. A checkpoint of adapters leaves the
+    weights below them as they are.
+
+    Raises:
+        RunError: the checkpoint has other adapters, or none.
     """
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     known = FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {name.removeprefix("model.") for name in known if name.startswith("model.")}
+    trained = {name: tuple(p.shape) for name, p in policy.named_parameters() if p.requires_grad}
+    others = [n for n, shape in trained.items() if tuple(getattr(known.get(f"model.{n}"), "size", ())) != shape]
+    if others or any(is_adapter(name) and name not in trained for name in saved):
+        raise RunError(
+            f"runner.resume_dir: the checkpoint at {folder.parent} was written with other adapters ({(others or ['more'])[0]} …); "
+            "set actor.model.is_lora and actor.model.lora to what its run's config.yaml says, or start afresh"
+        )
+    model_state = {name: value for name, value in model_state.items() if name in saved}
     moments = optimizer_state["state"]
     assert isinstance(moments, dict)
     state = {name: value for name, value in moments.items() if f"optimizer.state.{name}.step" in known}
     dcp.load({"model": model_state, "optimizer": {"state": state}}, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
-    set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    set_state_dict(
+        policy,
+        optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=StateDictOptions(strict=False),
+    )
     for name, param in policy.named_parameters():
         if name in moments and name not in state:
             del optimizer.state[param]

@@ -25,7 +25,8 @@ from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all
 from rlinf_vl.actor.offload import Offload
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config, OptimConfig
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import DTYPES, PARTS, checkpoint_blocks, freeze, load_model, part_of, vocab_size
+from rlinf_vl.models.loading import DTYPES, PARTS, checkpoint_blocks, load_model, part_of, vocab_size
+from rlinf_vl.models.lora import adapters_off, engine_weights, is_adapter, train_parts, with_adapter
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.vision_cache import VisionCache
@@ -62,14 +63,19 @@ class Trainer:
         self.algorithm = algorithm
         self.total_steps = total_steps
         self.frozen_differ = False  # from those of the engines' first weights
-        self.policy = self._sharded(load(torch.float32), frozen=False)  # master weights
+        computes = DTYPES[actor.fsdp_config.mixed_precision.param_dtype]  # what never changes is stored as it computes
+        self.policy = self._sharded(load(computes if actor.model.is_lora else torch.float32), frozen=False)
         self.reference: PolicyModel | None = None
-        if algorithm.kl_beta > 0:  # it never changes, so it is stored as it computes
-            self.reference = self._sharded(load(DTYPES[actor.fsdp_config.mixed_precision.param_dtype]), frozen=True)
+        if algorithm.kl_beta > 0:  # of LoRA, the policy without its adapters
+            self.reference = self.policy if actor.model.is_lora else self._sharded(load(computes), frozen=True)
         self.optimizer = make_optimizer(self.policy, actor.optim)
         self.scheduler = self._schedule(done=0)
-        self.memory = Offload(self.policy, self.optimizer, self.reference, mesh.device)
-        encodes_once = self.policy.family.vision_tower and not actor.model.trains_vision
+        own_reference = None if self.reference is self.policy else self.reference
+        self.memory = Offload(self.policy, self.optimizer, own_reference, mesh.device)
+        family, named = self.policy.family, self.policy.model.named_parameters()
+        trained = {part_of(name, family) for name, p in named if p.requires_grad}
+        self.trains_vision = not trained <= {"language_model"}  # images must then be encoded again in every micro-batch
+        encodes_once = family.vision_tower and not self.trains_vision
         cache = VisionCache(int(actor.vision_cache_gb * 2**30), mesh.device) if encodes_once else None
         self.batches = BatchMaker(self.policy, collate, cache, max_tokens * collate.merge_size**2)
 
@@ -78,7 +84,8 @@ class Trainer:
         if frozen:
             policy.requires_grad_(False)
         else:
-            freeze(policy.model, policy.family, self.actor.model.frozen_parts)
+            model = self.actor.model
+            train_parts(policy.model, policy.family, model.frozen_parts, model.adapters)
         if fsdp.gradient_checkpointing and not frozen:
             checkpoint_blocks(policy.model, fsdp.gradient_checkpointing_use_reentrant)
         if not fsdp.cpu_offload:
@@ -109,7 +116,7 @@ class Trainer:
             for i, (batch, features) in enumerate(self.batches(mini, groups, advantages)):
                 ref_logprobs = None
                 if self.reference is not None:
-                    with torch.no_grad(), span("reference"):
+                    with torch.no_grad(), span("reference"), adapters_off(self.reference.model):
                         ref_logprobs, _ = self.reference(batch, features)
                 reduce_in_backward(self.policy, not gathers_once or i == len(mini.micro_batches) - 1)
                 with span("forward", micro_batch=i):
@@ -137,14 +144,19 @@ class Trainer:
         """Logprobs of the weights as they are, for every micro-batch of every mini-batch; [] where no pass is needed.
 
         The first optimizer step starts from these very weights, so its own forward gives them: `auto` makes the pass for the
-        mini-batches behind it only, `true` for all, `false` (the engine's logprobs stand in) for none.
+        mini-batches behind it only, `true` for all, `false` (the engine's logprobs stand in) for none. Dropout is for gradients
+        alone, so with it the step's own forward gives no old logprobs.
         """
-        first = {"true": 0, "auto": 1, "false": len(minibatches)}[self.algorithm.recompute_logprobs]
+        auto = 0 if self.actor.model.is_lora and self.actor.model.lora.dropout else 1
+        first = {"true": 0, "auto": auto, "false": len(minibatches)}[self.algorithm.recompute_logprobs]
+        self.policy.eval()
         with torch.no_grad():
-            return [
+            old = [
                 [self.policy(*batch)[0] for batch in self.batches(mini, groups, advantages)] if m >= first else []
                 for m, mini in enumerate(minibatches)
             ]
+        self.policy.train()
+        return old
 
     def _optimize(self) -> MetricSums:
         """Clip the gradient by its norm over all shards, and take an optimizer step unless that norm is not finite."""
@@ -176,32 +188,40 @@ class Trainer:
         no_advantage = {g: [[0.0] * len(t.turns) for t in group.trajectories] for g, group in groups.items()}
         pairs = zip(*(make(mini, groups, no_advantage) for make in makers), strict=True)
         rows = []
+        self.policy.eval()
         for pair, items in zip(pairs, mini.micro_batches, strict=True):
             found = [(batch, self.policy(batch)[0].cpu().numpy()) for batch, _ in pair]
             for place, item in enumerate(items):
                 where = pair[0][0].trajectories == place
                 sums = [float(np.abs(batch.rollout_logprobs - logprobs)[where].sum()) for batch, logprobs in found]
                 rows.append((item.group, int(where.sum()), *sums))
+        self.policy.train()
         reshard_all(self.policy)
         return rows
 
     def weights(self, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """Name (the transformers model's own) and whole value of every weight that the engines need, cast once to `dtype`, on
-        `device`. A tied weight appears once. Every rank must exhaust it; on the device `meta` one rank alone may."""
-        for name, param in self.policy.model.named_parameters():
-            if not param.requires_grad and not self.frozen_differ:
+        `device`. A tied weight appears once. Of a model with adapters, the weights that these change, with them added; or the
+        adapters, by their own names (`actor.model.lora.sync`). Every rank must exhaust it; on the device `meta` one rank alone
+        may."""
+        merged = self.actor.model.lora.sync == "merged"
+        for name, param, adapter in engine_weights(self.policy.model, merged):
+            if not param.requires_grad and adapter is None and not self.frozen_differ:
                 continue
             value = param.detach()
             if device == "meta":
                 value = torch.empty(param.shape, device="meta")
-            elif isinstance(value, DTensor):
-                value = value.to(self.mesh.device, dtype)  # from host memory, with `fsdp_config.cpu_offload`
+            else:
+                value = value.to(self.mesh.device)  # from host memory, with `fsdp_config.cpu_offload`
+                value = (with_adapter(value, adapter) if adapter else value).to(dtype)
                 value = value.full_tensor() if isinstance(value, DTensor) else value
             yield name, value.to(device, dtype)
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint; OSError where some rank could not."""
-        checkpoint.save(Path(folder), dist.get_rank(), self.policy, self.optimizer)
+        model = self.actor.model
+        trained_only = model.is_lora and model.lora.save_lora_only
+        checkpoint.save(Path(folder), dist.get_rank(), self.policy, self.optimizer, trained_only=trained_only)
 
     def load(self, folder: str, step: int) -> None:
         """Read the checkpoint of `step`, written on any number of ranks.
@@ -217,7 +237,7 @@ class Trainer:
         self.frozen_differ = bool(differ)
         if self.batches.cache is not None:
             self.batches.cache.clear()
-            if self.frozen_differ and self.reference is not None:
+            if self.frozen_differ and self.reference not in (None, self.policy):
                 self.batches = self.batches.without_cache()
 
     def _frozen_fingerprint(self) -> int:
@@ -227,17 +247,22 @@ class Trainer:
 
 
 def parts_table(policy: PolicyModel, mesh: Mesh, actor: ActorConfig) -> str:
-    """What is trained, a line a part: parameters, dtypes, over how many ranks they are sharded, learning rate."""
+    """What is trained, a line a part and one for its adapters: parameters, dtypes, over how many ranks they are sharded, learning
+    rate."""
     rates = learning_rates(actor.optim)
-    lines = [f"{'part':<16}{'parameters':>14}{'trained':>14}  weights, compute  ranks  learning rate"]
+    lines = [f"{'part':<23}{'parameters':>14}{'trained':>14}  weights, compute  ranks  learning rate"]
     for part in PARTS:
-        own = [p for name, p in policy.model.named_parameters() if part_of(name, policy.family) == part]
-        if own:
+        named = [(n, p) for n, p in policy.model.named_parameters() if part_of(n, policy.family) == part]
+        for what in ("", " adapters"):
+            own = [p for name, p in named if is_adapter(name) == bool(what)]
+            if not own:
+                continue
             trained = sum(p.numel() for p in own if p.requires_grad)
             dtypes = f"{str(own[0].dtype).removeprefix('torch.')}, {actor.fsdp_config.mixed_precision.param_dtype}"
             rate = f"{rates[part]:g}" if trained else "frozen"
             total = sum(p.numel() for p in own)
-            lines.append(f"{part:<16}{total:>14,}{trained:>14,}  {dtypes:<16}  {mesh.sharding.size():>5}  {rate:>13}")
+            shards = mesh.sharding.size()
+            lines.append(f"{part + what:<23}{total:>14,}{trained:>14,}  {dtypes:<16}  {shards:>5}  {rate:>13}")
     return "\n".join(lines)
 
 

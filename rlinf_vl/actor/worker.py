@@ -60,7 +60,7 @@ class ActorRank:
         join_ranks(self.device, self.rank, size, address)
         mesh = Mesh.make(self.device, shard=shard)
         self.trainer = load_trainer(self.config, self.model_path, mesh, total_steps)
-        policy, trained = self.trainer.policy, self.config.actor.model.trains_vision
+        policy, trained = self.trainer.policy, self.trainer.trains_vision
         precision = self.config.actor.fsdp_config.mixed_precision
         log.info("rank %d of %d ready on %s, %s", self.rank, size, self.device, precision)
         table = parts_table(policy, mesh, self.config.actor)

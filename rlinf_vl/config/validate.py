@@ -6,6 +6,7 @@ What one key allows by itself stands in the schema, beside the key. What depends
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
@@ -211,17 +212,54 @@ def _data(config: Config) -> Iterator[str]:
             yield f"data.image_hosts: {host!r} is no plain host name; write it as in images.example.org, without scheme or port"
 
 
+def _lora(config: Config) -> Iterator[str]:
+    """What goes without saying with adapters, and what they can't have."""
+    model, lora = config.actor.model, config.actor.model.lora
+    for key, contradicts in (
+        ("freeze_vision_tower: false", not model.freeze_vision_tower),
+        ("freeze_projector: false", model.freeze_projector is False),
+        ("freeze_language_model: true", model.freeze_language_model),
+    ):
+        if contradicts:
+            yield (
+                f"actor.model.{key} with actor.model.is_lora=true: only adapters are trained, those in "
+                "actor.model.lora.target_modules (language, vision, projector, …); leave it out"
+            )
+    for key in ("target_modules", "exclude_modules"):
+        for entry in getattr(lora, key):
+            try:
+                re.compile(entry)
+            except re.error as error:
+                yield f"actor.model.lora.{key}: {entry!r} is no regular expression ({error}); write it as in .*q_proj"
+    if not lora.target_modules:
+        yield "actor.model.lora.target_modules: empty; name language, vision, projector, all-linear or modules"
+    if config.actor.fsdp_config.gradient_checkpointing_use_reentrant:
+        yield (
+            "actor.fsdp_config.gradient_checkpointing_use_reentrant: true with actor.model.is_lora=true: the reentrant variant has "
+            "no gradients behind embeddings that are not trained; set it false"
+        )
+    if lora.sync == "adapters" and config.rollout.rollout_backend == "sglang":
+        yield (
+            "actor.model.lora.sync: adapters with rollout.rollout_backend=sglang is not available; set it to merged, or the backend "
+            "to torch"
+        )
+
+
 def _actor_and_reward(config: Config) -> Iterator[str]:
     actor, reward, on_cpu = config.actor, config.reward, config.cluster.device == "cpu"
     if actor.model.is_lora:
-        yield "actor.model.is_lora: true is not available yet; set it false"
-    if len(actor.model.frozen_parts) == 3:
+        yield from _lora(config)
+    elif len(actor.model.frozen_parts) == 3:
         yield (
             "actor.model: freeze_vision_tower, freeze_projector and freeze_language_model leave nothing to train; set one of "
             "them false"
         )
     for part in ("vision_tower", "projector"):
-        if part in actor.model.frozen_parts and getattr(actor.optim, f"{part}_lr") is not None:
+        if (
+            not actor.model.is_lora
+            and part in actor.model.frozen_parts
+            and getattr(actor.optim, f"{part}_lr") is not None
+        ):
             yield f"actor.optim.{part}_lr: the {part} is frozen (actor.model.freeze_{part}); set it null, or train it"
     if actor.fsdp_config.cpu_offload and on_cpu:
         yield "actor.fsdp_config.cpu_offload: true with cluster.device=cpu has nothing to offload; set it false"

@@ -14,6 +14,7 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import Engine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, load_model
+from rlinf_vl.models.lora import add_adapters
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.types import ImageRef, Message, Request, SamplingParams
 
@@ -31,8 +32,11 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
     if rollout.rollout_backend == "torch":
         from rlinf_vl.engines.torch.engine import TorchEngine
 
+        model = load_model(model_path, family, dtype, trust_remote_code=trust)
+        if (lora := config.actor.model.adapters) and lora.sync == "adapters":
+            add_adapters(model, family, lora)
         return TorchEngine(
-            load_model(model_path, family, dtype, trust_remote_code=trust),
+            model,
             family,
             banned=banned,
             pixels=PixelCache(processor.pixels),

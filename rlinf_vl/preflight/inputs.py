@@ -42,6 +42,8 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def packages_missing(config: Config) -> Iterator[str]:
     """What this Python lacks for the run, and for SGLang on GPUs of this machine what compiles its kernels."""
+    if config.actor.model.is_lora and importlib.util.find_spec("peft") is None:
+        yield "actor.model.is_lora: true needs peft, which is not installed; pip install peft"
     if config.rollout.rollout_backend != "sglang":
         return
     try:

@@ -6,7 +6,14 @@ What Hydra composes from the YAML files under `examples/` is filled into these; 
 
 from dataclasses import dataclass, field
 
-from rlinf_vl.config.schema.actor import ActorConfig, ActorModelConfig, FsdpConfig, MixedPrecisionConfig, OptimConfig
+from rlinf_vl.config.schema.actor import (
+    ActorConfig,
+    ActorModelConfig,
+    FsdpConfig,
+    LoraConfig,
+    MixedPrecisionConfig,
+    OptimConfig,
+)
 from rlinf_vl.config.schema.algorithm import AlgorithmConfig, SamplingConfig
 from rlinf_vl.config.schema.data import DataConfig, RewardConfig
 from rlinf_vl.config.schema.limits import Limit
@@ -15,7 +22,7 @@ from rlinf_vl.config.schema.runner import ClusterConfig, RunnerConfig
 
 __all__ = [
     "ActorConfig", "ActorModelConfig", "AlgorithmConfig", "ClusterConfig", "Config", "DataConfig", "FsdpConfig", "Limit",
-    "MixedPrecisionConfig", "OptimConfig", "RewardConfig", "RolloutConfig", "RunnerConfig", "SamplingConfig",
+    "LoraConfig", "MixedPrecisionConfig", "OptimConfig", "RewardConfig", "RolloutConfig", "RunnerConfig", "SamplingConfig",
 ]  # fmt: skip
 
 

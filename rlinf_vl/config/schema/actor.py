@@ -15,11 +15,31 @@ from rlinf_vl.config.schema.limits import (
 
 
 @dataclass
+class LoraConfig:
+    rank: int = key(16, AT_LEAST_1)
+    """Rank of every adapter."""
+    alpha: float = key(32.0, POSITIVE)
+    """An adapter's product is scaled by alpha / rank."""
+    dropout: float = key(0.0, DECAY)
+    """Share of an adapter's inputs that is dropped while it trains."""
+    target_modules: list[str] = field(default_factory=lambda: ["language"])
+    """Where adapters go, each entry a part (language, vision, projector, or all-linear for all three), the end of a module's
+    path (q_proj, self_attn.q_proj) or a regular expression for the whole path. Experts count as linear modules."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Which of those have none; written alike."""
+    sync: str = key("merged", ("merged", "adapters"))
+    """What engines get: merged (weights with the adapters added) or adapters (which the torch engine applies itself)."""
+    save_lora_only: bool = True
+    """Checkpoints have the adapters only; the model below them is read from rollout.model.model_path."""
+
+
+@dataclass
 class ActorModelConfig:
     variable_seq_lengths: bool = True
     """true: micro-batches have the length of what is in them; false: padded to max_tokens_per_mbs (static shapes)."""
     is_lora: bool = False
-    """LoRA adapters; not available yet, true is refused."""
+    """Train LoRA adapters (actor.model.lora) and leave every weight of the model as it is."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     freeze_vision_tower: bool = True
     """Leave the vision tower as it is: images are then encoded once per step."""
     freeze_projector: bool | None = None
@@ -28,8 +48,13 @@ class ActorModelConfig:
     """Leave the language model, embeddings and head included, as it is."""
 
     @property
+    def adapters(self) -> LoraConfig | None:
+        """Settings of the adapters, if there are any."""
+        return self.lora if self.is_lora else None
+
+    @property
     def frozen_parts(self) -> tuple[str, ...]:
-        """Those of `rlinf_vl.models.loading.PARTS` that are not trained."""
+        """Those of `rlinf_vl.models.loading.PARTS` whose own weights are not trained."""
         frozen = {
             "language_model": self.freeze_language_model,
             "projector": self.freeze_vision_tower if self.freeze_projector is None else self.freeze_projector,
@@ -39,7 +64,7 @@ class ActorModelConfig:
 
     @property
     def trains_vision(self) -> bool:
-        """Whether images must be encoded again in every micro-batch."""
+        """Whether images must be encoded again in every micro-batch; adapters left aside."""
         return not {"vision_tower", "projector"} <= set(self.frozen_parts)
 
 

@@ -16,6 +16,8 @@ TOY = "toy-grpo-cpu"
 NO_TIS = "algorithm.importance_sampling_fix=false"
 FROM_ENGINE = "algorithm.recompute_logprobs=false"
 NO_LOGPROBS = "rollout.return_logprobs=false"
+LORA = "actor.model.is_lora=true"
+REENTRANT = "actor.fsdp_config.gradient_checkpointing_use_reentrant=true"
 STATIC = "runner.enable_dynamic_batch_size=false"
 
 
@@ -70,7 +72,16 @@ RULES = [
         ["sampling_params.top_p: 0.9", "algorithm.recompute_logprobs=false", "set recompute_logprobs=auto"],
     ),
     ([NO_TIS, FROM_ENGINE, "algorithm.sampling_params.top_k=2"], ["sampling_params.top_k: 2", "recompute_logprobs"]),
-    (["actor.model.is_lora=true"], ["actor.model.is_lora: true", "not available yet", "false"]),
+    ([LORA, "actor.model.freeze_vision_tower=false"], ["freeze_vision_tower: false", "only adapters are trained"]),
+    ([LORA, "actor.model.freeze_projector=false"], ["actor.model.freeze_projector: false", "leave it out"]),
+    ([LORA, "actor.model.freeze_language_model=true"], ["actor.model.freeze_language_model: true", "target_modules"]),
+    ([LORA, "actor.model.lora.target_modules=[]"], ["actor.model.lora.target_modules: empty", "all-linear"]),
+    (
+        [LORA, "actor.model.lora.target_modules=['*_proj']"],
+        ["target_modules: '*_proj' is no regular expression", ".*q"],
+    ),
+    ([LORA, REENTRANT], ["gradient_checkpointing_use_reentrant: true", "embeddings", "set it false"]),
+    ([LORA, "actor.model.lora.rank=0"], ["actor.model.lora.rank: 0 must be at least 1"]),
     (["actor.fsdp_config.cpu_offload=true"], ["cpu_offload: true", "cluster.device=cpu", "set it false"]),
     (["actor.fsdp_config.mixed_precision.param_dtype=fp16"], ["param_dtype: fp16", "loss scaler", "use bf16"]),
     (["reward.reward_min_val=1"], ["reward.reward_max_val=1.0", "reward.reward_min_val=1.0", "exceed"]),
@@ -135,7 +146,7 @@ def test_every_number_has_a_limit_or_needs_none():
 
 
 def test_every_problem_is_reported():
-    wrong = ("actor.optim.lr=-1", "algorithm.adv_type=gae", "algorithm.group_size=1", "actor.model.is_lora=true")
+    wrong = ("actor.optim.lr=-1", "algorithm.adv_type=gae", "algorithm.group_size=1", "algorithm.kl_beta=-1")
     assert len(problems(*wrong)) == 4
 
 
