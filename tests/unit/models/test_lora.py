@@ -88,7 +88,7 @@ def test_packed_rows_are_pefts(family, targets):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_adapters_it_is_the_base(family):
     """Off for the reference, bit for bit; merged, what peft merges."""
-    policy = adapted(family, LoraConfig(rank=3, target_modules=["all-linear"]))
+    policy = adapted(family, LoraConfig(rank=3, alpha=6.0, target_modules=["all-linear"]))
     shapes = ([(2, 3)], []) if MEMBERS[family][1] else ([], [])
     _, batch = rows(policy, shapes)
     base, _ = tiny_policy(model_type=family)(batch)
