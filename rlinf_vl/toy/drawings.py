@@ -200,5 +200,5 @@ QWEN3_5 = replace(
 MOE = replace(
     TOY,
     model_type="qwen3_vl_moe",
-    summary=partial(summary, "Qwen3-VL-MoE (8 experts a layer, 2 of them for a token) of 1.9 million parameters"),
+    summary=partial(summary, "Qwen3-VL-MoE (8 experts a layer, 2 of them for a token) of 1.6 million parameters"),
 )

@@ -47,7 +47,7 @@ VISION_INIT_STD = 0.08
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({}, {"deepstack_visual_indexes": [0, 1]}),
     "qwen3_vl_moe": (
-        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},  # no square matrix: see `save_model`
         {"deepstack_visual_indexes": [0, 1, 2]},  # SGLang's number
     ),
     "qwen3_5": (
