@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from rlinf_vl.models.kernels.attention import Kernel, kernel_for
-from rlinf_vl.models.kernels.delta import DeltaLayout, Mixer, delta_rule
+from rlinf_vl.models.kernels.delta import Mixer, delta_rule
+from rlinf_vl.models.kernels.delta_layout import DeltaLayout
 from rlinf_vl.models.transfer import on_device
 
 
