@@ -37,6 +37,7 @@ EXAMPLES_DIR = (
 ) / "examples"
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 WEIGHT_SYNC_ALIASES = {"nccl": "broadcast", "cuda_ipc": "shared_memory"}  # its former values
+ON_OFF = {"True": "on", "False": "off"}  # what YAML makes of them
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
 
 ConfigStore.instance().store(name=SCHEMA_NAME, node={})
@@ -245,6 +246,7 @@ def _normalise(config: Config) -> None:
     algorithm.kl_penalty_type = KL_ALIASES.get(algorithm.kl_penalty_type, algorithm.kl_penalty_type)
     rollout = config.rollout
     rollout.weight_sync = WEIGHT_SYNC_ALIASES.get(rollout.weight_sync, rollout.weight_sync)
+    rollout.thinking.mode = ON_OFF.get(rollout.thinking.mode, rollout.thinking.mode)
     path, _, name = rollout.env_class.rpartition(":")
     if path.endswith(".py"):
         path = _absolute(path)

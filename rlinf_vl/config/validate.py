@@ -23,7 +23,18 @@ Rule = Callable[[Config], Iterable[str]]
 
 def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
     """Raise `ConfigError` with every problem of a typed, normalised config, those that `further` rules find included."""
-    rules = (_values, _cluster, _rollout, _runner, _lengths, _algorithm, _correction, _data, _actor_and_reward)
+    rules = (
+        _values,
+        _cluster,
+        _rollout,
+        _thinking,
+        _runner,
+        _lengths,
+        _algorithm,
+        _correction,
+        _data,
+        _actor_and_reward,
+    )
     found = (problem for rule in (*rules, *further) for problem in rule(config))
     problems = list(dict.fromkeys(found))  # data that are trained and validated on are wrong once
     if problems:
@@ -80,6 +91,21 @@ def _rollout(config: Config) -> Iterator[str]:
         yield (
             f"rollout.sglang.server_args: rl_on_policy_target={target!r} has SGLang give prompts with images plain positions "
             "instead of M-RoPE; leave it out: rollout.deterministic has the same kernels without that"
+        )
+
+
+def _thinking(config: Config) -> Iterator[str]:
+    mode, budget = config.rollout.thinking.mode, config.rollout.thinking.budget
+    if budget is None:
+        return
+    if mode == "off":
+        yield f"rollout.thinking.budget: {budget} with rollout.thinking.mode=off: nothing thinks; set budget=null"
+    names = ("sampling_params", "val_sampling_params")
+    most, name = min((getattr(config.algorithm, name).max_new_tokens, name) for name in names)
+    if budget >= most:
+        yield (
+            f"rollout.thinking.budget: {budget} leaves no room for an answer in algorithm.{name}.max_new_tokens={most}; lower it, "
+            "or raise max_new_tokens"
         )
 
 

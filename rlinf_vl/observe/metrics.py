@@ -119,6 +119,13 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         turns = [s.turns[i] for s, i in kept]
         metrics["rollout/turns_mean"] = float(np.mean(turns))
         metrics["rollout/turns_max"] = max(turns)
+        thoughts = np.array([turn for s, i in kept for turn in s.turn_thoughts[i]], dtype=np.int64).reshape(-1, 3)
+        if thoughts[:, 0].any():
+            thought, said, closing = thoughts.T
+            metrics["rollout/thought_length_mean"] = float(thought.mean())
+            metrics["rollout/answer_length_mean"] = float(said.mean())
+            metrics["rollout/thoughts_closed"] = float((closing > 0).mean())
+            metrics["rollout/unanswered"] = float((said == 0).mean())
     metrics |= env_metrics(summaries)
     if clocks := sum(s.engine_seconds[1] for s in summaries):
         metrics["rollout/engine_busy"] = sum(s.engine_seconds[0] for s in summaries) / clocks

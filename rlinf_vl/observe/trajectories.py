@@ -187,8 +187,8 @@ class TrajectoryStore:
 
 def layout(t: Trajectory, prompt: int, advantages: Sequence[float] | None) -> dict[str, list]:
     """Where the row's tokens (those after the prompt, of all sequences) begin a sequence, and every turn: {"sequences": [0, …],
-    "turns": [{"start", "end", "finish_reason", "reward"}, …]}, with "advantage" where it was trained on, and the facts of
-    `Turn.info` ("tool_calls", "state") where there are any."""
+    "turns": [{"start", "end", "finish_reason", "reward"}, …]}, with "advantage" where it was trained on, "thought" (where its
+    thoughts end) if it has some, and the facts of `Turn.info` ("tool_calls", "state") where there are any."""
     starts = np.cumsum([0, *(len(s.ids) - prompt for s in t.sequences)])[:-1].tolist()
     turns = []
     for number, turn in enumerate(t.turns):
@@ -198,4 +198,5 @@ def layout(t: Trajectory, prompt: int, advantages: Sequence[float] | None) -> di
             json.loads(turn.info or "{}") | where | {"finish_reason": turn.finish_reason, "reward": turn.reward}
         )
         turns[-1] |= {} if advantages is None else {"advantage": advantages[number]}
+        turns[-1] |= {"thought": turn.start + offset + turn.thought} if turn.thought else {}
     return {"sequences": starts, "turns": turns}

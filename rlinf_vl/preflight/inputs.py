@@ -136,6 +136,7 @@ def _model(config: Config) -> Iterator[str]:
     if path in TOYS:
         yield from _family(config, "qwen3_vl")
         yield from _pixels(config, {"patch_size": 8, "merge_size": 2})
+        yield from _thinking(config, "")
     elif not path:
         yield f"{key}: empty; {way_out}"
     elif os.path.isdir(path):
@@ -168,6 +169,19 @@ def _model_folder(config: Config, folder: Path) -> Iterator[str]:
         yield f"{key}: {name} is damaged or fetched in part ({why}); fetch or copy it anew"
     with suppress(OSError, ValueError, TypeError, AttributeError):
         yield from _pixels(config, json.loads((folder / "preprocessor_config.json").read_bytes()))
+    templates = (folder / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"))
+    yield from _thinking(config, "".join(file.read_text(errors="replace") for file in templates if file.is_file()))
+
+
+def _thinking(config: Config, template: str) -> Iterator[str]:
+    """What files with a chat template spell; the renderer asks the template itself."""
+    mode = config.rollout.thinking.mode
+    known = ("enable_thinking", "<think>") if mode == "on" else ("enable_thinking",)
+    if mode != "auto" and not any(word in template for word in known):
+        yield (
+            f"rollout.thinking.mode: {mode}, but the chat template of {config.rollout.model.model_path} doesn't know "
+            "enable_thinking; set it auto, or name a checkpoint whose template knows it"
+        )
 
 
 def _missing_and_damaged(folder: Path, with_images: bool) -> tuple[list[str], dict[str, object]]:

@@ -179,7 +179,9 @@ def _shift_turns(table: pa.Table, lengths: np.ndarray, kept: np.ndarray) -> pa.T
             several |= len(turns) > 1
             if places[-1] < lengths[row]:
                 layout["sequences"] = [int(places[at]) for at in layout["sequences"]]
-                layout["turns"] = [t | {end: int(places[t[end]]) for end in ("start", "end")} for t in turns]
+                layout["turns"] = [
+                    t | {at: int(places[t[at]]) for at in ("start", "end", "thought") if at in t} for t in turns
+                ]
                 layouts[row] = json.dumps(layout)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             continue  # the page shows such a trajectory as one text

@@ -60,9 +60,9 @@ class Played:
     correct: bool = False
     status: str = "error"
 
-    def add(self, request: Request, sample: Sample, processor: Processor) -> None:
-        """Add an answer. Where its prompt goes on from the last sequence, so does that; otherwise another sequence begins, in which
-        former answers carry no loss: each sampled token carries it where it was sampled."""
+    def add(self, request: Request, sample: Sample, processor: Processor, piece: bool = False) -> None:
+        """Add an answer, or a further piece of the last. Where its prompt goes on from the last sequence, so does that; otherwise
+        another sequence begins, in which former answers carry no loss: each sampled token carries it where it was sampled."""
         sequence = TokenSequence.of_sample(request, sample)
         sequence.assert_images_placed(processor.image_token_id, processor.merge_size)
         if self._goes_on(sequence, processor.image_token_id):
@@ -72,8 +72,8 @@ class Played:
                 known = array.any(axis=1, keepdims=True) if name == "routes" else True
                 np.copyto(sequence.arrays()[name][: len(before.ids)], array, where=known)
         self.sequences.append(sequence)
-        place = len(self.sequences) - 1, len(request.ids), len(sequence.ids)
-        self.turns.append(Turn(*place, sample.finish_reason, 0.0))
+        begin = self.turns.pop().start if piece else len(request.ids)
+        self.turns.append(Turn(len(self.sequences) - 1, begin, len(sequence.ids), sample.finish_reason, 0.0))
 
     def _goes_on(self, sequence: TokenSequence, image_token_id: int) -> bool:
         last = self.sequences[-1:]
@@ -85,6 +85,12 @@ class Played:
         prompt = TokenSequence.of_sample(request, nothing)
         others = self.sequences[: -1 if self._goes_on(prompt, image_token_id) else None]
         return distinct_tokens([*others, prompt], image_token_id)
+
+    @property
+    def answer(self) -> np.ndarray:
+        """Ids of the last answer, what closed its thoughts included."""
+        turn = self.turns[-1]
+        return self.sequences[turn.sequence].ids[turn.start : turn.end]
 
     def conversation(self) -> list[tuple[np.ndarray, Observation]]:
         """The ids of each answer, and what was said to it."""

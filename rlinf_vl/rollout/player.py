@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-import numpy as np
-
 from rlinf_vl.data.unusable import PROMPT_TOO_LONG, PROMPT_UNUSABLE, ImageError, RowError, kind_and_reason
 from rlinf_vl.engines.base import Engine, EngineDied
 from rlinf_vl.envs import EnvMaker, StepResult
@@ -28,6 +26,7 @@ from rlinf_vl.rollout.calls import Calls, CallTimeout, Places, Stage, described,
 from rlinf_vl.rollout.episode import Episode, Opening, Played
 from rlinf_vl.rollout.observation import Observation, checked, observe
 from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.types import (
     ENGINE_FAULT,
     ENVIRONMENT_FAULT,
@@ -67,6 +66,7 @@ class Player:
         max_turns: most answers of an episode.
         max_concurrent: most episodes under way; a group that starts takes places for all its members at once.
         turn_timeout_s, episode_timeout_s: for a call of an environment, and for an episode from its start to its end.
+        thought_budget: most tokens of a thought.
     """
 
     engine: Engine
@@ -82,6 +82,7 @@ class Player:
     max_concurrent: int | None = None
     turn_timeout_s: float = 60.0
     episode_timeout_s: float | None = None
+    thought_budget: ThoughtBudget | None = None
 
     @cached_property
     def calls(self) -> Calls:
@@ -122,7 +123,7 @@ class Player:
 
         `patience_s`: see `PATIENCE_S`; None waits for all. Cancelling it closes the environments.
         """
-        goes_on = self.max_turns != 1 and self.make_env.name_of(problem) != SINGLE
+        goes_on = self.max_turns != 1 and self.make_env.name_of(problem) != SINGLE or self.thought_budget is not None
         names = [f"{problem.id}#{next(self._numbers)}" if goes_on else "" for _ in seeds]
         opening = Opening(problem, sampling, list(map(Episode, seeds, [group_seed] * len(seeds), names)))
         together = opening.episodes[: self.max_concurrent]
@@ -151,7 +152,7 @@ class Player:
 
     def submit(self, openings: Sequence[Opening]) -> None:
         """Send the first requests of these groups to the engine, at once and in order. Raises EngineDied."""
-        answers = iter(self._submit([request for opening in openings for request in opening.requests]))
+        answers = iter(self._ask_all([request for opening in openings for request in opening.requests]))
         for opening in openings:
             opening.answers += [next(answers) for _ in opening.requests]
 
@@ -209,17 +210,14 @@ class Player:
         if episode.request is None:  # it has started after the others
             request = await asyncio.to_thread(self._request, problem, episode.starting.result(), opening.sampling)
             request = replace(request, seeds=(episode.seed,), sessions=(episode.session,) if episode.session else ())
-            (answer,), place = self._submit([request]), 0
+            (answer,), place = self._ask_all([request]), 0
         else:
             request, place = opening.requests[episode.request], episode.place
             answer = asyncio.shield(opening.answers[episode.request])  # others wait for it, too
         while True:
-            sample = (await self._answered(answer, request, problem)).samples[place]
-            played.add(request, sample, self.processor)
-            if sample.finish_reason == "error":
-                raise RolloutFault(f"{ENGINE_FAULT}: it gave up on this sample")
+            said = await self._draw(problem, episode, played, request, answer, place)
             last = len(played.turns) == self.max_turns
-            result, said = await self._step(episode.stage, sample.ids, problem, last)
+            result, said = await self._step(episode.stage, said, problem, last)
             played.pay(result)
             if result.done:
                 return
@@ -229,8 +227,37 @@ class Player:
             request, place = await episode.stage.call(self._extend, opening.problem, episode, played, request, said), 0
             if request.sampling.max_new_tokens < 1:
                 break
-            (answer,) = self._submit([request])
+            (answer,) = self._ask_all([request])
         played.status = "length"
+
+    async def _draw(
+        self,
+        problem: Problem,
+        episode: Episode,
+        played: Played,
+        request: Request,
+        answer: "asyncio.Future[Completion]",
+        place: int,
+    ) -> str:
+        """Add an answer, of which sample `place` is the first piece, or all; returns what it says behind its thoughts."""
+        asked, budget, seed = request, self.thought_budget, request.seeds[place]
+        while asked is not None:
+            sample = (await self._answered(answer, asked, problem)).samples[place]
+            played.add(asked, sample, self.processor, piece=asked is not request)
+            if sample.finish_reason == "error":
+                raise RolloutFault(f"{ENGINE_FAULT}: it gave up on this sample")
+            asked = None
+            if budget and len(sample.ids):
+                asked = budget.rest(request, played.answer, seed, episode.session)
+            if asked is not None:
+                (answer,), place = self._submit([asked]), 0
+        thoughts = self.renderer.thoughts(played.answer)
+        played.turns[-1] = replace(played.turns[-1], thought=thoughts.tokens)
+        if budget and not set(played.answer[-1:].tolist()) & set(request.sampling.stop_ids):
+            played.turns[-1] = replace(
+                played.turns[-1], finish_reason="length"
+            )  # a piece may stop where a thought begins
+        return thoughts.said
 
     async def _answered(self, answer: "asyncio.Future[Completion]", request: Request, problem: Problem) -> Completion:
         """What the engine draws. An image that can't be decoded is the fault of the row, or of the environment that showed it.
@@ -314,6 +341,11 @@ class Player:
             sessions = (*request.sessions, episode.session) if episode.session else ()
             opening.requests[number] = replace(request, seeds=(*request.seeds, episode.seed), sessions=sessions)
 
+    def _ask_all(self, requests: Sequence[Request]) -> list["asyncio.Future[Completion]"]:
+        """Submit these requests, or those of their answers' first pieces."""
+        budget = self.thought_budget
+        return self._submit([budget.first(request) for request in requests] if budget else requests)
+
     def _submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Completion]"]:
         """Raises EngineDied."""
         try:
@@ -327,7 +359,7 @@ class Player:
         return answers
 
     async def _step(
-        self, stage: Stage, ids: np.ndarray, problem: Problem, last: bool
+        self, stage: Stage, answer: str, problem: Problem, last: bool
     ) -> tuple[StepResult, Observation | None]:
         """What the environment says to an answer, as `checked` gives it, and what it shows if the episode goes on."""
 
@@ -341,7 +373,7 @@ class Player:
                 raise self._fault(problem, f"answered what can't follow: {described(error)}") from error
 
         try:
-            return await stage.ask("step", self.processor.decode(ids), heard)
+            return await stage.ask("step", answer, heard)
         except GradingError as error:
             log.info("%s: no verdict, so the answer is wrong: %s", problem.id, error)
             return heard(StepResult((), self.reward_min, True, {"reward_parts": {UNGRADABLE: 1.0}}))

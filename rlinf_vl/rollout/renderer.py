@@ -11,26 +11,58 @@ import copy
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.types import ImageRef, Message
 
 #: What thoughts stand between in an answer's text.
 THINK, END_THINK = "<think>", "</think>"
+_QUESTION: list[Message] = [{"role": "user", "content": "a"}]
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """What of an answer is thought.
+
+    Attributes:
+        tokens: how many of its tokens, from the first on, are thoughts with their marks.
+        open: how many stand before a thought that is not closed; None: none is open.
+        said: text of what it says behind its thoughts; "" while one is open.
+    """
+
+    tokens: int
+    open: int | None
+    said: str
 
 
 class Renderer:
     """The chat template of a `Processor`'s tokenizer. Safe to use from any thread."""
 
-    def __init__(self, processor: Processor) -> None:
+    def __init__(self, processor: Processor, thinking: str = "auto") -> None:
+        """`thinking`: whether the template is told to have the model think (on), not to (off), or nothing (auto).
+
+        Raises:
+            ConfigError: the template doesn't know what it is told.
+        """
         self._processor = processor
         self._tokenizer = processor.tokenizer
+        self._options = {} if thinking == "auto" else {"enable_thinking": thinking == "on"}
+        if self._options:
+            told = {mode: self._render(_QUESTION, enable_thinking=mode == "on") for mode in ("on", "off")}
+            if told["on"] == told["off"] and not (thinking == "on" and self._begins_with_thoughts):
+                always = ", and has every answer begin with thoughts" if self._begins_with_thoughts else ""
+                raise ConfigError(
+                    f"rollout.thinking.mode: {thinking}, but the checkpoint's chat template doesn't know enable_thinking{always}; "
+                    "set rollout.thinking.mode=auto, or name a checkpoint whose template knows it"
+                )
 
     def prompt(self, messages: Sequence[Message], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
         """Render messages and a generation prompt; expand each image's placeholder to as many ids as the image has tokens.
@@ -87,6 +119,48 @@ class Renderer:
             anew += shown[marks.index(piece)][1] if piece in marks else self._encode(piece, mark)
         return self._expand(anew, [image for said in (start, *(said for _, said in turns)) for image in said.images])
 
+    def thoughts(self, answer: np.ndarray) -> Thoughts:
+        """What of an answer, int32 [R], is thought: all up to the last `</think>`, and everything while a thought is open. A thought
+        begins with `<think>`, or with the answer where the generation prompt ends with that."""
+        begin, end = self._last(THINK, answer), self._last(END_THINK, answer)
+        if begin is not None and (end is None or begin[0] >= end[1]):
+            return Thoughts(len(answer), begin[0], "")
+        if end is None:
+            opened = self._begins_with_thoughts
+            return Thoughts(len(answer), 0, "") if opened else Thoughts(0, None, self._processor.decode(answer))
+        split = self._text(answer[slice(*end)]).rpartition(END_THINK)[2]  # of a token that also ends the thoughts
+        return Thoughts(end[1], None, (split + self._processor.decode(answer[end[1] :])).lstrip())
+
+    @property
+    def think_id(self) -> int | None:
+        """Id of `<think>`, if that is one token."""
+        return self._marks.get(THINK)
+
+    @cached_property
+    def closing(self) -> np.ndarray:
+        """What closes a thought, int32 [n]."""
+        return np.array(self._tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False)["input_ids"], np.int32)
+
+    def _last(self, mark: str, ids: np.ndarray) -> tuple[int, int] | None:
+        """The last place of a mark: its first token, and the one behind it. One that has a token is nothing else."""
+        if mark in self._marks:
+            own = np.flatnonzero(ids == self._marks[mark])
+            return (int(own[-1]), int(own[-1]) + 1) if len(own) else None
+        if mark not in self._text(ids):
+            return None
+        first = bisect_left(range(len(ids)), True, key=lambda i: mark not in self._text(ids[i + 1 :]))
+        ends = range(first + 1, len(ids) + 1)
+        return first, ends[bisect_left(ends, True, key=lambda end: mark in self._text(ids[first:end]))]
+
+    @cached_property
+    def _marks(self) -> dict[str, int]:
+        """Ids of those marks that are one token."""
+        known = self._tokenizer.get_vocab()
+        return {mark: known[mark] for mark in (THINK, END_THINK) if mark in known}
+
+    def _text(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
     def _shown(self, sampled: np.ndarray) -> tuple[str, list[int]]:
         """An answer's thoughts with what ends them, as text, and the ids of what it says behind them; its end left out."""
         ids = sampled[: len(sampled) - (sampled[-1:] == np.array(self._processor.stop_ids)[:, None]).any()]
@@ -103,10 +177,13 @@ class Renderer:
     @cached_property
     def _begins_with_thoughts(self) -> bool:
         """Whether the generation prompt ends with the begin of thoughts."""
-        return self._render([{"role": "user", "content": "a"}]).rstrip().endswith(THINK)
+        return self._render(_QUESTION).rstrip().endswith(THINK)
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    def _render(self, messages: Sequence[Message], **options: bool) -> str:
+        options = self._options | options
+        rendered = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **options
+        )
         assert isinstance(rendered, str)
         return rendered
 

@@ -28,6 +28,7 @@ from rlinf_vl.rollout.busy import LapClock
 from rlinf_vl.rollout.player import SINGLE, Episode, Opening, Player
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.submission import Task
+from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.runtime.ray_process import own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import received, shared_memory
@@ -61,7 +62,8 @@ class RolloutRank:
             max_pixels=data.image_max_pixels,
             trust_remote_code=model_config.trust_remote_code,
         )
-        self.renderer = Renderer(self.processor)
+        thinking = config.rollout.thinking
+        self.renderer = Renderer(self.processor, thinking.mode)
         self.engine = make_engine(config, model_path, self.processor, device)
         form = RowFormat(**{field.name: getattr(data, field.name) for field in fields(RowFormat)})
         self.datasets = {
@@ -93,6 +95,7 @@ class RolloutRank:
             max_concurrent=config.rollout.max_concurrent_rollouts,
             turn_timeout_s=config.rollout.turn_timeout,
             episode_timeout_s=config.rollout.episode_timeout,
+            thought_budget=ThoughtBudget(self.renderer, thinking.budget) if thinking.budget else None,
         )
         self.clock = LapClock(self.player.busy.seconds)
         self.store = GroupStore()

@@ -158,6 +158,7 @@ class GroupSummary:
     turn_rewards: tuple[tuple[float, ...], ...] = ()  # of each turn of each
     turn_tokens: tuple[tuple[int, ...], ...] = ()  # sampled in each turn of each
     turn_states: tuple[tuple[str, ...], ...] = ()  # `Turn.state` of each turn of each
+    turn_thoughts: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # `Trajectory.turn_thoughts` of each
 
     @classmethod
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
@@ -190,4 +191,5 @@ class GroupSummary:
             turn_rewards=tuple(tuple(float(turn.reward) for turn in t.turns) for t in group.trajectories),
             turn_tokens=tuple(t.turn_tokens for t in group.trajectories),
             turn_states=tuple(tuple(turn.state for turn in t.turns) for t in group.trajectories),
+            turn_thoughts=tuple(t.turn_thoughts for t in group.trajectories),
         )

@@ -86,7 +86,8 @@ def distinct_tokens(sequences: Sequence[TokenSequence], image_token_id: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy sampled at once: tokens `start` … `end` of the trajectory's `sequences[sequence]`."""
+    """What the policy answered: tokens `start` … `end` of the trajectory's `sequences[sequence]`, all of them sampled but those that
+    closed a thought for it (`rollout.thinking.budget`)."""
 
     sequence: int
     start: int
@@ -95,6 +96,7 @@ class Turn:
     reward: float
     #: JSON object of the environment's `tool_calls` and `state` (`envs.base.StepResult`); "" if it gave neither.
     info: str = ""
+    thought: int = 0  # how many of its tokens, from the first on, are thoughts with their marks
 
     @property
     def state(self) -> str:
@@ -136,6 +138,16 @@ class Trajectory:
         sampled = [own[s.loss_mask] for own, s in zip(numbers, self.sequences, strict=True)]
         assert all((own >= 0).all() for own in sampled), "a sampled token is of no turn"
         return sampled
+
+    @property
+    def turn_thoughts(self) -> tuple[tuple[int, int, int], ...]:
+        """Of each turn: tokens sampled in its thoughts, tokens sampled behind them, and tokens that closed them unsampled."""
+        found = []
+        for turn in self.turns:
+            sampled = self.sequences[turn.sequence].loss_mask[turn.start : turn.end]
+            n = turn.thought
+            found.append((int(sampled[:n].sum()), int(sampled[n:].sum()), int((~sampled).sum())))
+        return tuple(found)
 
     @property
     def turn_tokens(self) -> tuple[int, ...]:

@@ -31,6 +31,16 @@ class SglangConfig:
 
 
 @dataclass
+class ThinkingConfig:
+    mode: str = key("auto", ("auto", "on", "off"))
+    """Whether the model thinks before it answers, told to its chat template as enable_thinking; auto says nothing. on and off are
+    refused where the template doesn't know that."""
+    budget: int | None = key(None, AT_LEAST_1)
+    """Most tokens of a thought, its `<think>` included. One that has used them up is closed with `</think>`, which is not sampled
+    and carries no loss, and the answer goes on within max_new_tokens. null: no limit but max_new_tokens."""
+
+
+@dataclass
 class RolloutConfig:
     rollout_backend: str = key("torch", ("torch", "sglang"))
     """Engine: torch (embedded, everywhere) or sglang (bash requirements/install.sh --sglang)."""
@@ -53,6 +63,7 @@ class RolloutConfig:
     max_running_requests: int = key(256, AT_LEAST_1)
     """Responses decoded at once by one worker; further ones wait."""
     model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
+    thinking: ThinkingConfig = field(default_factory=ThinkingConfig)
     env_class: str = "single_turn"
     """Environment: a registered name (single_turn), module:Class, or path/to/file.py:Class, whose text travels to the workers.
     A row's column env_class names that row's own."""

@@ -75,7 +75,7 @@ function filmstrip(item, turns, view, go) {
 
 /** What a turn did, in a few words: what it boxed, the tools it called, or how its answer ends. */
 function actionOf(item, turn) {
-  const text = tokensText(item, turn.start, turn.end).replace(/<\|[\w-]{1,40}\|>/g, "").trim();
+  const text = tokensText(item, turn.thought ?? turn.start, turn.end).replace(/<\|[\w-]{1,40}\|>/g, "").trim();
   const boxed = [...text.matchAll(/\\boxed\s*\{([^{}]*)\}/g)].at(-1)?.[1].trim();
   const words = boxed || toolCalls(turn).map((call) => String(call.name || "malformed call")).join(", ") || text.replace(/\s+/g, " ") || "nothing";
   return words.length > 24 ? `…${words.slice(-23)}` : words;
@@ -94,6 +94,7 @@ function turnRow(item, turn, view, last) {
   const said = turn.said.map((m) => message(item, m, view));
   if (turn.number === null) return h("section", { class: "turn", "aria-label": "After the last turn", tabindex: -1 }, h("div", { class: "rail" }), h("div", { class: "said" }, said));
   const notes = [
+    turn.thought && `thought ${turn.thought - turn.start} tokens, then said ${turn.end - turn.thought}`,
     turn.finish_reason && turn.finish_reason !== "stop" && `finish: ${turn.finish_reason}`,
     item.layout.turns.some((other) => other.advantage !== turn.advantage) && `advantage ${number(turn.advantage)}`,
     typeof turn.state === "string" && `state ${turn.state.length > 60 ? `${turn.state.slice(0, 60)}…` : turn.state}`,

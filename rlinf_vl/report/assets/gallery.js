@@ -174,11 +174,13 @@ function card(item, view) {
     h("button", { type: "button", class: "link", title: "Show all of this problem", onclick: () => view.only(item.problem) }, `problem ${item.problem}`),
     item.groupSize > 1 && h("button", { type: "button", class: "link", title: "Show the whole group", onclick: () => view.only(item.group) }, `sample ${item.sample + 1} of ${item.groupSize}`));
   const versions = [...new Set(t.weight_versions.slice(item.from, item.to))].filter((version) => version >= 0);
+  const thought = item.layout.turns.reduce((total, turn) => total + (turn.thought ?? turn.start) - turn.start, 0);
   const facts = [
     ["Reward", number(item.reward), rewardParts(item.text("reward_parts"))],
     ["Advantage", number(item.advantage)],
     item.groupSize > 1 && ["Group's reward", number(item.groupMean), `± ${number(Math.sqrt(item.disputed))}`],
     ["Tokens", String(item.sampled), item.text("finish_reason") && `finish: ${item.text("finish_reason")}`],
+    thought > 0 && ["In thoughts", `${thought} tokens`],
     item.layout.turns.length > 1 && ["Turns", String(item.layout.turns.length)],
     ...Object.entries(parsed(item.text("metrics")) ?? {}).slice(0, 20).map(([name, value]) => [name, number(Number(value))]),
     item.mismatch_max !== undefined && ["|rollout − train|", number(item.mismatch_mean), `largest ${number(item.mismatch_max)}`],
@@ -235,6 +237,7 @@ function boundaries({ layout: { sequences, turns } }) {
   const add = (at, text) => labels.set(at, labels.has(at) ? `${labels.get(at)}, ${text}` : text);
   if (sequences.length > 1) sequences.forEach((at, n) => add(at, `sequence ${n + 1}`));
   if (turns.length > 1) turns.forEach((turn, n) => add(turn.start, `turn ${n + 1}, reward ${number(turn.reward)}`));
+  turns.forEach((turn) => turn.thought && add(turn.thought, "behind its thoughts"));
   return labels;
 }
 

@@ -49,6 +49,20 @@ RULES = [
         ["rollout.weight_sync", "'brodcast'", "auto, object_store, broadcast, shared_memory", "'broadcast'?"],
     ),
     (["rollout.rollout_backend=sglag"], ["rollout.rollout_backend", "'sglag'", "torch, sglang"]),
+    (["rollout.thinking.mode=of"], ["rollout.thinking.mode: 'of' is unknown; allowed: auto, on, off"]),
+    (
+        ["rollout.thinking={mode: off, budget: 8}"],
+        ["rollout.thinking.budget: 8 with rollout.thinking.mode=off", "null"],
+    ),
+    (
+        ["rollout.thinking.budget=24"],
+        [
+            "rollout.thinking.budget: 24",
+            "no room",
+            "algorithm.sampling_params.max_new_tokens=24",
+            "raise max_new_tokens",
+        ],
+    ),
     (["runner.max_tokens_per_mbs=535"], ["runner.seq_length=536", "runner.max_tokens_per_mbs=535", "raise"]),
     ([STATIC, "actor.micro_batch_size=8"], ["actor.micro_batch_size=8", "runner.seq_length=536", "=4096", "lower"]),
     (["data.max_prompt_length=536"], ["data.max_prompt_length=536", "runner.seq_length=536", "lower it"]),

@@ -182,6 +182,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         ["algorithm.credit=turn", "algorithm.state_advantage_weight=1"],
         ["algorithm.state_advantage_weight: 1 adds to a trajectory's advantage (GiGPO)", "set credit=trajectory"],
     ),
+    (["rollout.thinking.mode=true"], ["rollout.thinking.mode: on, but the chat template of toy doesn't know enable_thinking"]),
+    (["rollout.thinking.mode=off", "rollout.model.model_path=FILES/bare"], ["rollout.thinking.mode: off", "FILES/bare"]),
     (["algorithm.credit=turn", "rollout.max_turns=1"], ["algorithm.credit: turn with rollout.max_turns=1", "raise max_turns"]),
     (["algorithm.credit=step"], ["algorithm.credit: 'step'", "trajectory, turn"]),
     (["algorithm.entropy_bonus=nan"], ["algorithm.entropy_bonus: nan must be a finite number"]),
