@@ -89,6 +89,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or checkpoints/global_step_N")
     argument("output", type=Path, help="folder to write; must be empty or absent")
     argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="dtype of the weights")
+    argument(
+        "--adapters", action="store_true", help="write a LoRA run's adapters, for peft, instead of the merged model"
+    )
 
     argument = verb("watch", "follow a run on this terminal")
     argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
@@ -281,7 +284,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
         case "export":
             from rlinf_vl.controller.export import export_checkpoint
 
-            export_checkpoint(arguments.checkpoint, arguments.output, arguments.dtype)
+            export_checkpoint(arguments.checkpoint, arguments.output, arguments.dtype, arguments.adapters)
+            if arguments.adapters:
+                log.info("wrote %s, for peft.PeftModel.from_pretrained on the run's base model", arguments.output)
+                return 0
             log.info(
                 "wrote %s, for AutoModelForImageTextToText, AutoTokenizer and AutoImageProcessor; AutoProcessor wants torchvision "
                 "besides, for videos (pip install torchvision)",

@@ -73,9 +73,13 @@ def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Opti
 
 
 def load_weights_only(folder: Path, model: nn.Module) -> None:
-    """Read the weights of a checkpoint into a plain transformers model, without process groups (for export). OSError if they are
-    damaged, or another model's."""
-    state = {"model": {f"model.{name}": value for name, value in model.state_dict().items()}}
+    """Read the weights of a checkpoint into a transformers model, without process groups (for export). Those below adapters stay as
+    they are where the checkpoint lacks them. OSError if they are damaged, or another model's."""
+    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    if any(map(is_adapter, weights)):
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        weights = {n: value for n, value in weights.items() if is_adapter(n) or f"model.{n}" in saved}
+    state = {"model": weights}
     try:
         dcp.load(state, checkpoint_id=folder, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
     except CheckpointException as error:  # as in `save`

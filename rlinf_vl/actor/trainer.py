@@ -202,20 +202,20 @@ class Trainer:
     def weights(self, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """Name (the transformers model's own) and whole value of every weight that the engines need, cast once to `dtype`, on
         `device`. A tied weight appears once. Of a model with adapters, the weights that these change, with them added; or the
-        adapters, by their own names (`actor.model.lora.sync`). Every rank must exhaust it; on the device `meta` one rank alone
-        may."""
+        adapters, in float32 and by their own names (`actor.model.lora.sync`). Every rank must exhaust it; on the device `meta`
+        one rank alone may."""
         merged = self.actor.model.lora.sync == "merged"
         for name, param, adapter in engine_weights(self.policy.model, merged):
             if not param.requires_grad and adapter is None and not self.frozen_differ:
                 continue
-            value = param.detach()
+            value, sent = param.detach(), torch.float32 if is_adapter(name) else dtype
             if device == "meta":
                 value = torch.empty(param.shape, device="meta")
             else:
                 value = value.to(self.mesh.device)  # from host memory, with `fsdp_config.cpu_offload`
-                value = (with_adapter(value, adapter) if adapter else value).to(dtype)
+                value = (with_adapter(value, adapter) if adapter else value).to(sent)
                 value = value.full_tensor() if isinstance(value, DTensor) else value
-            yield name, value.to(device, dtype)
+            yield name, value.to(device, sent)
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint; OSError where some rank could not."""

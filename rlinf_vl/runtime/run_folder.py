@@ -30,6 +30,11 @@ log = logging.getLogger(__name__)
 #: The controller's part of a checkpoint, and the folder of the actors' part.
 STATE_FILE = "controller.json"
 ACTOR_FOLDER = "actor"
+#: Keys that decide which adapters there are.
+ADAPTER_KEYS = (
+    "actor.model.is_lora:",
+    *(f"actor.model.lora.{k}:" for k in ("rank", "target_modules", "exclude_modules")),
+)
 
 
 class CheckpointFailed(RunError):
@@ -85,10 +90,16 @@ def open_folder(
 ) -> Path | None:
     """Prepare the folder for a run that starts from `checkpoint`, write its `config.yaml`, and return the checkpoint's path, which
     may have changed. At the end, `report(step, kind, message)` is called for everything set aside, and for keys that differ
-    from the resumed run's. ConfigError: the folder can't be renamed or written."""
+    from the resumed run's. ConfigError: the folder can't be renamed or written, or the checkpoint has other adapters."""
     step = load_state(checkpoint)["step"] if checkpoint else 0
     changed = changed_keys(config, checkpoint.parents[1] / "config.yaml") if checkpoint else []
     changed = [line for line in changed if not line.startswith("runner.resume_dir:")]
+    decisive = ADAPTER_KEYS if config.actor.model.is_lora else ("actor.model.is_lora: true",)
+    if other := [line for line in changed if line.startswith(decisive)]:
+        raise ConfigError(
+            f"runner.resume_dir: the checkpoint {checkpoint} has other adapters ({'; '.join(other)}); set those keys as they "
+            "were, or start afresh"
+        )
     events = []
     try:
         found = checkpoint.resolve() if checkpoint else None

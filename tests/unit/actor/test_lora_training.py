@@ -1,0 +1,188 @@
+"""Adapters from a real FSDP2 trainer, alone over gloo: what engines get, what checkpoints have, what an export is."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+from rlinf_vl.actor.trainer import load_trainer, parts_table
+from rlinf_vl.config import load_config, save_config
+from rlinf_vl.controller.export import export_checkpoint
+from rlinf_vl.engines.make import make_engine
+from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.lora import is_adapter
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, open_folder, save_checkpoint
+from rlinf_vl.types import Request, SamplingParams
+
+ALL = "actor.model.lora.target_modules=[all-linear]"
+WHOLE = "actor.model.lora.save_lora_only=false"
+
+
+def config_of(*overrides):
+    fixed = ("actor.model.is_lora=true", "actor.fsdp_config.mixed_precision.param_dtype=fp32")
+    return load_config("toy-grpo-cpu", (*fixed, "rollout.model.precision=fp32", *overrides))
+
+
+def started(mesh, toy_folder, *overrides, step=None, folder=None):
+    """A trainer of adapters, from the checkpoint of `step` in `folder` if one is named."""
+    torch.manual_seed(1)
+    trainer = load_trainer(config_of(*overrides), str(toy_folder), mesh, 10)
+    if folder is not None:
+        trainer.load(str(folder), step)
+    return trainer
+
+
+def train(trainer, steps):
+    """Steps with gradients that depend on the weights only."""
+    for _ in range(steps):
+        for param in trainer.policy.parameters():
+            if param.requires_grad:
+                param.grad = 0.1 * param.detach().cos()
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.01
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+        trainer.scheduler.step()
+
+
+def weights(trainer):
+    return {name: param.detach().to_local().clone() for name, param in trainer.policy.named_parameters()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module", params=["language", "all-linear"])
+def trained(request, mesh, toy_folder, tmp_path_factory):
+    """The folder of a run whose last step is 3, with a checkpoint of its adapters, and the trainer."""
+    targets = f"actor.model.lora.target_modules=[{request.param}]"
+    trainer = started(mesh, toy_folder, targets)
+    train(trainer, 3)
+    folder = tmp_path_factory.mktemp("run")
+    save_config(config_of(targets, f"rollout.model.model_path={toy_folder}"), folder / "config.yaml")
+    save_checkpoint(folder, 3, trainer.save, {"step": 3}, keep_last=-1)
+    return folder, trainer, targets
+
+
+def test_both_ways_of_sending_give_the_same_logprobs(trained, toy_folder):
+    """From engines that were started on the base model and sent what a trainer sends."""
+    _, trainer, targets = trained
+    lora = trainer.actor.model.lora
+    drawn, sent = {}, {}
+    for sync in ("merged", "adapters"):
+        overrides = targets, f"actor.model.lora.sync={sync}", "rollout.gpu_memory_utilization=0.1"
+        config = config_of(*overrides)
+        lora.sync = sync
+        sent[sync] = dict(trainer.weights(torch.float32))
+        shapes = {name: value.shape for name, value in trainer.weights(torch.float32, "meta")}
+        assert shapes == {name: value.shape for name, value in sent[sync].items()}
+        assert {is_adapter(name) for name in sent[sync]} == {sync == "adapters"}
+        processor = Processor(toy_folder, family_of("auto", toy_folder))
+        engine = make_engine(config, str(toy_folder), processor, "cpu")
+        try:
+            ids = processor.tokenizer("How many red squares are there?", return_tensors="np")["input_ids"][0]
+            sampling = SamplingParams(max_new_tokens=24)
+            asked = [Request(ids.astype(np.int32), (), np.zeros((0, 3), np.int64), sampling, tuple(range(8)))]
+            before = engine.generate(asked)
+            engine.load_weights([sent[sync]], 1)
+            drawn[sync] = engine.generate(asked)[0].samples
+        finally:
+            engine.close()
+        assert any(a.ids.tolist() != b.ids.tolist() for a, b in zip(before[0].samples, drawn[sync], strict=True))
+    lora.sync = "merged"
+    for merged, adapters in zip(drawn["merged"], drawn["adapters"], strict=True):
+        assert merged.ids.tolist() == adapters.ids.tolist()
+        np.testing.assert_allclose(merged.logprobs, adapters.logprobs, atol=1e-5, rtol=0)
+    touched = {name.partition(".lora_")[0] for name in sent["adapters"]}
+    assert {name.removesuffix(".weight") for name in sent["merged"]} == touched, "what adapters do not touch stays"
+    assert any("visual" in name for name in touched) == ("all-linear" in targets)
+
+
+def test_a_checkpoint_has_the_adapters_and_a_rank_goes_on_as_if_it_had_never_stopped(mesh, trained, toy_folder):
+    folder, trainer, targets = trained
+    actor = folder / "checkpoints/global_step_3" / ACTOR_FOLDER
+    size = sum(path.stat().st_size for path in actor.glob("*.distcp"))
+    adapters = sum(p.numel() for n, p in trainer.policy.named_parameters() if is_adapter(n))
+    assert 12 * adapters < size < 1.3 * 12 * adapters + 200_000, "float32 adapters with two moments, and nothing else"
+    at_save = weights(trainer)
+    again = started(mesh, toy_folder, targets, step=3, folder=actor)
+    assert equal(weights(again), at_save) and not again.frozen_differ
+    train(again, 2)
+    straight = started(mesh, toy_folder, targets)
+    train(straight, 5)
+    assert equal(weights(again), weights(straight))
+    assert not equal(weights(again), at_save)
+
+
+def test_a_checkpoint_may_have_the_whole_model(mesh, toy_folder, tmp_path):
+    trainer = started(mesh, toy_folder, WHOLE)
+    train(trainer, 1)
+    trainer.save(str(tmp_path))
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
+    assert size > 4 * sum(p.numel() for p in trainer.policy.model.parameters())
+    assert equal(weights(started(mesh, toy_folder, step=1, folder=tmp_path)), weights(trainer))
+
+
+@pytest.mark.parametrize("other", ["actor.model.lora.rank=4", ALL, "actor.model.is_lora=false"])
+def test_a_checkpoint_of_other_adapters_is_refused(mesh, toy_folder, tmp_path, other):
+    started(mesh, toy_folder, "actor.model.lora.rank=8").save(str(tmp_path))
+    with pytest.raises(RunError, match="was written with other adapters"):
+        started(mesh, toy_folder, "actor.model.lora.rank=8", other, step=1, folder=tmp_path)
+
+
+def test_the_config_of_other_adapters_is_refused_before_the_run(trained, tmp_path):
+    folder, _, targets = trained
+    checkpoint = folder / "checkpoints/global_step_3"
+    for other, said in (
+        ("actor.model.lora.rank=4", "lora.rank: 16 → 4"),
+        ("actor.model.is_lora=false", "is_lora: true → false"),
+    ):
+        with pytest.raises(ConfigError, match=f"resume_dir: .*other adapters .*{said}"):
+            open_folder(config_of(targets, other), tmp_path / "new", checkpoint, lambda *_: None)
+
+
+def logprobs(model, ids):
+    model.model.rope_deltas = None
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.log_softmax(-1)
+
+
+@torch.no_grad()
+def test_an_export_is_merged_or_pefts(trained, toy_folder, tmp_path):
+    """Loaded by transformers and by peft themselves: the logprobs of peft's own forward with the trainer's adapters."""
+    folder, trainer, targets = trained
+    export_checkpoint(folder, tmp_path / "merged", "fp32")
+    export_checkpoint(folder, tmp_path / "adapters", adapters=True)
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    base = AutoModelForImageTextToText.from_pretrained(toy_folder, dtype=torch.float32)
+    for name, value in trainer.weights(torch.float32):
+        torch.testing.assert_close(merged.get_parameter(name), value, atol=0, rtol=0)
+    said = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(toy_folder) and said["r"] == 16
+    ids = torch.arange(20, 60)[None]
+    without = logprobs(base, ids)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapters")
+    assert {p.dtype for n, p in loaded.named_parameters() if is_adapter(n)} == {torch.float32}
+    torch.testing.assert_close(logprobs(loaded.model, ids), logprobs(merged, ids), atol=1e-5, rtol=0)
+    assert (logprobs(merged, ids) - without).abs().max() > 0.1
+    with pytest.raises(ConfigError, match="--adapters: the run of .* trained none"):
+        save_config(load_config("toy-grpo-cpu"), tmp_path / "config.yaml")
+        save_checkpoint(tmp_path, 1, lambda _: None, {"step": 1}, keep_last=-1)
+        export_checkpoint(tmp_path, tmp_path / "none", adapters=True)
+
+
+def test_the_table_names_adapters(mesh, trained):
+    _, trainer, targets = trained
+    rows = [line.split("  ") for line in parts_table(trainer.policy, mesh, trainer.actor).splitlines()]
+    names = [row[0].strip() for row in rows]
+    parts = ["language_model", "projector", "vision_tower"]
+    adapted = parts if "all-linear" in targets else parts[:1]
+    assert names == ["part", *(n for p in parts for n in ([p, f"{p} adapters"] if p in adapted else [p]))]
+    for row in rows[1:]:
+        assert (row[-1].strip() == "frozen") == ("adapters" not in row[0])
+    assert (trainer.batches.cache is None) == trainer.trains_vision == ("all-linear" in targets)
