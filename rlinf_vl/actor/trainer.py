@@ -315,7 +315,7 @@ def make_scheduler(
 def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) -> Trainer:
     """The trainer of a run, its models read from `model_path`. Collective."""
     rollout, actor, max_tokens = config.rollout.model, config.actor, config.runner.max_tokens_per_mbs
-    family = family_of(rollout.model_type, model_path, rollout.trust_remote_code)
+    family = family_of(rollout.model_type, model_path, rollout.trust_remote_code, actor.model.vlm.paths)
     processor = Processor(
         model_path,
         family,

@@ -273,6 +273,12 @@ def _lora(config: Config) -> Iterator[str]:
 
 def _actor_and_reward(config: Config) -> Iterator[str]:
     actor, reward, on_cpu = config.actor, config.reward, config.cluster.device == "cpu"
+    vlm = actor.model.vlm
+    if (vlm.vision_encoder_attr is None) != (vlm.language_model_attr is None):
+        yield (
+            f"actor.model.vlm: vision_encoder_attr={vlm.vision_encoder_attr or 'null'} and language_model_attr="
+            f"{vlm.language_model_attr or 'null'}; set both, or neither"
+        )
     if actor.model.is_lora:
         yield from _lora(config)
     elif len(actor.model.frozen_parts) == 3:

@@ -5,6 +5,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from rlinf_vl.actor.checkpoint import load_weights_only
+from rlinf_vl.config.schema import VlmConfig
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_of
@@ -39,7 +40,8 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16", adapters:
 
         path = str(toy_checkpoint_path(path))
     trust = model_config.trust_remote_code
-    family = family_of(model_config.model_type, path, trust)
+    vlm = VlmConfig(**(OmegaConf.select(run_config, "actor.model.vlm") or {}))
+    family = family_of(model_config.model_type, path, trust, vlm.paths)
     model = load_model(path, family, DTYPES["fp32"], trust_remote_code=trust)
     if lora:
         add_adapters(model, family, lora)

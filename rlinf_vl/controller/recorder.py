@@ -28,7 +28,8 @@ class TrajectoryWriter:
     def __init__(self, config: Config, run_dir: Path, model_path: str) -> None:
         runner = config.runner
         model = config.rollout.model
-        image_token = family_of(model.model_type, model_path, model.trust_remote_code).image_token
+        paths = config.actor.model.vlm.paths
+        image_token = family_of(model.model_type, model_path, model.trust_remote_code, paths).image_token
         self._run_dir = run_dir
         self._store = TrajectoryStore(run_dir, model_path, image_token, int(runner.trajectories.max_gb * 2**30))
         self._samples = make_trackers(

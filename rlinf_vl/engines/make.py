@@ -26,7 +26,8 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
     rollout = config.rollout
     trust, memory_share = rollout.model.trust_remote_code, rollout.gpu_memory_utilization
     assert isinstance(memory_share, float), f"{memory_share!r} is resolved before an engine starts"
-    family, dtype = family_of(rollout.model.model_type, model_path, trust), DTYPES[rollout.model.precision]
+    dtype = DTYPES[rollout.model.precision]
+    family = family_of(rollout.model.model_type, model_path, trust, config.actor.model.vlm.paths)
     vocab = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
     banned = processor.banned_ids(vocab)
     if rollout.rollout_backend == "torch":

@@ -220,8 +220,18 @@ def _family(config: Config, of_checkpoint: str, shape: Mapping[str, Any] | None 
     be able to run a model of this shape (its config.json)."""
     key, said = "rollout.model.model_type", config.rollout.model.model_type
     where = f"the checkpoint at {config.rollout.model.model_path} is of type {of_checkpoint!r}"
-    if of_checkpoint not in FAMILIES:
-        yield f"rollout.model.model_path: {where}, which is not supported; supported: {', '.join(FAMILIES)}"
+    if config.actor.model.vlm.paths is not None:
+        yield from _paths(config)
+        if of_checkpoint not in FAMILIES and config.rollout.rollout_backend == "sglang":
+            yield (
+                f"rollout.rollout_backend: sglang has names of its own for weights, which are not known of {of_checkpoint!r}; set "
+                "rollout.rollout_backend=torch"
+            )
+    elif of_checkpoint not in FAMILIES:
+        yield (
+            f"rollout.model.model_path: {where}, which is not supported; supported: {', '.join(FAMILIES)}. If it has a tower like "
+            "Qwen2-VL's, name its parts: actor.model.vlm.vision_encoder_attr and language_model_attr"
+        )
     elif said in FAMILIES and said != of_checkpoint:
         yield f"{key}: {said!r}, but {where}; set {key}={of_checkpoint}"
     if of_checkpoint in TEXT_FAMILIES:
@@ -244,6 +254,23 @@ def _family(config: Config, of_checkpoint: str, shape: Mapping[str, Any] | None 
         with suppress(AttributeError, TypeError):  # transformers will say what is wrong with such a config.json
             for reason in list(refusals(shape or {"model_type": of_checkpoint}, no_gpu)):
                 yield f"rollout.model.model_path: {config.rollout.model.model_path}: {reason}"
+
+
+def _paths(config: Config) -> Iterator[str]:
+    """Whether `actor.model.vlm` leads to modules that can be used. This imports torch, and makes the model without its weights."""
+    try:
+        from rlinf_vl.models.families import family_at
+        from rlinf_vl.preflight.model import model_config
+    except ImportError:  # not the Python that will run it
+        return
+    paths, model = config.actor.model.vlm.paths, config.rollout.model
+    assert paths is not None
+    with suppress(ConfigError):  # its shape isn't known here
+        shape, _ = model_config(model.model_path, trust_remote_code=model.trust_remote_code)
+        try:
+            family_at(shape, paths, trust_remote_code=model.trust_remote_code)
+        except ValueError as error:
+            yield str(error)
 
 
 def _pixels(config: Config, processor: dict[str, Any]) -> Iterator[str]:

@@ -206,7 +206,12 @@ def _engine(config: Config, model: Model, hardware: Hardware) -> Parts:
     layer, tower = prefill * (4 * width + 8 * text.hidden_size) * size, 0
     if model.family.vision_tower:
         vision = model.shape.vision_config
-        tower = 4 * prefill * (4 * vision.intermediate_size + 10 * vision.hidden_size) * size
+        tower = (
+            4
+            * prefill
+            * (4 * getattr(vision, "intermediate_size", 4 * vision.hidden_size) + 10 * vision.hidden_size)
+            * size
+        )
     sampler = 4 * running * text.vocab_size * 4  # logits, probabilities and two copies, float32
     sglang = rollout.rollout_backend == "sglang"
     return {

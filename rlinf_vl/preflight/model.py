@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.models.families import Family, family_of
+from rlinf_vl.models.families import Family, family_at, family_of
 from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, freeze, use_packed_attention
 from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
 
@@ -32,7 +32,8 @@ class Model:
         """`path`: of the checkpoint where it isn't the config's own name (the toy's)."""
         rollout, fsdp = config.rollout.model, config.actor.fsdp_config
         self.shape, self.said = model_config(path or rollout.model_path, trust_remote_code=rollout.trust_remote_code)
-        self.family = family_of(self.shape.model_type)
+        paths = config.actor.model.vlm.paths
+        self.family = family_at(self.shape, paths) if paths else family_of(self.shape.model_type)
         self._made = meta_model(
             self.shape,
             self.family,

@@ -57,7 +57,9 @@ class RolloutRank:
         data, model_config = config.data, config.rollout.model
         self.processor = Processor(
             model_path,
-            family_of(model_config.model_type, model_path, model_config.trust_remote_code),
+            family_of(
+                model_config.model_type, model_path, model_config.trust_remote_code, config.actor.model.vlm.paths
+            ),
             min_pixels=data.image_min_pixels,
             max_pixels=data.image_max_pixels,
             trust_remote_code=model_config.trust_remote_code,

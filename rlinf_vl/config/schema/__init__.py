@@ -13,6 +13,7 @@ from rlinf_vl.config.schema.actor import (
     LoraConfig,
     MixedPrecisionConfig,
     OptimConfig,
+    VlmConfig,
 )
 from rlinf_vl.config.schema.algorithm import AlgorithmConfig, SamplingConfig
 from rlinf_vl.config.schema.data import DataConfig, RewardConfig
@@ -23,6 +24,7 @@ from rlinf_vl.config.schema.runner import ClusterConfig, RunnerConfig
 __all__ = [
     "ActorConfig", "ActorModelConfig", "AlgorithmConfig", "ClusterConfig", "Config", "DataConfig", "FsdpConfig", "Limit",
     "LoraConfig", "MixedPrecisionConfig", "OptimConfig", "RewardConfig", "RolloutConfig", "RunnerConfig", "SamplingConfig",
+    "VlmConfig",
 ]  # fmt: skip
 
 

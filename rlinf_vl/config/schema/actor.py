@@ -34,6 +34,21 @@ class LoraConfig:
 
 
 @dataclass
+class VlmConfig:
+    """Where the parts of a checkpoint are whose model type rlinf_vl does not know: both keys, or neither."""
+
+    vision_encoder_attr: str | None = None
+    """Dotted path of the vision tower in the transformers model, such as model.visual."""
+    language_model_attr: str | None = None
+    """Dotted path of the text model, such as model.language_model."""
+
+    @property
+    def paths(self) -> tuple[str, str] | None:
+        vision, language = self.vision_encoder_attr, self.language_model_attr
+        return None if vision is None or language is None else (vision, language)
+
+
+@dataclass
 class ActorModelConfig:
     variable_seq_lengths: bool = True
     """true: micro-batches have the length of what is in them; false: padded to max_tokens_per_mbs (static shapes)."""
@@ -46,6 +61,7 @@ class ActorModelConfig:
     """Leave the projector, which makes tokens of the tower's patches, as it is; null: as the vision tower."""
     freeze_language_model: bool = False
     """Leave the language model, embeddings and head included, as it is."""
+    vlm: VlmConfig = field(default_factory=VlmConfig)
 
     @property
     def adapters(self) -> LoraConfig | None:

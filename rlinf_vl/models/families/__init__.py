@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from rlinf_vl.models.families import qwen2_5_vl, qwen3, qwen3_5, qwen3_vl
+from rlinf_vl.models.families.by_path import KEYS, Paths, family_by_path, parts_at
 from rlinf_vl.models.families.family import DecodeState, Family, ImageProcessor, Mixture, VisionFeatures, submodules
 
 __all__ = [
-    "FAMILIES", "DecodeState", "Family", "ImageProcessor", "Mixture", "VisionFeatures", "family_of", "submodules",
+    "FAMILIES", "DecodeState", "Family", "ImageProcessor", "Mixture", "VisionFeatures", "family_at", "family_of", "submodules",
 ]  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
@@ -17,8 +18,19 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(model_type: str, checkpoint: str | Path = "", trust_remote_code: bool = False) -> Family:
-    """The family of `rollout.model.model_type`; "auto": of this checkpoint. ValueError names the families there are."""
+def family_of(
+    model_type: str,
+    checkpoint: str | Path = "",
+    trust_remote_code: bool = False,
+    paths: Paths | None = None,
+) -> Family:
+    """The family of `rollout.model.model_type`; "auto": of this checkpoint. ValueError names the families there are.
+
+    `paths`: `actor.model.vlm`'s, see `family_at`.
+    """
+    if paths is not None:
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        return family_at(config, paths, checkpoint, trust_remote_code)
     if model_type == "auto":
         model_type = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).model_type
     if model_type not in FAMILIES:
@@ -26,3 +38,23 @@ def family_of(model_type: str, checkpoint: str | Path = "", trust_remote_code: b
             f"rollout.model.model_type: {model_type!r} is not a known family; known: {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
+
+
+def family_at(
+    config: PreTrainedConfig, paths: Paths, checkpoint: str | Path = "", trust_remote_code: bool = False
+) -> Family:
+    """The family of a model with this config, by the paths of its vision tower and text model: `family_by_path`, or that of the
+    table, if it has them there.
+
+    Raises:
+        ValueError: as `parts_at` and `family_by_path`; or the table says otherwise.
+    """
+    parts = parts_at(config, paths, trust_remote_code)
+    if (known := FAMILIES.get(config.model_type)) is None:
+        return family_by_path(config, paths, *parts, checkpoint, trust_remote_code)
+    for key, said, path in zip(KEYS, paths, (known.vision_tower, known.text_model), strict=True):
+        if said != path:
+            raise ValueError(
+                f"{key}: {said!r}, but that of {config.model_type} is {path!r}; leave {' and '.join(KEYS)} out"
+            )
+    return known

@@ -33,7 +33,7 @@ class QwenImages:
     """Resizes an image to whole tokens within bounds of its area, and cuts it into patches."""
 
     def __init__(self, path: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
-        self._processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+        self._processor = self.load(path)
         size = self._processor.size
         self._least = min_pixels or size["shortest_edge"]
         self._most = max_pixels or size["longest_edge"]
@@ -45,6 +45,10 @@ class QwenImages:
         self._processor.size = type(size)(shortest_edge=self._least, longest_edge=self._most)
         self.patch_size: int = self._processor.patch_size
         self.merge_size: int = self._processor.merge_size
+
+    @staticmethod
+    def load(path: str | Path) -> Any:
+        return Qwen2VLImageProcessorPil.from_pretrained(path)
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
         rows, columns = smart_resize(height, width, self.patch_size * self.merge_size, self._least, self._most)

@@ -139,6 +139,11 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
             "FILES/text lacks weights (*.safetensors), a tokenizer",
         ],
     ),
+    (["actor.model.vlm.vision_encoder_attr=model.visual"], ["vision_encoder_attr=model.visual", "both, or neither"]),
+    (
+        ["actor.model.vlm.vision_encoder_attr=model.visul", "actor.model.vlm.language_model_attr=model.language_model"],
+        ["actor.model.vlm.vision_encoder_attr: 'model.visul'", "no module 'visul'; it has visual, language_model"],
+    ),
     (["rollout.model.model_path=FILES/windows"], ["the config.json in FILES/windows has layers", "sliding window"]),
     (["rollout.model.model_path=FILES/bare"], ["FILES/bare lacks weights (*.safetensors), a tokenizer", "copy"]),
     (["rollout.model.model_path=FILES/shards"], ["FILES/shards lacks model-2.safetensors", "fetch or copy"]),
