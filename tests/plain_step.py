@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from adapters import peft_model, with_values
 from tiny import banned, group, tiny_model, transformers_inputs, transformers_logprobs
+
+from rlinf_vl.config.schema import LoraConfig
 
 LR = 0.05
 
@@ -36,6 +39,7 @@ class Layout:
     credit: str = "trajectory"
     discount: float = 1.0
     state_weight: float = 0.0
+    lora: str = ""  # what gets adapters, which alone are then trained
 
     @property
     def turns(self) -> bool:
@@ -124,6 +128,10 @@ def _observed(t, sampled):
     return replace(t, sequences=(changed,))
 
 
+def adapters_of(layout: Layout) -> LoraConfig:
+    return LoraConfig(rank=4, alpha=6.0, target_modules=[layout.lora], sync="adapters")
+
+
 def half(model):
     """The model in bfloat16 as a checkpoint is read in it: weights, not the tables of rotary angles."""
     for p in model.parameters():
@@ -133,12 +141,15 @@ def half(model):
 
 def plain_reference(layout: Layout, kind: str = "mixed"):
     """The same step in one process: transformers' own forward a trajectory at a time, formulas written out, SGD by hand."""
-    model, reference = (tiny_model(seed, family=layout.family) for seed in (0, 9))
-    if not layout.train_tower and hasattr(model.model, "visual"):
+    model, reference = (tiny_model(seed, family=layout.family) for seed in (0, 0 if layout.lora else 9))
+    if layout.lora:
+        model = with_values(peft_model(layout.family, adapters_of(layout)))
+    elif not layout.train_tower and hasattr(model.model, "visual"):
         reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)
     tower = {id(p) for name, p in model.named_parameters() if ".visual." in name}
-    trained = {n: p for n, p in model.named_parameters() if layout.train_tower or id(p) not in tower}
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]  # of peft's model, the adapters
+    trained = {n: p for n, p in named if layout.train_tower or layout.lora or id(p) not in tower}
     masters = {n: p.detach().clone() for n, p in trained.items()}  # float32 whatever the model computes in
     if layout.dtype == "bf16":
         half(model), half(reference)

@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from plain_step import LR, Layout, groups_of, plain_reference
+from adapters import adapter_values
+from plain_step import LR, Layout, adapters_of, groups_of, plain_reference
 from rank_processes import RankProcesses
-from tiny import IMAGE_ID, pixels, tiny_policy, tiny_trainer
+from tiny import IMAGE_ID, MEMBERS, pixels, tiny_policy, tiny_trainer
+from torch.distributed.tensor import distribute_tensor
 
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.types import GroupSummary
@@ -64,6 +66,8 @@ def train(layout: Layout, kind: str):
         mixed_precision=MixedPrecisionConfig(layout.dtype),
     )
     model = ActorModelConfig(freeze_vision_tower=not layout.train_tower)
+    if layout.lora:
+        model = ActorModelConfig(is_lora=True, lora=adapters_of(layout))
     trainer = tiny_trainer(
         mesh,
         load,
@@ -73,6 +77,10 @@ def train(layout: Layout, kind: str):
         pad_to=layout.budget if layout.pad else None,
         share_prompts=layout.share,
     )
+    weights = dict(trainer.policy.model.named_parameters())
+    for name, value in adapter_values((n, tuple(p.shape)) for n, p in weights.items()).items():
+        sharded = weights[name]
+        sharded.data.copy_(distribute_tensor(value, sharded.device_mesh, sharded.placements))
     trainer.optimizer = torch.optim.SGD([p for p in trainer.policy.parameters() if p.requires_grad], lr=LR)
     trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _: 1.0)
     if layout.cache is False:
@@ -159,7 +167,7 @@ def references():
     def get(layout: Layout, kind: str = "mixed"):
         plain = (layout.minibatches, layout.aggregation, layout.kl_beta, layout.train_tower, layout.tis_clip,
                  layout.tis_level, layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
-                 layout.discount, layout.state_weight, layout.family, kind)  # fmt: skip
+                 layout.discount, layout.state_weight, layout.family, layout.lora, kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -212,6 +220,29 @@ def test_every_family_trains_alike(family, train_tower, run, references):
     )
     kind = "mixed" if FAMILIES[family].vision_tower else "text"
     assert_same(run(layout, kind), references(layout, kind))
+
+
+LORA = replace(BASE, lora="language", kl_beta=0.1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(LORA, id="one row"),
+        pytest.param(replace(LORA, ranks=2, budget=90, minibatches=2, checkpointing=True), id="2 ranks, split"),
+        pytest.param(replace(LORA, ranks=4, budget=80, shard=2, lora="all-linear"), id="2 copies on 4 ranks"),
+        pytest.param(replace(LORA, lora="all-linear", checkpointing=True, reshard=False), id="tower"),
+        *(
+            pytest.param(
+                replace(LORA, family=family, ranks=2, budget=90, checkpointing=True, lora="all-linear"), id=family
+            )
+            for family in FAMILIES
+            if MEMBERS[family][1]
+        ),
+    ],
+)
+def test_adapters_train_alike_and_the_reference_is_the_model_without_them(layout, run, references):
+    assert_same(run(layout), references(layout))
 
 
 @pytest.mark.parametrize("kind", ["text", "one image"])

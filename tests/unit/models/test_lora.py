@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import inject_adapter_in_model
+from adapters import adapted, both_logprobs, peft_model, row_of, with_values
 from tiny import MEMBERS, group, tiny_collator, tiny_model, tiny_policy, transformers_logprobs
 
 from rlinf_vl.config.schema import LoraConfig
@@ -15,73 +14,24 @@ from rlinf_vl.models import lora
 from rlinf_vl.models.families import FAMILIES, family_of
 from rlinf_vl.packing.collator import Member
 
-#: peft's own way to say what `target_modules` says, for tiny members: (modules, experts).
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-
-def peft_model(family: str, settings: LoraConfig, **sizes):
-    """transformers' model with peft's adapters: on every linear module by peft's own name for them, or in the text model only."""
-    model = tiny_model(family=family, **sizes)
-    wanted = (
-        r"model\.language_model\..*(_proj|proj_[a-z]+|shared_expert_gate)"
-        if settings.target_modules == ["language"]
-        else "all-linear"
-    )
-    if wanted != "all-linear" and MEMBERS[family][1] is None:
-        wanted = wanted.replace(r"language_model\.", "")
-    config = PeftConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=wanted,
-        target_parameters=EXPERTS if "num_experts" in MEMBERS[family][0] else None,
-    )
-    return inject_adapter_in_model(config, model)
-
-
-def randomized(model, seed: int = 5):
-    """The model with adapters that matter."""
-    torch.manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if lora.is_adapter(name):
-            weight.data = 0.2 * torch.randn_like(weight)
-    return model
-
-
-def adapted(family: str, settings: LoraConfig, **sizes):
-    policy = tiny_policy(model_type=family, **sizes)
-    lora.train_parts(policy.model, policy.family, (), settings)
-    randomized(policy.model)
-    return policy
-
-
-def rows(policy, shapes=([(2, 3)], [])):
-    rng = np.random.default_rng(0)
-    groups = [group(rng, s, [7, 4], name=str(i)) for i, s in enumerate(shapes)]
-    members = [Member(g, i, [0.0]) for g in groups for i in range(2)]
-    return groups, tiny_collator()(members, run_vision=any(shapes))
-
 
 @pytest.mark.parametrize("targets", ["all-linear", "language"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_are_pefts(family, targets):
     """Logprobs, and the gradient of every adapter; nothing else has one."""
     settings = LoraConfig(rank=4, alpha=6.0, target_modules=[targets])
-    policy, model = adapted(family, settings), randomized(peft_model(family, settings))
-    assert dict(policy.model.named_parameters()).keys() == dict(model.named_parameters()).keys()
-    shapes = ([(2, 3)], []) if MEMBERS[family][1] else ([], [])
-    groups, batch = rows(policy, shapes)
-    ours, _ = policy(batch)
-    theirs = torch.cat([transformers_logprobs(model, g, i) for g in groups for i in range(2)])
+    (policy, ours), (model, theirs) = both_logprobs(family, settings)
+    others = dict(model.named_parameters())
+    assert dict(policy.model.named_parameters()).keys() == others.keys()
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     ours.mean().backward(), theirs.mean().backward()
-    others = dict(model.named_parameters())
     for name, weight in policy.model.named_parameters():
         assert weight.requires_grad == lora.is_adapter(name), name
         if weight.requires_grad:
             torch.testing.assert_close(weight.grad, others[name].grad, atol=2e-6, rtol=1e-3, msg=name)
-    assert any("visual" in n and w.grad.abs().max() > 0 for n, w in others.items() if lora.is_adapter(n)) == (
-        targets == "all-linear" and MEMBERS[family][1] is not None
-    )
+    sees = MEMBERS[family][1] is not None
+    moved = any("visual" in n and w.grad.abs().max() > 0 for n, w in others.items() if lora.is_adapter(n))
+    assert moved == (targets == "all-linear" and sees)
 
 
 @torch.no_grad()
@@ -89,8 +39,7 @@ def test_packed_rows_are_pefts(family, targets):
 def test_without_adapters_it_is_the_base(family):
     """Off for the reference, bit for bit; merged, what peft merges."""
     policy = adapted(family, LoraConfig(rank=3, alpha=6.0, target_modules=["all-linear"]))
-    shapes = ([(2, 3)], []) if MEMBERS[family][1] else ([], [])
-    _, batch = rows(policy, shapes)
+    _, batch = row_of(family)
     base, _ = tiny_policy(model_type=family)(batch)
     with_adapters, _ = policy(batch)
     with lora.adapters_off(policy.model):
@@ -103,7 +52,8 @@ def test_without_adapters_it_is_the_base(family):
     for name, weight, adapter in lora.engine_weights(policy.model, merged=True):
         if adapter is not None:
             given[name].copy_(lora.with_adapter(weight, adapter))
-    assert all(torch.equal(weight, before[name]) for name, weight in policy.model.named_parameters()), "nothing changes"
+    now = dict(policy.model.named_parameters())
+    assert all(torch.equal(now[name], weight) for name, weight in before.items()), "nothing changes in place"
     torch.testing.assert_close(plain(batch)[0], with_adapters, atol=1e-5, rtol=0)
     by_peft = copy.deepcopy(policy.model)
     for layer in lora.adapters(by_peft).values():
@@ -111,10 +61,9 @@ def test_without_adapters_it_is_the_base(family):
     for name, weight, _ in lora.engine_weights(by_peft, merged=True):
         torch.testing.assert_close(given[name], weight, atol=1e-6, rtol=0, msg=name)
     lora.merge_adapters(policy.model)
-    assert {n: tuple(p.shape) for n, p in policy.model.named_parameters()} == {
-        n: tuple(p.shape) for n, p in given.items()
-    }
-    for name, weight in policy.model.named_parameters():
+    merged = dict(policy.model.named_parameters())
+    assert merged.keys() == given.keys()
+    for name, weight in merged.items():
         assert torch.equal(weight, given[name]), name
 
 
@@ -170,13 +119,11 @@ def test_experts_have_no_dropout():
 
 
 def test_dropout_is_pefts():
-    """The same seed drops the same: packed in one row of one trajectory, masks have the same shape."""
+    """The same seed drops the same where one trajectory is the whole row."""
     settings = LoraConfig(rank=4, target_modules=["language"], dropout=0.3)
-    policy = adapted("qwen3_vl", settings).train()
+    policy, model = adapted("qwen3_vl", settings).train(), with_values(peft_model("qwen3_vl", settings)).train()
     g = group(np.random.default_rng(0), [], [9])
     batch = tiny_collator()([Member(g, 0, [0.0])], run_vision=False)
-    plain = PeftConfig(r=4, lora_alpha=32.0, lora_dropout=0.3, target_modules=names("qwen3_vl", ["language"]))
-    model = randomized(inject_adapter_in_model(plain, tiny_model())).train()
     torch.manual_seed(3)
     ours, _ = policy(batch)
     torch.manual_seed(3)
