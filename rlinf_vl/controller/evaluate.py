@@ -100,7 +100,7 @@ def evaluate(
         n = pool.start()["val"]
         n = n if config.data.val_samples < 0 else min(config.data.val_samples, n)
         bad_rows = BadRows(run_dir, config.data.max_bad_rows, {"val": n})
-        answers = check_rows(config, "val", n, pool, bad_rows, progress)
+        answers = check_rows(config, "val", n, pool, bad_rows, progress).kept
         log.open(0, 0, {})
         if grades_answers(load_env_class(config.rollout.env_class, config.rollout.env_files)):
             write_baselines(run_dir, Counter(map(str.strip, answers.values())))

@@ -106,7 +106,7 @@ def train(
                 tasks = make_tasks("train", rows, config.algorithm.group_size, runner.seed, step)
                 batch = rollout(tasks, config, pool, learner, guard, log)
                 metrics = {"data/epoch": epoch, "data/bad_rows": count_bad_rows("train", batch.summaries, data, step)}
-                metrics |= batch.metrics
+                metrics |= batch.metrics | {"data/overlong_rows": data.overlong}
                 metrics |= {"rollout/worker_restarts": pool.restarts, "actor/restarts": log.count("actors_restarted")}
                 gpu.to_ranks(learner)
                 metrics |= guard.check(step, batch.summaries, batch.to_score)

@@ -16,16 +16,21 @@ from rlinf_vl.rollout.pool import RolloutPool
 
 log = logging.getLogger(__name__)
 
+#: Rows that are too long and are named.
+SHOWN_ROWS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The rows of a run. `answers` counts the reference answers of the validation rows."""
+    """The rows of a run. `answers` counts the reference answers of the validation rows, `overlong` the training rows whose prompts
+    are beyond data.max_prompt_length."""
 
     sampler: EpochSampler
     val_rows: list[int]
     answers: Counter[str]
     total_steps: int
     bad_rows: BadRows
+    overlong: int = 0
 
 
 def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress: RunProgress) -> RunData:
@@ -39,28 +44,47 @@ def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress:
     val = rows["val"] if data.val_samples < 0 else min(data.val_samples, rows["val"])
     totals = {"train": rows["train"], "val": val}
     bad_rows = BadRows(run_dir, data.max_bad_rows, totals)
-    kept = {split: check_rows(config, split, n, pool, bad_rows, progress) for split, n in totals.items()}
+    found = {split: check_rows(config, split, n, pool, bad_rows, progress) for split, n in totals.items()}
+    kept = {split: result.kept for split, result in found.items()}
     sampler = EpochSampler(list(kept["train"]), data.rollout_batch_size, shuffle=data.shuffle, seed=data.seed)
     steps = sampler.batches_per_epoch * runner.max_epochs
     total_steps = steps if runner.max_steps < 0 else min(steps, runner.max_steps)
     answers = Counter(map(str.strip, kept["val"].values()))
-    return RunData(sampler, list(kept["val"]), answers, total_steps, bad_rows)
+    overlong = len(found["train"].too_long) + len(found["train"].cut)
+    return RunData(sampler, list(kept["val"]), answers, total_steps, bad_rows, overlong)
 
 
 def check_rows(
     config: Config, split: str, n: int, pool: RolloutPool, bad_rows: BadRows, progress: RunProgress
-) -> dict[int, str]:
-    """Those of the first `n` rows of a split that can be used, with their answers; raises as `find_usable_rows`."""
+) -> FilterResult:
+    """Which of the first `n` rows of a split can be used; raises as `find_usable_rows`."""
     result = pool.filter_rows(split, range(n), partial(progress.phase, f"checking rows of {split}", total=n))
-    too_long, bad = len(result.too_long), result.bad
-    log.info("%s: %d rows, %d of them longer than data.max_prompt_length, %d bad", split, n, too_long, len(bad))
+    bad, longest = result.bad, config.data.max_prompt_length
+    log.info("%s: %d rows, %s, %d bad", split, n, _overlong(result, longest), len(bad))
+    if result.too_long and config.data.overlong == "error":
+        raise ConfigError(
+            f"data.overlong: error, and in data.{split}_data_paths {_overlong(result, longest)}; raise data.max_prompt_length (and "
+            "runner.seq_length), or set data.overlong to drop or cut"
+        )
     if bad:
         bad_rows.add(split, bad.values())
         log.warning("bad rows of %s, left out (%s):\n%s", split, bad_rows.path, bad_rows.table(split))
         bad_rows.check()
     if len(result.kept) < (config.data.rollout_batch_size if split == "train" else min(n, 1)):
         raise ConfigError(_too_few(config, split, n, result, bad_rows.path.name))
-    return result.kept
+    return result
+
+
+def _overlong(result: FilterResult, longest: int) -> str:
+    """How many prompts are too long, what becomes of them, and the first of them."""
+    tokens = result.too_long | {row: n for row, (n, _) in result.cut.items()}
+    if not tokens:
+        return f"none longer than data.max_prompt_length={longest}"
+    first = ", ".join(f"row {row} has {tokens[row]} tokens" for row in sorted(tokens)[:SHOWN_ROWS])
+    lost = [row for row, (_, images) in result.cut.items() if images]
+    cut = f" and cut to it, {len(lost)} of them without some of their images" if result.cut else ""
+    more = f", and {len(tokens) - SHOWN_ROWS} more" if len(tokens) > SHOWN_ROWS else ""
+    return f"{len(tokens)} longer than data.max_prompt_length={longest}{cut} ({first}{more})"
 
 
 def _too_few(config: Config, split: str, n: int, result: FilterResult, bad_file: str) -> str:
@@ -69,7 +93,7 @@ def _too_few(config: Config, split: str, n: int, result: FilterResult, bad_file:
         tokens = sorted(result.too_long.values())
         why.append(
             f"{len(tokens)} have prompts of {tokens[0]} to {tokens[-1]} tokens, above "
-            f"data.max_prompt_length={config.data.max_prompt_length}: raise that, and runner.seq_length"
+            f"data.max_prompt_length={config.data.max_prompt_length}: raise that, and runner.seq_length, or set data.overlong=cut"
         )
     short, lower = "nothing could be validated", ""
     if split == "train":

@@ -16,11 +16,13 @@ _DEFAULT = RowFormat()
 
 @dataclass(frozen=True, slots=True)
 class FilterResult:
-    """Rows that can be used, with their answers; those with too long a prompt, with its tokens; and bad ones."""
+    """Rows that can be used, with their answers; those with too long a prompt, with its tokens; bad ones; and of those that can be
+    used those whose prompt is cut, with its tokens before and the images that it loses."""
 
     kept: dict[int, str] = field(default_factory=dict)
     too_long: dict[int, int] = field(default_factory=dict)
     bad: dict[int, BadRow] = field(default_factory=dict)
+    cut: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def merged(cls, results: Sequence["FilterResult"]) -> "FilterResult":
@@ -28,7 +30,8 @@ class FilterResult:
         kept = sorted(item for result in results for item in result.kept.items())
         too_long = sorted(item for result in results for item in result.too_long.items())
         bad = sorted((item for result in results for item in result.bad.items()), key=lambda item: item[0])
-        return cls(dict(kept), dict(too_long), dict(bad))
+        cut = sorted(item for result in results for item in result.cut.items())
+        return cls(dict(kept), dict(too_long), dict(bad), dict(cut))
 
 
 class ProblemDataset:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 #: Kinds that more than one room names.
 PROMPT_UNUSABLE = "prompt unusable"
 PROMPT_TOO_LONG = "prompt too long"
+TRAJECTORY_TOO_LONG = "trajectory too long"
 ANSWER_UNUSABLE = "answer unusable"
 ENVIRONMENT_UNUSABLE = "environment unusable"
 

@@ -32,6 +32,7 @@ class Episode:
     stage: Stage | None = None
     begun: float | None = None  # when, by the event loop's clock
     starting: "asyncio.Task[Observation] | None" = None
+    opened: Observation | None = None  # what it began with, as the model sees it: perhaps cut
     request: int | None = None  # None: it was not among those that started in time
     place: int = 0
     error: Exception | None = None  # why it can't begin
@@ -59,6 +60,7 @@ class Played:
     metrics: dict[str, float] = field(default_factory=dict)
     correct: bool = False
     status: str = "error"
+    cuts: int = 0  # of what was said
 
     def add(self, request: Request, sample: Sample, processor: Processor, piece: bool = False) -> None:
         """Add an answer, or a further piece of the last. Where its prompt goes on from the last sequence, so does that; otherwise
@@ -108,8 +110,8 @@ class Played:
     def trajectory(self, fault: str | None, logprobs: bool) -> Trajectory:
         sequences = tuple(s if logprobs else replace(s, logprobs=None) for s in self.sequences)
         if fault is not None:
-            return Trajectory(sequences, tuple(self.turns), 0.0, {}, "error", False, fault)
+            return Trajectory(sequences, tuple(self.turns), 0.0, {}, "error", False, fault, cuts=self.cuts)
         reward = sum(turn.reward for turn in self.turns)
         return Trajectory(
-            sequences, tuple(self.turns), reward, self.parts, self.status, self.correct, None, self.metrics
+            sequences, tuple(self.turns), reward, self.parts, self.status, self.correct, None, self.metrics, self.cuts
         )

@@ -8,14 +8,20 @@ Invariants:
 """
 
 import asyncio
-import hashlib
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from rlinf_vl.data.unusable import PROMPT_TOO_LONG, PROMPT_UNUSABLE, ImageError, RowError, kind_and_reason
+from rlinf_vl.data.unusable import (
+    PROMPT_TOO_LONG,
+    PROMPT_UNUSABLE,
+    TRAJECTORY_TOO_LONG,
+    ImageError,
+    RowError,
+    kind_and_reason,
+)
 from rlinf_vl.engines.base import Engine, EngineDied
 from rlinf_vl.envs import EnvMaker, StepResult
 from rlinf_vl.models.processing import Processor
@@ -25,6 +31,7 @@ from rlinf_vl.rollout.busy import BusyTime
 from rlinf_vl.rollout.calls import Calls, CallTimeout, Places, Stage, described, done
 from rlinf_vl.rollout.episode import Episode, Opening, Played
 from rlinf_vl.rollout.observation import Observation, checked, observe
+from rlinf_vl.rollout.prompts import Prompts, TooLong
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.types import (
@@ -67,6 +74,7 @@ class Player:
         max_concurrent: most episodes under way; a group that starts takes places for all its members at once.
         turn_timeout_s, episode_timeout_s: for a call of an environment, and for an episode from its start to its end.
         thought_budget: most tokens of a thought.
+        overlong: what becomes of a prompt beyond `max_prompt_length`, and of an observation that leaves no room: `data.overlong`.
     """
 
     engine: Engine
@@ -83,6 +91,7 @@ class Player:
     turn_timeout_s: float = 60.0
     episode_timeout_s: float | None = None
     thought_budget: ThoughtBudget | None = None
+    overlong: str = "drop"
 
     @cached_property
     def calls(self) -> Calls:
@@ -91,6 +100,11 @@ class Player:
     @cached_property
     def busy(self) -> BusyTime:
         return BusyTime()
+
+    @cached_property
+    def _prompts(self) -> Prompts:
+        limits = self.seq_length, self.max_prompt_length, self.overlong
+        return Prompts(self.renderer, self.processor.image_token_id, *limits)
 
     @cached_property
     def _places(self) -> Places:
@@ -106,10 +120,11 @@ class Player:
         """What an episode begins with, as a request without seeds.
 
         Raises:
-            RowError: the problem's own messages or images make no prompt; or it is too long, unless `any_length`.
+            RowError: the problem's own messages or images make no prompt; or it is too long, as `overlong` says, unless
+                `any_length`.
             Exception: the same of an environment's messages.
         """
-        return self._request(problem, self._seen(problem, messages), sampling, any_length)
+        return self._request(problem, self._seen(problem, messages), sampling, any_length)[0]
 
     async def open(
         self,
@@ -208,16 +223,19 @@ class Player:
             raise episode.error
         assert episode.stage is not None and episode.starting is not None
         if episode.request is None:  # it has started after the others
-            request = await asyncio.to_thread(self._request, problem, episode.starting.result(), opening.sampling)
+            start = episode.starting.result()
+            request, episode.opened = await asyncio.to_thread(self._request, problem, start, opening.sampling)
             request = replace(request, seeds=(episode.seed,), sessions=(episode.session,) if episode.session else ())
             (answer,), place = self._ask_all([request]), 0
         else:
             request, place = opening.requests[episode.request], episode.place
             answer = asyncio.shield(opening.answers[episode.request])  # others wait for it, too
+        assert episode.opened is not None
+        played.cuts = int(episode.opened.messages != episode.starting.result().messages)
         while True:
-            said = await self._draw(problem, episode, played, request, answer, place)
+            heard = await self._draw(problem, episode, played, request, answer, place)
             last = len(played.turns) == self.max_turns
-            result, said = await self._step(episode.stage, said, problem, last)
+            result, said = await self._step(episode.stage, heard, problem, last)
             played.pay(result)
             if result.done:
                 return
@@ -254,9 +272,7 @@ class Player:
         thoughts = self.renderer.thoughts(played.answer)
         played.turns[-1] = replace(played.turns[-1], thought=thoughts.tokens)
         if budget and not set(played.answer[-1:].tolist()) & set(request.sampling.stop_ids):
-            played.turns[-1] = replace(
-                played.turns[-1], finish_reason="length"
-            )  # a piece may stop where a thought begins
+            played.turns[-1] = replace(played.turns[-1], finish_reason="length")  # stopped where a thought began
         return thoughts.said
 
     async def _answered(self, answer: "asyncio.Future[Completion]", request: Request, problem: Problem) -> Completion:
@@ -304,38 +320,37 @@ class Player:
 
     def _request(
         self, problem: Problem, said: Observation, sampling: SamplingParams, any_length: bool = False
-    ) -> Request:
-        kind = PROMPT_UNUSABLE
+    ) -> tuple[Request, Observation]:
         try:
-            ids, grids = self.renderer.prompt(said.messages, said.images)
-            if len(ids) <= self.max_prompt_length or any_length:
-                return Request(ids, said.images, grids, sampling, ())
-            kind = PROMPT_TOO_LONG
-            reason = f"the prompt has {len(ids)} tokens, data.max_prompt_length is {self.max_prompt_length}"
-        except Exception as error:  # what the chat template, the tokenizer or the image processor refuses
-            reason = described(error)
-        if said.messages == problem.messages:
-            raise RowError(problem.id, kind, reason)
-        raise self._fault(problem, f"began with messages that make no prompt: {reason}")
+            return self._prompts.first(said, sampling, any_length)
+        except Exception as error:  # what the chat template, the tokenizer or the image processor refuses, too
+            too_long = isinstance(error, TooLong)
+            kind, reason = (PROMPT_TOO_LONG, str(error)) if too_long else (PROMPT_UNUSABLE, described(error))
+            if said.messages == problem.messages:
+                raise RowError(problem.id, kind, reason) from error
+            raise self._fault(problem, f"began with messages that make no prompt: {reason}") from error
 
     def _ask(self, opening: Opening, episodes: Sequence[Episode]) -> None:
         """Add requests for the first answers of these episodes that have started."""
-        requests: list[tuple[Observation, int]] = []
+        requests: list[
+            tuple[Observation, int, Observation]
+        ] = []  # what was said, its request's number, what that shows
         for episode in episodes:
             if episode.starting is None or episode.starting.cancelled() or episode.starting.exception():
                 continue
             said = episode.starting.result()
             try:
-                number = next((number for other, number in requests if other.messages == said.messages), None)
-                if number is None:
+                known = next((known for known in requests if known[0].messages == said.messages), None)
+                if known is None:
                     with span("prepare"):
-                        request = self._request(opening.problem, said, opening.sampling)
-                    number = len(opening.requests)
+                        request, shown = self._request(opening.problem, said, opening.sampling)
+                    known = said, len(opening.requests), shown
                     opening.requests.append(request)
-                    requests.append((said, number))
+                    requests.append(known)
             except Exception as error:
                 episode.error = error
                 continue
+            _, number, episode.opened = known
             request = opening.requests[number]
             episode.request, episode.place = number, len(request.seeds)
             sessions = (*request.sessions, episode.session) if episode.session else ()
@@ -385,19 +400,12 @@ class Player:
     def _extend(
         self, problem: Problem, episode: Episode, played: Played, before: Request, said: Observation
     ) -> Request:
-        """The next turn. Its `max_new_tokens` is what the budget allows: below 1 where that is used up."""
-        assert episode.starting is not None
-        played.said.append(said)
         try:
-            start, sequence = episode.starting.result(), played.sequences[-1]
-            ids, grids = self.renderer.follow(sequence.ids, start, played.conversation())
+            return self._prompts.next(episode, played, before, said)
+        except TooLong as error:
+            raise RowError(problem.id, TRAJECTORY_TOO_LONG, str(error)) from error
         except Exception as error:
             raise self._fault(problem, f"answered what can't follow: {described(error)}") from error
-        seed, session = _turn_seed(episode.seed, len(played.turns)), before.sessions and (episode.session,)
-        request = Request(ids, before.images + said.images, grids, before.sampling, (seed,), session)
-        left = self.seq_length - played.tokens(request, self.processor.image_token_id)
-        sampling = replace(before.sampling, max_new_tokens=min(before.sampling.max_new_tokens, left))
-        return replace(request, sampling=sampling)
 
     async def _end(self, episode: Episode) -> None:
         """Close its environment, in the background if that takes long, and give its place to another. Once."""
@@ -417,8 +425,3 @@ class Player:
 
     def _fault(self, problem: Problem, what: str) -> RolloutFault:
         return RolloutFault(f"{ENVIRONMENT_FAULT}: {self.make_env.name_of(problem)!r} {what}")
-
-
-def _turn_seed(seed: int, turn: int) -> int:
-    """The random stream of a later turn."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "little")

@@ -97,6 +97,7 @@ class RolloutRank:
             max_concurrent=config.rollout.max_concurrent_rollouts,
             turn_timeout_s=config.rollout.turn_timeout,
             episode_timeout_s=config.rollout.episode_timeout,
+            overlong=data.overlong,
             thought_budget=ThoughtBudget(self.renderer, thinking.budget) if thinking.budget else None,
         )
         self.clock = LapClock(self.player.busy.seconds)
@@ -116,10 +117,12 @@ class RolloutRank:
         return await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout)
 
     async def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[FilterResult, dict[int, set[int]]]:
-        """Which of `rows` can be used, graded, and have a prompt within data.max_prompt_length, expanded ids counted (a longer
-        one is bad where data.filter_prompt_by_length is false); and by row a number that stands for each of its images."""
+        """Which of `rows` can be used, graded, and have a prompt within data.max_prompt_length, expanded ids counted, or cut to that
+        (data.overlong; one that is to be dropped is bad where data.filter_prompt_by_length is false); and by row a number that
+        stands for each of its images."""
         images: dict[int, set[int]] = {}
-        data = self.config.data
+        overlong: dict[int, tuple[int, int]] = {}
+        data, sampling = self.config.data, self.sampling[split]
         make_env, check = self.player.make_env, REFERENCE_CHECKS.get(self.config.reward.reward_type)
 
         def length(row: int, problem: Problem) -> int:
@@ -133,11 +136,17 @@ class RolloutRank:
             except GradingError as e:
                 raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
             images[row] = {int(image.hash[:15], 16) for image in problem.images}
-            any_length = data.filter_prompt_by_length
-            return len(self.player.prompt(problem, problem.messages, self.sampling[split], any_length).ids)
+            any_length = data.filter_prompt_by_length or data.overlong != "drop"
+            whole = self.player.prompt(problem, problem.messages, sampling, any_length)
+            if len(whole.ids) <= data.max_prompt_length or data.overlong != "cut":
+                return len(whole.ids)
+            cut = self.player.prompt(problem, problem.messages, sampling)
+            overlong[row] = len(whole.ids), len(whole.images) - len(cut.images)
+            return len(cut.ids)
 
         filter_rows = self.datasets[split].filter_by_length
-        return await asyncio.to_thread(filter_rows, rows, length, data.max_prompt_length), images
+        result = await asyncio.to_thread(filter_rows, rows, length, data.max_prompt_length)
+        return replace(result, cut={row: overlong[row] for row in overlong if row in result.kept}), images
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
         """Answer tasks: summaries of groups, and references to them, as they finish. Raises EngineDied."""

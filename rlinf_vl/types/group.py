@@ -95,7 +95,7 @@ class Group:
                 places = tuple((number[image.hash], grid) for image, grid in sequence.images)
                 sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
             turns = tuple(map(astuple, t.turns))
-            rows.append((sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics))
+            rows.append((sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics, t.cuts))
         buffer = np.concatenate(
             [np.zeros(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in self._arrays())]
         )
@@ -159,6 +159,7 @@ class GroupSummary:
     turn_tokens: tuple[tuple[int, ...], ...] = ()  # sampled in each turn of each
     turn_states: tuple[tuple[str, ...], ...] = ()  # `Turn.state` of each turn of each
     turn_thoughts: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # `Trajectory.turn_thoughts` of each
+    cuts: tuple[int, ...] = ()  # `Trajectory.cuts` of each
 
     @classmethod
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
@@ -192,4 +193,5 @@ class GroupSummary:
             turn_tokens=tuple(t.turn_tokens for t in group.trajectories),
             turn_states=tuple(tuple(turn.state for turn in t.turns) for t in group.trajectories),
             turn_thoughts=tuple(t.turn_thoughts for t in group.trajectories),
+            cuts=tuple(t.cuts for t in group.trajectories),
         )

@@ -120,6 +120,7 @@ class Trajectory:
     metrics: dict[str, float] = field(
         default_factory=dict
     )  # what the environment measured, by name: the last value of each
+    cuts: int = 0  # prompts and observations of it that were cut to fit
 
     def __post_init__(self) -> None:
         for turn in self.turns:

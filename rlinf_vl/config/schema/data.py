@@ -26,8 +26,13 @@ class DataConfig:
     """Text appended to every question, such as the answer format asked for."""
     max_prompt_length: int = key(1024, AT_LEAST_1)
     """Longest prompt in tokens, image placeholders expanded."""
+    overlong: str = key("drop", ("drop", "cut", "error"))
+    """Longer prompts. drop: the row is left out. cut: the prompt is cut from its beginning to what fits, images and earlier messages
+    whole; system messages and the end of the last message stay. error: the run stops before training. And an observation that
+    leaves no room in runner.seq_length. drop: the episode ends before it. cut: it is cut alike, to leave room for a whole answer.
+    error: the trajectory is one of a bad row."""
     filter_prompt_by_length: bool = True
-    """Leave rows with longer prompts out before training; false counts them as bad (max_bad_rows)."""
+    """With overlong: drop, leave rows with longer prompts out before training; false counts them as bad (max_bad_rows)."""
     rollout_batch_size: int = key(32, AT_LEAST_1)
     """Problems per training step."""
     val_samples: int = key(-1, OFF_OR_POSITIVE)

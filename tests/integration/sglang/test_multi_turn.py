@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from accounting import DROPS, END, assert_accounted, assert_scored_alike, conversations
+from thinking import OPENS, assert_pieces, thinking
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
@@ -145,3 +146,16 @@ def test_dropped_thoughts_make_sequences_that_are_trained_as_they_were_sampled(c
     assert len({len(t.sequences) for group in groups for t in group.trajectories}) > 2
     assert_accounted(conversing, groups, asked)
     assert_scored_alike(conversing, groups, TOLERANCE)
+
+
+def test_thoughts_are_closed_at_their_budget(conversing, monkeypatch):
+    """In pieces whose prompts SGLang has computed already."""
+    with monkeypatch.context() as patch:
+        patch.setattr(conversing.processor.tokenizer, "chat_template", OPENS)
+        before = prefilled(conversing.engine)
+        groups, asked, heard = thinking(conversing, 5, 2, longest=40)
+        assert_pieces(conversing, groups, asked, 5, 40)
+    assert any(heard) and any(closed for g in groups for t in g.trajectories for _, _, closed in t.turn_thoughts)
+    assert_scored_alike(conversing, groups, TOLERANCE)
+    shown = sum(len(request.ids) for request, _ in asked)
+    assert prefilled(conversing.engine) - before < shown / 2

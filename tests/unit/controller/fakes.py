@@ -62,6 +62,7 @@ def summary(group_id: str, problem: str, rewards: list[float], **changes) -> Gro
         "turn_tokens": tuple((1 + i,) for i in range(n)),
         "turn_states": (("",),) * n,
         "turn_thoughts": (((0, 3, 0),),) * n,
+        "cuts": (0,) * n,
     }
     return GroupSummary(**(fields | changes))
 

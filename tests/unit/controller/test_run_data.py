@@ -20,9 +20,9 @@ BAD, LONG = {1: BadRow("not an image", "t:1", "3 bytes")}, {3: 90, 7: 70}
 class Pool:
     """Workers that find rows `bad` and `long` of the training split."""
 
-    def __init__(self, train: int = 12, val: int | None = 5, *, bad=BAD, long=LONG) -> None:
+    def __init__(self, train: int = 12, val: int | None = 5, *, bad=BAD, long=LONG, cut=None) -> None:
         self.rows = {"train": train} | ({} if val is None else {"val": val})
-        self.bad, self.long = bad, long
+        self.bad, self.long, self.cut = bad, long, cut or {}
 
     def start(self) -> dict[str, int]:
         return self.rows
@@ -31,7 +31,9 @@ class Pool:
         progress(len(rows))
         if split == "val":
             return FilterResult({row: f" {row % 2}" for row in rows})
-        return FilterResult({row: "1" for row in rows if row not in self.bad | self.long}, self.long, self.bad)
+        return FilterResult(
+            {row: "1" for row in rows if row not in self.bad | self.long}, self.long, self.bad, self.cut
+        )
 
 
 def found(tmp_path, pool: Pool, *overrides: str) -> RunData:
@@ -66,5 +68,24 @@ def test_too_few_rows_are_refused_with_the_keys_to_change(tmp_path):
     assert str(caught.value) == (
         "data.train_data_paths: of 6 rows 2 can be used; data.rollout_batch_size=4 needs more. 1 are bad (see "
         f"bad_rows.jsonl); 3 have prompts of 70 to 90 tokens, above data.max_prompt_length={limit}: raise that, and "
-        "runner.seq_length; or lower data.rollout_batch_size"
+        "runner.seq_length, or set data.overlong=cut; or lower data.rollout_batch_size"
+    )
+
+
+def test_long_prompts_are_told_with_their_rows_and_stop_the_run_where_they_may_not_be(tmp_path, caplog):
+    caplog.set_level("INFO")
+    limit = load_config("toy-grpo-cpu").data.max_prompt_length
+    cut = {3: (90, 1), 7: (70, 0)}
+    data = found(tmp_path, Pool(long={}, cut=cut))
+    assert data.overlong == 2 and 3 in data.sampler.next_batch()[1]
+    told = f"train: 12 rows, 2 longer than data.max_prompt_length={limit} and cut to it, 1 of them without some of their images"
+    assert f"{told} (row 3 has 90 tokens, row 7 has 70 tokens), 1 bad" in caplog.text
+    assert found(tmp_path, Pool()).overlong == 2 and "(row 3 has 90 tokens, row 7 has 70 tokens), 1 bad" in caplog.text
+    with pytest.raises(ConfigError) as caught:
+        found(tmp_path, Pool(train=20, long=dict.fromkeys(range(2, 9), 600)), "data.overlong=error")
+    assert str(caught.value) == (
+        f"data.overlong: error, and in data.train_data_paths 7 longer than data.max_prompt_length={limit} "
+        "(row 2 has 600 tokens, row 3 has 600 tokens, row 4 has 600 tokens, row 5 has 600 tokens, row 6 has 600 tokens, and 2 more)"
+        "; "
+        "raise data.max_prompt_length (and runner.seq_length), or set data.overlong to drop or cut"
     )

@@ -158,6 +158,7 @@ def test_rollout_summary_by_hand():
             "rollout/response_length_mean": 20 / 5,
             "rollout/response_length_max": 8,
             "rollout/truncated": 1 / 5,
+            "rollout/cut": 0.0,
             "rollout/turns_mean": 7 / 5,
             "rollout/turns_max": 3,
             "env/moves": 3.0,
