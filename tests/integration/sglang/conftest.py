@@ -1,20 +1,10 @@
-"""One real SGLang engine for the whole folder: starting it takes a quarter of a minute, and a gigabyte per process."""
+"""One real SGLang engine for the whole folder, and one at a time for each further family: starting one takes a quarter of a
+minute, and a gigabyte per process."""
 
-import copy
 import importlib.util
-import io
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
-
-from rlinf_vl.models.families import family_of
-from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.types import ImageRef, Request, Sample, SamplingParams
-
-FAMILY = family_of("qwen3_vl")
+from sglang_toy import Toy, engine_of
 
 
 def pytest_collection_modifyitems(items):
@@ -26,112 +16,6 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-class Toy:
-    """A toy checkpoint with random weights, transformers' model of it, and requests for it."""
-
-    def __init__(self, path):
-        from transformers import AutoModelForImageTextToText
-
-        from rlinf_vl.toy.model import build_toy_checkpoint
-
-        build_toy_checkpoint(path, progress=False, steps=1)
-        self.path = str(path)
-        self.processor = Processor(self.path, FAMILY)
-        self.renderer = Renderer(self.processor)
-        self.pixels = PixelCache(self.processor.pixels)
-        self.model = AutoModelForImageTextToText.from_pretrained(self.path, dtype=torch.float32).eval()
-        self._amplify(self.model)
-        self.model.save_pretrained(self.path)
-        self.banned = self.processor.banned_ids(self.model.get_output_embeddings().weight.shape[0])
-
-    @staticmethod
-    def _amplify(model):
-        """Make pictures matter: as it is initialised, the vision tower says next to nothing."""
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if "visual" in name and p.ndim > 1:
-                    p.mul_(2.0)
-
-    def image(self, rng, size=(48, 48)):
-        buffer = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(buffer, "PNG")
-        return ImageRef.of(buffer.getvalue())
-
-    def request(self, images, n=1, text="What is the area?", seed=0, **sampling):
-        """A question about `images` pictures (a number: random ones, of different sizes)."""
-        if isinstance(images, int):
-            rng = np.random.default_rng([images, seed])
-            images = tuple(self.image(rng, (48 + 16 * (i % 2), 48 + 32 * (i % 3))) for i in range(images))
-        parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
-        message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
-        ids, grids = self.renderer.prompt([message], images)
-        sampling = {"max_new_tokens": 12, "stop_ids": self.processor.stop_ids} | sampling
-        return Request(ids, images, grids, SamplingParams(**sampling), tuple(range(n)))
-
-    @staticmethod
-    def request_of(group):
-        """The request that a group answers."""
-        seeds = tuple(range(len(group.trajectories)))
-        shown = group.sequences[0].images
-        grids = np.array([grid for _, grid in shown], np.int32).reshape(-1, 3)
-        return Request(group.prefix, tuple(image for image, _ in shown), grids, SamplingParams(), seeds)
-
-    @staticmethod
-    def samples_of(group):
-        """What was sampled in each trajectory of a group."""
-        samples = []
-        for trajectory in group.trajectories:
-            (sequence,) = trajectory.sequences
-            ids, logprobs, versions = (
-                array[group.prefix_length :] for array in (sequence.ids, sequence.logprobs, sequence.versions)
-            )
-            samples.append(Sample(ids, logprobs, versions, trajectory.status))
-        return samples
-
-    @torch.no_grad()
-    def logp(self, request, ids, temperature=1.0, model=None):
-        """float32 [R, V]: transformers' own forward, over the ids that are not banned, at each position of `ids`."""
-        model = model or self.model
-        row = torch.tensor(np.concatenate([request.ids, ids]), dtype=torch.int64)[None]
-        inputs = {}
-        if request.images:
-            inputs = {
-                "pixel_values": torch.from_numpy(np.concatenate([self.pixels(i) for i in request.images])),
-                "image_grid_thw": torch.from_numpy(request.image_grids.astype(np.int64)),
-                "mm_token_type_ids": (row == self.processor.image_token_id).int(),
-            }
-        model.model.rope_deltas = None
-        logits = model(input_ids=row, attention_mask=torch.ones_like(row), **inputs).logits[0].float() / temperature
-        logits[:, torch.from_numpy(self.banned)] = -torch.inf
-        where = len(request.ids) + torch.arange(len(ids))
-        return logits[where - 1].log_softmax(-1)
-
-    def of_tokens(self, request, sample, temperature=1.0, model=None):
-        table = self.logp(request, sample.ids, temperature, model)
-        return table[torch.arange(len(sample.ids)), torch.from_numpy(sample.ids).long()].numpy()
-
-    def perturbed(self, part, scale=0.3, seed=3):
-        """A copy of the model with noise on the weights whose name has `part` in it, and those weights."""
-        other, generator = copy.deepcopy(self.model), torch.Generator().manual_seed(seed)
-        changed = {}
-        with torch.no_grad():
-            for name, p in other.named_parameters():
-                if part in name:
-                    p.add_(scale * p.std(correction=0) * torch.randn(p.shape, generator=generator))
-                    changed[name] = p.detach()
-        return other, changed
-
-    def with_weights(self, weights):
-        """A copy of the model that has these weights, and its own where none is named."""
-        other = copy.deepcopy(self.model)
-        _, unknown = other.load_state_dict(weights, strict=False)
-        assert not unknown
-        return other
-
-    def weights(self):
-        return {name: p.detach() for name, p in self.model.named_parameters()}
-
-
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
     return Toy(tmp_path_factory.mktemp("toy"))
@@ -140,11 +24,7 @@ def toy(tmp_path_factory):
 @pytest.fixture(scope="session")
 def running(toy):
     """The engine. A test that changes its weights puts the toy's own back (fixture `engine`)."""
-    from rlinf_vl.engines.sglang.engine import SglangEngine
-    from rlinf_vl.engines.sglang.settings import Settings
-
-    settings = Settings(model_path=toy.path, context_length=512, max_running=32, dtype=torch.float32)
-    engine = SglangEngine(settings, FAMILY, banned=toy.banned, pixels=toy.pixels, request_timeout_s=120)
+    engine = engine_of(toy)
     yield engine
     engine.close()
 
