@@ -134,7 +134,7 @@ def _model(config: Config) -> Iterator[str]:
     folder = Path(path)
     in_a_folder = folder.parent != Path(".") and os.path.isdir(folder.parent)
     if path in TOYS:
-        yield from _family(config, "qwen3_vl")
+        yield from _family(config, TOYS[path].model_type)
         yield from _pixels(config, {"patch_size": 8, "merge_size": 2})
         yield from _thinking(config, "")
     elif not path:

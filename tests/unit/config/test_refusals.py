@@ -25,7 +25,7 @@ from rlinf_vl.engines.sglang import machine as sglang_machine
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.preflight import inputs
 from rlinf_vl.runtime.run_folder import STATE_FILE
-from rlinf_vl.toy.task import toy_dataset_path
+from rlinf_vl.toy.task import toy_dataset_path, toy_of
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_IMAGES = "data.image_keys=[]"
@@ -129,6 +129,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (
         ["rollout.model.model_path=FILES/windowed", "rollout.rollout_backend=sglang"],
         ["FILES/windowed: SGLang can't run this qwen2_5_vl", "patch_size 8", "set rollout.rollout_backend=torch"],
+    ),
+    (
+        ["rollout.model.model_path=toy-qwen3_5", "rollout.rollout_backend=sglang", "cluster.device=cpu"],
+        ["toy-qwen3_5: SGLang can't run this qwen3_5: its gated delta nets", "need a GPU; set rollout.rollout_backend=torch"],
     ),
     (["rollout.model.model_path=FILES/odd", "rollout.rollout_backend=sglang"], ["FILES/odd lacks weights"]),
     (
@@ -531,6 +535,7 @@ def test_what_is_written_down_here_agrees_with_where_it_comes_from(tmp_path):
     assert config_keys()["rollout.model.model_type"].allowed == ("auto", *FAMILIES)
     assert inputs.STATE_FILE == STATE_FILE
     for name, toy in TOYS.items():
+        assert toy_of(name).model_type == toy.model_type
         for split, rows in toy.rows.items():
             assert peek(toy_dataset_path(split, name)) == (list(toy.columns), rows)
 
