@@ -8,7 +8,7 @@ from rlinf_vl.models.families.family import Family
 from rlinf_vl.models.families.qwen import mixture
 from rlinf_vl.models.families.qwen2_5_vl import text_forward
 from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
-from rlinf_vl.models.families.qwen3_vl import mixtures_of
+from rlinf_vl.models.families.qwen3_vl import mixtures_of, normed_routes
 from rlinf_vl.models.layers import (
     centered_norm_forward,
     delta_net_forward,
@@ -35,8 +35,12 @@ def layers_of(prefix: str) -> dict[str, Any]:
 
 def engine_config(config: Any) -> dict[str, dict[str, Any]]:
     """Of each n layers the last one attends, which transformers has as a list: `layer_types`."""
-    kinds = config.text_config.layer_types
+    kinds = (*config.text_config.layer_types, "full_attention")
     return {"text_config": {"full_attention_interval": kinds.index("full_attention") + 1}}
+
+
+def moe_engine_config(config: Any) -> dict[str, dict[str, Any]]:
+    return {"text_config": engine_config(config)["text_config"] | normed_routes(config)["text_config"]}
 
 
 FAMILY: Family = replace(
@@ -48,5 +52,9 @@ FAMILY: Family = replace(
     engine_config=engine_config,
 )
 MOE: Family = replace(
-    FAMILY, model_type="qwen3_5_moe", layers=layers_of("Qwen3_5Moe") | mixtures_of("Qwen3_5Moe"), mixture=mixture
+    FAMILY,
+    model_type="qwen3_5_moe",
+    layers=layers_of("Qwen3_5Moe") | mixtures_of("Qwen3_5Moe"),
+    mixture=mixture,
+    engine_config=moe_engine_config,
 )

@@ -170,3 +170,25 @@ def test_names_and_layouts_of_transformers_own_are_refused(member):
             engine.load_weights([{name: value}], version=1)
     assert engine.alive()
     engine.load_weights([made.weights()], version=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"])
+def test_sglang_reads_what_a_config_of_transformers_lacks(name, tmp_path):
+    """It knows which layers attend by their distance; and adds up the weights of experts to 1 where the config says so."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    family, model = family_of(name), tiny_model(family=name)
+    text = model.config.text_config
+    text.__dict__.pop("full_attention_interval", None)
+    text.norm_topk_prob = False
+    model.save_pretrained(tmp_path / "theirs")
+    save_model(model, family, tmp_path / "ours")
+    overrides = json.dumps(family.engine_config(model.config))
+    for folder, others in (("theirs", overrides), ("ours", "{}")):
+        write_toy_files(tmp_path / folder)
+        read = ModelConfig(str(tmp_path / folder), model_override_args=others).hf_text_config
+        if name != "qwen3_5":
+            assert read.norm_topk_prob
+        if name != "qwen3_vl_moe":
+            kinds = [kind.removeprefix("full_") for kind in text.layer_types]
+            assert read.layers_block_type == kinds == ["linear_attention", "attention"]
