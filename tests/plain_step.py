@@ -1,8 +1,9 @@
-"""What `test_update_invariance` compares with: layouts of one training step, its groups, and the step written out plainly, in one
-process on transformers' own unpacked forward."""
+"""What `test_update_invariance` and `test_models` compare with: layouts of one training step, its groups, and the step written out
+plainly, in one process on transformers' own unpacked forward."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ class Layout:
     tis_level: str = "token"
     dtype: str = "fp32"
     family: str = "qwen3_vl"
+    sizes: Mapping = field(default_factory=dict, hash=False)  # of `tiny_model`
     loss: str = "actor"
     credit: str = "trajectory"
     discount: float = 1.0
@@ -58,9 +60,8 @@ def groups_of(kind: str):
     which the first half of the answers before it is gone."""
     rng = np.random.default_rng(3)
     lengths = [[5, 12, 1], [4, 6, 9], [7, 3, 3], [2, 20, 8]]
-    groups = [
-        group(rng, s, n, name=f"g{i}") for i, (s, n) in enumerate(zip(SHAPES.get(kind, MIXED), lengths, strict=True))
-    ]
+    shapes = next((shapes for word, shapes in SHAPES.items() if word in kind), MIXED)
+    groups = [group(rng, s, n, name=f"g{i}") for i, (s, n) in enumerate(zip(shapes, lengths, strict=True))]
     if "errors" in kind:
         failed = {(0, 1), (2, 0), (2, 2), (3, 2)}
         groups = _changed(groups, lambda g, i, t: replace(t, error="a fault", reward=7.0) if (g, i) in failed else t)
@@ -141,9 +142,9 @@ def half(model):
 
 def plain_reference(layout: Layout, kind: str = "mixed"):
     """The same step in one process: transformers' own forward a trajectory at a time, formulas written out, SGD by hand."""
-    model, reference = (tiny_model(seed, family=layout.family) for seed in (0, 0 if layout.lora else 9))
+    model, reference = (tiny_model(seed, family=layout.family, **layout.sizes) for seed in (0, 0 if layout.lora else 9))
     if layout.lora:
-        model = with_values(peft_model(layout.family, adapters_of(layout)))
+        model = with_values(peft_model(layout.family, adapters_of(layout), **layout.sizes))
     elif not layout.train_tower and hasattr(model.model, "visual"):
         reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)

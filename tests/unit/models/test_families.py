@@ -1,21 +1,16 @@
-"""What each family says of its models: prices for the planner, modules that are sharded, what decoding stores; and that a tiny
-member of each computes, packed and shared and decoded, what transformers computes of one sequence at a time."""
+"""What each family says of its models: prices for the planner, modules that are sharded, what decoding stores.
+That each computes what transformers computes is in tests/integration/test_models.py."""
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from tiny import IMAGE_ID, MERGE, PAD, answered, banned, group, pixels, tiny_model, transformers_logprobs
-from tiny import request as tiny_request
+from tiny import tiny_model
 
-from rlinf_vl.engines.torch.engine import TorchEngine
-from rlinf_vl.models.families import FAMILIES, Family, family_of, submodules
-from rlinf_vl.models.loading import save_model, use_packed_attention
-from rlinf_vl.models.policy import PolicyModel
-from rlinf_vl.packing.collator import Collator, Member
+from rlinf_vl.models.families import FAMILIES, family_of, submodules
+from rlinf_vl.models.loading import save_model
 from rlinf_vl.preflight.model import model_config
-from rlinf_vl.types import Group, Prices, SamplingParams
+from rlinf_vl.types import Prices
 
 FAMILY = family_of("qwen3_vl")
 
@@ -79,58 +74,6 @@ def test_decoding_stores_keys_and_values_of_every_layer():
     state = FAMILY.decode_state(tiny_model().config)
     assert state.kv_layers == (0, 1) and state.row_bytes() == 0
     assert state.token_bytes(torch.bfloat16) == 2 * 2 * 2 * 16 * 2  # k and v, layers, heads, head size, bytes
-
-
-def some_groups(family: Family) -> list[Group]:
-    """Images of one window and of several, several in one prompt, and none; where the family reads images."""
-    rng = np.random.default_rng(0)
-    groups = {"a": ([(2, 3)], [5, 1, 9]), "b": ([], [4, 6]), "c": ([(1, 1), (5, 3), (3, 4)], [7, 3])}
-    return [
-        group(rng, images if family.vision_tower else [], lengths, name) for name, (images, lengths) in groups.items()
-    ]
-
-
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_packed_logprobs_and_gradients_are_those_of_transformers(family, share):
-    members = [Member(g, i, [0.0]) for g in some_groups(family) for i in range(len(g.trajectories))]
-    theirs = tiny_model(family=family.model_type).train()
-    expected = torch.cat([transformers_logprobs(theirs, m.group, m.index) for m in members])
-    ours = use_packed_attention(tiny_model(family=family.model_type), family).train()
-    policy = PolicyModel(ours, family, banned(), temperature=1.0, chunk=5)
-    got, _ = policy(Collator(family, IMAGE_ID, MERGE, pixels, PAD, None, share)(members, run_vision=True))
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
-    weights = torch.linspace(-1, 1, len(expected))
-    (expected * weights).sum().backward()
-    (got * weights).sum().backward()
-    for (name, a), (_, b) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None), name
-        if a.grad is not None:
-            torch.testing.assert_close(
-                b.grad, a.grad, atol=1e-5 * max(1.0, float(a.grad.abs().max())), rtol=0, msg=name
-            )
-
-
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_the_torch_engine_samples_with_the_logprobs_of_transformers(family):
-    rng = np.random.default_rng(1)
-    sampling = SamplingParams(max_new_tokens=12)
-    prompts = [[(2, 3)], [], [(4, 3), (1, 2)]] if family.vision_tower else [[], []]
-    requests = [tiny_request(rng, shapes, sampling, (1, 2, 3)) for shapes in prompts]
-    engine = TorchEngine(
-        use_packed_attention(tiny_model(family=family.model_type), family), family, banned=banned(), pixels=pixels,
-        image_token_id=IMAGE_ID, merge_size=MERGE, max_running=64,
-    )  # fmt: skip
-    try:
-        completions = engine.generate(requests)
-    finally:
-        engine.close()
-    model = tiny_model(family=family.model_type)
-    for request, completion in zip(requests, completions, strict=True):
-        g = answered(request, completion.samples)
-        for i, sample in enumerate(completion.samples):
-            expected = transformers_logprobs(model, g, i).detach()
-            torch.testing.assert_close(torch.from_numpy(sample.logprobs), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
