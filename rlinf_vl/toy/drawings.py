@@ -195,7 +195,7 @@ TOY = Toy("toy", (__file__,), toy_rows, demonstrate, (), WARM_START_STEPS, 32, s
 QWEN3_5 = replace(
     TOY,
     model_type="qwen3_5",
-    summary=partial(summary, "Qwen3.5 (three gated delta nets, then a layer of attention) of 0.9 million parameters"),
+    summary=partial(summary, "Qwen3.5 (gated delta nets and attention in turn) of 0.9 million parameters"),
 )
 MOE = replace(
     TOY,

@@ -53,8 +53,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": (
         {
             "num_hidden_layers": 4,
-            "layer_types": [*["linear_attention"] * 3, "full_attention"],
-            "full_attention_interval": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "full_attention_interval": 2,
         }
         | {
             "linear_num_key_heads": 2,
