@@ -7,21 +7,26 @@ import pytest
 import torch
 from tiny import IMAGE_ID, MERGE, PAD, VISION_END, VISION_START, banned, image, pixels, tiny_model
 
-from rlinf_vl.models.families import family_of
+from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.loading import use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.types import Group, GroupSummary, TokenSequence, Trajectory, Turn
 
-FAMILY = family_of("qwen3_vl")
+FAMILY = FAMILIES["qwen3_vl"]
 RNG = np.random.default_rng(7)
 PICTURES = [image(RNG, *shape) for shape in [(1, 1), (1, 2), (2, 2), (1, 2)]]
 COLLATE = Collator(FAMILY, IMAGE_ID, MERGE, pixels, PAD)
 
 
+def policy_of(family: str) -> PolicyModel:
+    model = use_packed_attention(tiny_model(family=family), FAMILIES[family])
+    return PolicyModel(model, FAMILIES[family], banned(), temperature=0.8, chunk=None)
+
+
 @pytest.fixture(scope="module")
 def policy():
-    return PolicyModel(use_packed_attention(tiny_model(), FAMILY), FAMILY, banned(), temperature=0.8, chunk=None)
+    return policy_of("qwen3_vl")
 
 
 def piece(rng, n):
@@ -82,12 +87,14 @@ def gradient(policy, loss):
     return torch.cat([g.flatten() for g in grads if g is not None])
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "apart"])
-def test_random_trees_equal_one_sequence_per_row(policy, share):
-    """200 trees, 20 in a row."""
-    rng, saved = np.random.default_rng(0), 0
+@pytest.mark.parametrize(
+    ("family", "trees", "share"), [("qwen3_vl", 200, True), ("qwen3_vl", 20, False), ("qwen3_5", 20, True)]
+)
+def test_random_trees_equal_one_sequence_per_row(family, trees, share):
+    """20 trees in a row. Gated delta nets are continued along them, to any depth."""
+    rng, saved, policy = np.random.default_rng(0), 0, policy_of(family)
     collate = replace(COLLATE, share_prompts=share)
-    for first in range(0, 200 if share else 20, 20):
+    for first in range(0, trees, 20):
         groups = [random_tree(rng, f"g{first + k}") for k in range(20)]
         members = [Member(g, i, rng.normal(size=len(t.turns))) for g in groups for i, t in enumerate(g.trajectories)]
         batch = collate(members, run_vision=True)
