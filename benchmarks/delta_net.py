@@ -7,7 +7,8 @@ All in one run and in turn, on the same weights and inputs, projections included
 - batch: transformers' layer on the group as a batch, each sequence with its own copy of the prompt.
 - alone: transformers' layer, one sequence at a time.
 - sequence: both layers on one sequence as long as the shared row, so that nothing is shared.
-Times are CPU seconds of one thread, medians; the toy's rows are shorter (a prompt of 100, responses of 60).
+Times are CPU seconds of one thread, medians, with the allocator set as for a run's actors; the layout of the shared row is made
+before, as it is made once for all layers. The toy's rows are shorter (a prompt of 100, responses of 60).
 """
 
 import argparse
@@ -16,6 +17,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 import types
 from collections.abc import Callable
@@ -34,6 +36,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.runtime.launch import MALLOC
 
 #: hidden size, key heads, value heads, size of a head; prompt and response where they aren't those of the command line
 LAYERS = {"toy": (64, 2, 4, 16, 100, 60), "512": (512, 8, 8, 64), "1024": (1024, 4, 8, 128)}
@@ -89,14 +92,13 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
         out.backward(grad)
         return out.detach()
 
+    context, whole = SegmentAttention(cu_seqlens, prefix), SegmentAttention(np.array([0, row.shape[1]]))
+
     def shared() -> torch.Tensor:
-        return run(ours, row, shared_grad, context=SegmentAttention(cu_seqlens, prefix))
+        return run(ours, row, shared_grad, context=context)
 
     def alone() -> torch.Tensor:
         return torch.cat([run(theirs, x[None], g[None]) for x, g in zip(batch, grad, strict=True)])
-
-    def plain() -> torch.Tensor:
-        return run(ours, row, shared_grad, context=SegmentAttention(np.array([0, row.shape[1]])))
 
     found, expected = shared()[0, prompt_length:].view_as(responses), run(theirs, batch, grad)[:, prompt_length:]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
@@ -107,7 +109,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
         "shared": shared,
         "batch": lambda: run(theirs, batch, grad),
         "alone": alone,
-        "plain": plain,
+        "plain": lambda: run(ours, row, shared_grad, context=whole),
         "sequence": lambda: run(theirs, row, shared_grad),
     }
     seconds = timed(ways, args.repeats)
@@ -128,6 +130,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not MALLOC.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     table = Table(title=f"CPU ms of one layer, forward and backward, a group of {args.samples}")
     for column in (

@@ -57,15 +57,12 @@ def delta_rule(
     """
     tails, states = initial or (None, None)
     edges = layout.edges(mixer.weight.shape[1])
-    mixed = _Convolution.apply(qkv, mixer.weight, tails, edges)
-    keys = mixer.key_heads * mixer.key_dim
-    q, k, v = mixed.split([keys, keys, mixer.value_heads * mixer.value_dim], 1)
-    q, k = (x.unflatten(1, (mixer.key_heads, -1)) for x in (q, k))
-    inputs = q, k, v.unflatten(1, (mixer.value_heads, -1)), g, beta
+    qk, v = _Convolution.apply(qkv, mixer.weight, tails, edges, 2 * mixer.key_heads * mixer.key_dim)
+    qk, v = qk.view(len(qk), -1, mixer.key_dim), v.view(len(v), -1, mixer.value_dim)
     if (rule := _rule_for(qkv.device.type)) is not None:
-        out, states = _by_level(rule, *inputs, layout, states)
+        out, states = _by_level(rule, qk, v, g, beta, layout, states)
     else:
-        out, states = _by_chunk(*inputs, layout, states)
+        out, states = _by_chunk(qk, v, g, beta, layout, states)
     return out, edges.tails.take(qkv.detach(), tails), states
 
 
@@ -82,10 +79,11 @@ def _rule_for(device: str) -> Callable | None:
 
 
 class _Convolution(torch.autograd.Function):
-    """silu(Σ_i w_i · x_{t-i}): shifted products over the whole row, and anew for the first tokens of each segment."""
+    """silu(Σ_i w_i · x_{t-i}): shifted products over the whole row, and anew for the first tokens of each segment. The channels
+    come out in two parts, the first of `width`."""
 
     @staticmethod
-    def forward(ctx, x, weight, tails, edges: Edges):
+    def forward(ctx, x, weight, tails, edges: Edges, width: int):
         taps = weight.float().t().contiguous()  # [W, C]; the last is a token's own
         back, exact = len(taps) - 1, x.float()
         before = edges.before.take(exact, tails)
@@ -97,15 +95,17 @@ class _Convolution(torch.autograd.Function):
         out[edges.first] = near
         ctx.save_for_backward(x, weight, out, before)
         ctx.edges = edges
-        return F.silu(out).to(x.dtype)
+        return F.silu(out[:, :width]).to(x.dtype), F.silu(out[:, width:]).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
+    def backward(ctx, *grads):
         x, weight, out, before = ctx.saved_tensors
         edges: Edges = ctx.edges
         taps, exact = weight.float().t().contiguous(), x.float()
         back = len(taps) - 1
-        grad = torch.ops.aten.silu_backward(grad.float(), out)
+        grad = torch.empty_like(out)
+        for part, into, of in zip(grads, *(y.split([g.shape[1] for g in grads], 1) for y in (grad, out)), strict=True):
+            torch.ops.aten.silu_backward(part.float(), of, grad_input=into)
         dweight = torch.empty_like(taps)
         dx = grad * taps[back]
         dweight[back] = (grad * exact).sum(0)
@@ -116,12 +116,13 @@ class _Convolution(torch.autograd.Function):
             dweight[back - i] = (grad[i:] * exact[:-i]).sum(0) + (near * before[:, back - i]).sum(0)
         older = (near.unsqueeze(1) * taps[:back]).flatten(0, 1)
         dx.index_add_(0, edges.before.rows, older[edges.before.slots])
-        return dx.to(x.dtype), dweight.t().to(weight.dtype), None, None
+        return dx.to(x.dtype), dweight.t().to(weight.dtype), None, None, None
 
 
-def _by_level(rule: Callable, q, k, v, g, beta, layout: DeltaLayout, initial: torch.Tensor | None):
+def _by_level(rule: Callable, qk, v, g, beta, layout: DeltaLayout, initial: torch.Tensor | None):
     """(outputs, final states) by a kernel for packed rows without shared prefixes: one call a level."""
     runs, places, rank = layout.runs()
+    q, k = qk.chunk(2, 1)
     outs, finals = [], g.new_empty(0, v.shape[1], k.shape[2], v.shape[2])
     for run in runs:
         if run.level.parents is not None:
@@ -141,30 +142,49 @@ def _by_level(rule: Callable, q, k, v, g, beta, layout: DeltaLayout, initial: to
     return torch.cat(outs)[places], finals.detach()[rank]
 
 
-def _by_chunk(q, k, v, g, beta, layout: DeltaLayout, initial: torch.Tensor | None):
-    """(outputs [T, Hv, dv], final states [S, Hv, dk, dv]) for q and k [T, Hk, dk], v [T, Hv, dv]."""
-    (key_heads, key_dim), (heads, value_dim), dtype, size = k.shape[1:], v.shape[1:], v.dtype, layout.best_size()
-    chunks, keys, values = layout.chunks(size), layout.by_head(size, key_heads), layout.by_head(size, heads)
-    q, k = (_Gather.apply(x.reshape(-1, key_dim).float(), *keys, None) for x in (q, k))
-    q, k = (_unit(x).view(-1, key_heads, 1, size, key_dim) for x in (q, k))
-    q = q * key_dim**-0.5
+def _by_chunk(qk, v, g, beta, layout: DeltaLayout, initial: torch.Tensor | None):
+    """(outputs [T, Hv, dv], final states [S, Hv, dk, dv]) for queries and keys [T, 2 · Hk, dk], v [T, Hv, dv]."""
+    key_heads, key_dim, (heads, value_dim) = qk.shape[1] // 2, qk.shape[2], v.shape[1:]
+    size = layout.best_size()
+    chunks, values = layout.chunks(size), layout.by_head(size, heads)
+    q, k = _Units.apply(qk, *layout.by_head(size, key_heads, 2))
+    q, k = (x.view(-1, key_heads, 1, size, key_dim) for x in (q, k))
     grouped = key_heads, heads // key_heads
-    v = _Gather.apply(v.reshape(-1, value_dim).float(), *values, None).view(-1, *grouped, size, value_dim)
+    v_chunks = _Gather.apply(v.reshape(-1, value_dim).float(), *values, None).view(-1, *grouped, size, value_dim)
     g, beta = (_Gather.apply(x, chunks.tokens, chunks.places, None).view(-1, size, heads) for x in (g, beta))
     g, beta = (x.transpose(1, 2).masked_fill(chunks.padding, 0).unflatten(1, grouped) for x in (g, beta))
     total = g.cumsum(-1)
-    mask = torch.full((size, size), -torch.inf, device=g.device).triu(1)
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2) + mask).exp()
-    a = (k @ k.transpose(-1, -2)) * decay * beta.unsqueeze(-1)
-    p = (q @ k.transpose(-1, -2)) * decay
-    grown = total.exp().unsqueeze(-1)
-    right = torch.cat([v, (k * grown)], -1) * beta.unsqueeze(-1)
-    u, w = _Solve.apply(a, right).split([value_dim, key_dim], -1)
-    kt = k * (total[..., -1:] - total).exp().unsqueeze(-1)
-    inputs = (x.flatten(1, 2) for x in (u, w, kt, q * grown, p, total[..., -1].exp()))
-    out, states = _Scan.apply(*inputs, chunks, initial)
+    a, p = _Scores.apply(q, k, total, beta)
+    beta, grown, left = (x.unsqueeze(-1) for x in (beta, total.exp(), (total[..., -1:] - total).exp()))
+    parts = a, v_chunks * beta, k * (grown * beta), k * left, q * grown, p, total[..., -1].exp()
+    a, v_beta, k_beta, *parts = (x.flatten(0, 2) for x in parts)
+    u, w = _Solve.apply(a, v_beta, k_beta)
+    out, states = _Scan.apply(u, w, *parts, heads, chunks, initial)
     out = _Gather.apply(out.view(-1, value_dim), *values[::-1], chunks.padding)
-    return out.view(-1, heads, value_dim).to(dtype), states
+    return out.view(-1, heads, value_dim).to(v.dtype), states
+
+
+class _Units(torch.autograd.Function):
+    """Queries and keys, rows [T, 2 · Hk, dk], by `index` [2 · K · Hk · c] and normed: q / |q| / √dk and k / |k|, each
+    [K · Hk · c, dk] in float32."""
+
+    @staticmethod
+    def forward(ctx, x, index, inverse):
+        rows = x.view(-1, x.shape[2]).index_select(0, index).float().view(2, -1, x.shape[2])
+        scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().add_(1e-6).rsqrt_()
+        scale[0] *= x.shape[2] ** -0.5
+        q, k = rows[0] * scale[0], rows[1] * scale[1]
+        ctx.save_for_backward(q, k, scale, inverse)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return q, k
+
+    @staticmethod
+    def backward(ctx, dq, dk):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, scale, inverse = ctx.saved_tensors
+        dx = torch.stack([dq, dk])
+        for d, y, dim in zip(dx, (q, k), (q.shape[1], 1), strict=True):
+            d.addcmul_(y, (d * y).sum(-1, keepdim=True), value=-dim)
+        return dx.mul_(scale).view(-1, q.shape[1]).index_select(0, inverse).view(ctx.shape).to(ctx.dtype), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -186,22 +206,47 @@ class _Gather(torch.autograd.Function):
         return dx, None, None, None
 
 
+class _Scores(torch.autograd.Function):
+    """A and P, [K, Hk, r, c, c], of q and k [K, Hk, 1, c, dk], sums of log decays and β [K, Hk, r, c]. What A has on its diagonal
+    doesn't count."""
+
+    @staticmethod
+    def forward(ctx, q, k, total, beta):
+        mask = torch.full((total.shape[-1],) * 2, -torch.inf, device=total.device).triu(1)
+        decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).add_(mask).exp_()
+        a, p = ((x @ k.transpose(-1, -2)) * decay for x in (k, q))
+        ctx.save_for_backward(q, k, beta, decay, a, p)
+        return a * beta.unsqueeze(-1), p
+
+    @staticmethod
+    def backward(ctx, da, dp):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, beta, decay, a, p = ctx.saved_tensors
+        product = da * a
+        dbeta, beta = product.sum(-1), beta.unsqueeze(-1)
+        of_logs = product.mul_(beta).addcmul_(dp, p)
+        dtotal = of_logs.sum(-1) - of_logs.sum(-2)
+        dkk = (da * beta).mul_(decay).sum(2, keepdim=True)
+        dqk = (dp * decay).sum(2, keepdim=True)
+        dk = dqk.transpose(-1, -2) @ q + (dkk + dkk.transpose(-1, -2)) @ k
+        return dqk @ k, dk, dtotal, dbeta
+
+
 class _Solve(torch.autograd.Function):
-    """(1 + A)⁻¹ R of a [..., c, c], of which only what is below the diagonal counts, and r [..., c, d]."""
+    """(1 + A)⁻¹ X and (1 + A)⁻¹ Y of a [n, c, c], of which only what is below the diagonal counts, x and y [n, c, ·]."""
 
     @staticmethod
-    def forward(ctx, a, right):
-        inverse = inverse_of_unit_lower(a.flatten(0, -3))
-        out = inverse @ right.flatten(0, -3)
-        ctx.save_for_backward(inverse, out)
-        return out.view_as(right)
+    def forward(ctx, a, x, y):
+        inverse = inverse_of_unit_lower(a)
+        out = inverse @ x, inverse @ y
+        ctx.save_for_backward(inverse, *out)
+        return out
 
     @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        inverse, out = ctx.saved_tensors
-        dright = inverse.transpose(1, 2) @ grad.flatten(0, -3)
-        da = torch.bmm(dright, out.transpose(1, 2)).tril_(-1).neg_()
-        return da.view(*grad.shape[:-1], -1), dright.view_as(grad)
+    def backward(ctx, *grads):
+        inverse, *outs = ctx.saved_tensors
+        dx, dy = (inverse.transpose(1, 2) @ grad for grad in grads)
+        da = torch.bmm(dx, outs[0].transpose(1, 2)).baddbmm_(dy, outs[1].transpose(1, 2), beta=-1, alpha=-1)
+        return da.tril_(-1), dx, dy
 
 
 def inverse_of_unit_lower(a: torch.Tensor, base: int = 16) -> torch.Tensor:
@@ -231,13 +276,13 @@ def inverse_of_unit_lower(a: torch.Tensor, base: int = 16) -> torch.Tensor:
 
 
 class _Scan(torch.autograd.Function):
-    """The chunks of all segments one after another; u [K, Hv, c, dv], w, k and q [K, Hv, c, dk], p [K, Hv, c, c], e [K, Hv]."""
+    """The chunks of all segments one after another; with n = K · Hv: u [n, c, dv], w, k and q [n, c, dk], p [n, c, c], e [n]."""
 
     @staticmethod
-    def forward(ctx, u, w, k, q, p, e, chunks: Chunks, initial):
-        n, (heads, _, value_dim) = len(chunks.order), u.shape[1:]
-        v, final = u.clone(), u.new_empty(n, heads, k.shape[-1], value_dim)
-        starts = u.new_empty(len(u), *final.shape[1:])
+    def forward(ctx, u, w, k, q, p, e, heads: int, chunks: Chunks, initial):
+        v, e = u.clone(), e.view(-1, 1, 1)
+        starts = u.new_empty(len(u), k.shape[2], u.shape[2])
+        final = u.new_empty(len(chunks.order), heads, *starts.shape[1:])
         for level in chunks.levels:
             if level.parents is not None:
                 state = final[level.parents]
@@ -245,19 +290,19 @@ class _Scan(torch.autograd.Function):
                 state = initial.to(final.dtype)[chunks.order[level.segments]]
             else:
                 state = torch.zeros_like(final[level.segments])
-            rest = final[level.segments]  # of segments that are not done
+            rest, state = final[level.segments].flatten(0, 1), state.flatten(0, 1)  # `rest`: of segments that are done
             for step in level.steps:
-                m = step.stop - step.start
-                rest[m : len(state)] = state[m:]
-                starts[step] = state = state[:m]
-                flat = state.flatten(0, 1)
-                added = v[step].flatten(0, 1).baddbmm_(w[step].flatten(0, 1), flat, alpha=-1)
-                state = (state * e[step][..., None, None]).flatten(0, 1)
-                state = state.baddbmm_(k[step].flatten(0, 1).transpose(1, 2), added).view(m, *final.shape[1:])
+                part = slice(step.start * heads, step.stop * heads)
+                if (m := part.stop - part.start) < len(state):
+                    rest[m : len(state)] = state[m:]
+                    state = state[:m]
+                starts[part] = state
+                added = v[part].baddbmm_(w[part], state, alpha=-1)
+                state = (state * e[part]).baddbmm_(k[part].transpose(1, 2), added)
             rest[: len(state)] = state
-        out = torch.baddbmm(p.flatten(0, 1) @ v.flatten(0, 1), q.flatten(0, 1), starts.flatten(0, 1)).view_as(u)
+        out = torch.bmm(p, v).baddbmm_(q, starts)
         ctx.save_for_backward(v, w, k, q, p, e, starts)
-        ctx.chunks = chunks
+        ctx.chunks, ctx.heads = chunks, heads
         final = final[chunks.rank]
         ctx.mark_non_differentiable(final)
         return out, final
@@ -265,57 +310,26 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         v, w, k, q, p, e, starts = ctx.saved_tensors
-        chunks: Chunks = ctx.chunks
-        heads = v.shape[1]
-        g, v_, w_, k_, q_, p_, s_ = (x.flatten(0, 1) for x in (grad, v, w, k, q, p, starts))
-        dv = p_.transpose(1, 2) @ g
-        ds = (q_.transpose(1, 2) @ g).view_as(starts)  # of each chunk's start
+        chunks, heads = ctx.chunks, ctx.heads
+        dv, ds = (
+            torch.bmm(p.transpose(1, 2), grad),
+            torch.bmm(q.transpose(1, 2), grad),
+        )  # ds: of each chunk's first state
         ends = torch.empty_like(starts)  # gradients of the states behind each chunk
-        final = starts.new_zeros(len(chunks.order), *starts.shape[1:])
+        final = starts.new_zeros(len(chunks.order), heads, *starts.shape[1:])
         for level in reversed(chunks.levels):
-            rest = final[level.segments]
+            rest = final[level.segments].flatten(0, 1)
             state = rest[:0]
             for step in reversed(level.steps):
-                m = step.stop - step.start
-                ends[step] = state = torch.cat([state, rest[len(state) : m]])
                 part = slice(step.start * heads, step.stop * heads)
-                flat = dv[part].baddbmm_(k_[part], state.flatten(0, 1))
-                state = torch.addcmul(ds[step], state, e[step][..., None, None])
-                state = state.flatten(0, 1).baddbmm_(w_[part].transpose(1, 2), flat, alpha=-1).view_as(ds[step])
+                if (m := part.stop - part.start) > len(state):
+                    state = torch.cat([state, rest[len(state) : m]])
+                ends[part] = state
+                added = dv[part].baddbmm_(k[part], state)
+                state = ds[part].addcmul_(state, e[part]).baddbmm_(w[part].transpose(1, 2), added, alpha=-1)
             if level.parents is not None:
-                final.index_add_(0, level.parents, torch.cat([state, rest[len(state) :]]))
-        e_ = ends.flatten(0, 1)
-        dw = torch.bmm(dv, s_.transpose(1, 2)).neg_()
-        dk = v_ @ e_.transpose(1, 2)
-        dq, dp = g @ s_.transpose(1, 2), g @ v_.transpose(1, 2)
-        de = (starts * ends).sum((-1, -2))
-        return dv.view_as(v), dw.view_as(w), dk.view_as(k), dq.view_as(q), dp.view_as(p), de, None, None
-
-
-def delta_step(
-    qkv: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    mixer: Mixer,
-    tails: torch.Tensor,
-    states: torch.Tensor,
-) -> torch.Tensor:
-    """`delta_rule` of one token behind each of S sequences: qkv [S, C], g and beta float32 [S, Hv] → [S, Hv, dv]. `tails`
-    [S, W - 1, C] and `states` float32 [S, Hv, dk, dv] become those behind the tokens, in place."""
-    window = torch.cat([tails, qkv.unsqueeze(1)], dim=1)
-    tails.copy_(window[:, 1:])
-    keys, heads = mixer.key_heads * mixer.key_dim, (mixer.key_heads, -1)
-    mixed = F.silu((window * mixer.weight.t()).sum(1)).float()
-    q, k, v = mixed.split([keys, keys, mixer.value_heads * mixer.value_dim], dim=1)
-    repeat = mixer.value_heads // mixer.key_heads
-    q, k = (_unit(x.unflatten(1, heads)).repeat_interleave(repeat, dim=1) for x in (q, k))
-    q = q * mixer.key_dim**-0.5
-    states.mul_(g.exp()[:, :, None, None])
-    of_key, of_query = (torch.stack([k, q], dim=2) @ states).unbind(2)  # the state is read once for both
-    change = beta.unsqueeze(-1) * (v.unflatten(1, (mixer.value_heads, -1)) - of_key)
-    states.flatten(0, 1).baddbmm_(k.flatten(0, 1).unsqueeze(2), change.flatten(0, 1).unsqueeze(1))
-    return (of_query + (q * k).sum(-1, keepdim=True) * change).to(qkv.dtype)
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+                state = torch.cat([state, rest[len(state) :]]).view(-1, *final.shape[1:])
+                final.index_add_(0, level.parents, state)
+        dw, dk = torch.bmm(dv, starts.transpose(1, 2)).neg_(), torch.bmm(v, ends.transpose(1, 2))
+        dq, dp = torch.bmm(grad, starts.transpose(1, 2)), torch.bmm(grad, v.transpose(1, 2))
+        return dv, dw, dk, dq, dp, (starts * ends).sum((1, 2)), None, None, None

@@ -126,10 +126,10 @@ class DeltaLayout:
         """Of `size` tokens."""
         return self._once(self._chunks, size)
 
-    def by_head(self, size: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(int64 [K · heads · size], int64 [T · heads]): which rows of x [T · heads, d] those of [K, heads, size, d] are in
-        chunks of `size`, and the inverse."""
-        return self._once(self._by_head, size, heads)
+    def by_head(self, size: int, heads: int, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """(int64 [parts · K · heads · size], int64 [T · parts · heads]): which rows of x [T, parts, heads, d] those of
+        [parts, K, heads, size, d] are in chunks of `size`, and the inverse."""
+        return self._once(self._by_head, size, heads, parts)
 
     def runs(self) -> tuple[tuple[Run, ...], torch.Tensor, torch.Tensor]:
         """Levels as rows of their own, where each token of the row is among theirs, int64 [T], and each segment, int64 [S]."""
@@ -183,12 +183,12 @@ class DeltaLayout:
         arrays = tokens, places, padding.reshape(-1, 1, size), order, rank
         return Chunks(size, tuple(levels), *(on_device(x, self.device) for x in arrays))
 
-    def _by_head(self, size: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _by_head(self, size: int, heads: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
         chunks = self.chunks(size)
-        head = torch.arange(heads, device=self.device)
-        tokens = chunks.tokens.view(-1, 1, size) * heads + head[:, None]
-        places = (chunks.places // size * heads * size + chunks.places % size)[:, None] + head * size
-        return tokens.flatten(), places.flatten()
+        head, part = (torch.arange(n, device=self.device)[:, None] for n in (heads, parts))
+        tokens = (chunks.tokens.view(-1, 1, size) * parts + part.view(-1, 1, 1, 1)) * heads + head
+        places = (chunks.places // size * heads * size + chunks.places % size).view(-1, 1, 1) + head[:, 0] * size
+        return tokens.flatten(), (places + part * (len(chunks.tokens) * heads)).flatten()
 
     def _runs(self) -> tuple[tuple[Run, ...], torch.Tensor, torch.Tensor]:
         _, rank = self._order(self.levels)
