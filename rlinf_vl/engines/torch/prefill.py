@@ -13,7 +13,8 @@ from rlinf_vl.engines.torch.sessions import Kept
 from rlinf_vl.models.attention import merge
 from rlinf_vl.models.families import DecodeState, Family
 from rlinf_vl.models.kernels.attention import kernel_for
-from rlinf_vl.models.kernels.delta import DeltaLayout, Mixer, delta_rule
+from rlinf_vl.models.kernels.delta import Mixer, delta_rule
+from rlinf_vl.models.kernels.delta_layout import DeltaLayout
 from rlinf_vl.models.policy import encode_images, hidden_states
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import Request

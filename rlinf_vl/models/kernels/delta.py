@@ -333,3 +333,32 @@ class _Scan(torch.autograd.Function):
         dw, dk = torch.bmm(dv, starts.transpose(1, 2)).neg_(), torch.bmm(v, ends.transpose(1, 2))
         dq, dp = torch.bmm(grad, starts.transpose(1, 2)), torch.bmm(grad, v.transpose(1, 2))
         return dv, dw, dk, dq, dp, (starts * ends).sum((1, 2)), None, None, None
+
+
+def delta_step(
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    mixer: Mixer,
+    tails: torch.Tensor,
+    states: torch.Tensor,
+) -> torch.Tensor:
+    """`delta_rule` of one token behind each of S sequences: qkv [S, C], g and beta float32 [S, Hv] → [S, Hv, dv]. `tails`
+    [S, W - 1, C] and `states` float32 [S, Hv, dk, dv] become those behind the tokens, in place."""
+    window = torch.cat([tails, qkv.unsqueeze(1)], dim=1)
+    tails.copy_(window[:, 1:])
+    keys, heads = mixer.key_heads * mixer.key_dim, (mixer.key_heads, -1)
+    mixed = F.silu((window * mixer.weight.t()).sum(1)).to(qkv.dtype).float()  # rounded as in `delta_rule`
+    q, k, v = mixed.split([keys, keys, mixer.value_heads * mixer.value_dim], dim=1)
+    repeat = mixer.value_heads // mixer.key_heads
+    q, k = (_unit(x.unflatten(1, heads)).repeat_interleave(repeat, dim=1) for x in (q, k))
+    q = q * mixer.key_dim**-0.5
+    states.mul_(g.exp()[:, :, None, None])
+    of_key, of_query = (torch.stack([k, q], dim=2) @ states).unbind(2)  # the state is read once for both
+    change = beta.unsqueeze(-1) * (v.unflatten(1, (mixer.value_heads, -1)) - of_key)
+    states.flatten(0, 1).baddbmm_(k.flatten(0, 1).unsqueeze(2), change.flatten(0, 1).unsqueeze(1))
+    return (of_query + (q * k).sum(-1, keepdim=True) * change).to(qkv.dtype)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
