@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from adapters import peft_model, with_values
-from tiny import banned, group, tiny_model, transformers_inputs, transformers_logprobs
+from tiny import banned, group, tiny_config, tiny_model, transformers_inputs, transformers_logprobs
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from rlinf_vl.config.schema import LoraConfig
 
@@ -42,6 +43,8 @@ class Layout:
     discount: float = 1.0
     state_weight: float = 0.0
     lora: str = ""  # what gets adapters, which alone are then trained
+    replay: bool = False  # of random experts
+    balance: float = 0.0  # weight of the load-balancing loss
 
     @property
     def turns(self) -> bool:
@@ -74,6 +77,60 @@ def groups_of(kind: str):
     if "sequences" in kind:
         groups = _changed(groups, lambda g, i, t: _rewritten(t))
     return groups
+
+
+def routed(groups, family: str):
+    """The groups with random experts for their tokens; some tokens have none, the last ones among them."""
+    text = tiny_config(family).text_config
+    layers = text.num_hidden_layers - len(getattr(text, "mlp_only_layers", None) or ())
+    rng = np.random.default_rng(5)
+
+    def routes(tokens: int) -> np.ndarray:
+        scores = rng.random((tokens, layers, text.num_experts))
+        taken = scores.argsort(-1)[..., : text.num_experts_per_tok].astype(np.uint8)
+        taken = taken.reshape(tokens, layers * text.num_experts_per_tok)
+        taken[rng.random(tokens) < 0.2] = 0
+        return taken
+
+    def changed(t, prompt: np.ndarray):
+        whole = [np.concatenate([prompt, routes(len(s.ids) - len(prompt) - 1), 0 * prompt[:1]]) for s in t.sequences]
+        return replace(t, sequences=tuple(replace(s, routes=r) for s, r in zip(t.sequences, whole, strict=True)))
+
+    prompts = [routes(g.prefix_length) for g in groups]
+    return _changed(groups, lambda g, i, t: changed(t, prompts[g]))
+
+
+class Mixtures:
+    """Watches the routers of transformers' own model, and puts other experts in their place; one sequence at a time."""
+
+    def __init__(self, model, top_k: int) -> None:
+        self.routes: np.ndarray | None = None  # of the next sequence
+        self.layers: list[list[tuple]] = []  # of each mixture, (logits, experts) of each forward
+        self.seen = False
+        gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+        for number, gate in enumerate(gates):
+            self.layers.append([])
+            gate.register_forward_hook(lambda _, __, out, number=number: self._chosen(number, top_k, *out))
+
+    def _chosen(self, number, top_k, logits, weights, taken):
+        if self.routes is not None:
+            given = torch.from_numpy(self.routes.astype(np.int64)).unflatten(1, (-1, top_k))[:, number]
+            taken = torch.where(torch.from_numpy(self.routes.any(1))[:, None], given, taken)
+            chosen = logits.softmax(-1).gather(1, taken)
+            weights = chosen / chosen.sum(-1, keepdim=True)
+        if self.seen:
+            self.layers[number].append((logits, taken))
+        return logits, weights, taken
+
+    def balance_loss(self):
+        """Equations 4 to 6 of Fedus et al. 2021, of all that was seen."""
+        logits, taken = (torch.cat([pair[i] for layer in self.layers for pair in layer]) for i in (0, 1))
+        busy = torch.bincount(taken.flatten(), minlength=logits.shape[1]) / len(logits)
+        loss = logits.shape[1] * (busy * logits.softmax(-1).mean(0)).sum()
+        if self.routes is None:
+            layers = tuple(torch.cat([logits for logits, _ in layer]) for layer in self.layers)
+            torch.testing.assert_close(loss, load_balancing_loss_func(layers, logits.shape[1], taken.shape[1]))
+        return loss
 
 
 def _in_turns(rng, t):
@@ -148,6 +205,8 @@ def plain_reference(layout: Layout, kind: str = "mixed"):
     elif not layout.train_tower and hasattr(model.model, "visual"):
         reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)
+    groups = routed(groups, layout.family) if layout.replay else groups
+    mixtures = Mixtures(model, getattr(model.config.get_text_config(), "num_experts_per_tok", 0))
     tower = {id(p) for name, p in model.named_parameters() if ".visual." in name}
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]  # of peft's model, the adapters
     trained = {n: p for n, p in named if layout.train_tower or layout.lora or id(p) not in tower}
@@ -155,8 +214,11 @@ def plain_reference(layout: Layout, kind: str = "mixed"):
     if layout.dtype == "bf16":
         half(model), half(reference)
 
-    def logprobs_of(model, g, i):
-        return transformers_logprobs(model, g, i, 0.7)
+    def logprobs_of(model, g, i, seen=False):
+        mixtures.routes, mixtures.seen = g.trajectories[i].sequences[0].routes, seen
+        found = transformers_logprobs(model, g, i, 0.7)
+        mixtures.seen = False
+        return found
 
     trained_on = {
         g.id: [i for i, t in enumerate(g.trajectories) if t.error is None and t.n_response_tokens] for g in groups
@@ -171,7 +233,7 @@ def plain_reference(layout: Layout, kind: str = "mixed"):
         n_sequences = sum(len(found) for found in parts.values())
         loss = torch.zeros(())
         for g, i in members:
-            token = token_losses(layout, g, i, trained_on[g.id], logprobs_of(model, g, i), start[g.id, i])
+            token = token_losses(layout, g, i, trained_on[g.id], logprobs_of(model, g, i, True), start[g.id, i])
             token = token - 0.01 * entropy_of(model, g, i)
             if layout.kl_beta:
                 with torch.no_grad():
@@ -186,6 +248,10 @@ def plain_reference(layout: Layout, kind: str = "mixed"):
                     loss = (
                         loss + (own.mean() if layout.aggregation == "seq-mean-token-mean" else own.sum()) / n_sequences
                     )
+        if layout.balance:
+            loss = loss + layout.balance * mixtures.balance_loss()
+        for layer in mixtures.layers:
+            layer.clear()
         grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         norms.append(math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads if g is not None)))
         losses.append(float(loss.detach()))

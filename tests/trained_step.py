@@ -2,7 +2,7 @@
 
 import torch
 from adapters import adapter_values
-from plain_step import LR, Layout, adapters_of, groups_of
+from plain_step import LR, Layout, adapters_of, groups_of, routed
 from rank_processes import RankProcesses
 from tiny import IMAGE_ID, tiny_policy, tiny_trainer
 from torch.distributed.tensor import distribute_tensor
@@ -67,13 +67,16 @@ def train(layout: Layout, kind: str):
         reshard_after_forward=layout.reshard,
         mixed_precision=MixedPrecisionConfig(layout.dtype),
     )
-    model = ActorModelConfig(freeze_vision_tower=not layout.train_tower)
+    model = ActorModelConfig(
+        freeze_vision_tower=not layout.train_tower, freeze_router=False, router_aux_loss_coef=layout.balance
+    )
     if layout.lora:
         model = ActorModelConfig(is_lora=True, lora=adapters_of(layout))
+    replay = "replay" if layout.replay else "off"
     trainer = tiny_trainer(
         mesh,
         load,
-        actor=ActorConfig(model=model, fsdp_config=fsdp, optim=OptimConfig(clip_grad=1e9)),
+        actor=ActorConfig(model=model, routing_replay=replay, fsdp_config=fsdp, optim=OptimConfig(clip_grad=1e9)),
         algorithm=algorithm,
         max_tokens=5,  # several calls of a frozen tower
         pad_to=layout.budget if layout.pad else None,
@@ -88,6 +91,7 @@ def train(layout: Layout, kind: str):
     if layout.cache is False:
         trainer.batches = trainer.batches.without_cache()
     groups = groups_of(kind)
+    groups = routed(groups, layout.family) if layout.replay else groups
     plan = plan_step(
         [GroupSummary.of(g, IMAGE_ID) for g in groups],
         algorithm,

@@ -27,6 +27,7 @@ from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config, OptimCo
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, PARTS, checkpoint_blocks, load_model, part_of, vocab_size
 from rlinf_vl.models.lora import adapters_off, engine_weights, is_adapter, train_parts, with_adapter
+from rlinf_vl.models.mixture import ExpertLoad
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.vision_cache import VisionCache
@@ -85,7 +86,8 @@ class Trainer:
             policy.requires_grad_(False)
         else:
             model = self.actor.model
-            train_parts(policy.model, policy.family, model.frozen_parts, model.adapters)
+            train_parts(policy.model, policy.family, model.frozen_parts, model.adapters, router=not model.freeze_router)
+            policy.replay = self.actor.routing_replay == "replay"
         if fsdp.gradient_checkpointing and not frozen:
             checkpoint_blocks(policy.model, fsdp.gradient_checkpointing_use_reentrant)
         if not fsdp.cpu_offload:
@@ -113,14 +115,16 @@ class Trainer:
             old = self._logprobs_before(groups, minibatches, advantages)
         gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
         for m, mini in enumerate(minibatches):
+            load, balance = self._expert_load(), self._balance(groups, mini, advantages)
             for i, (batch, features) in enumerate(self.batches(mini, groups, advantages)):
                 ref_logprobs = None
                 if self.reference is not None:
                     with torch.no_grad(), span("reference"), adapters_off(self.reference.model):
-                        ref_logprobs, _ = self.reference(batch, features)
+                        # another model: it chooses its experts by itself
+                        ref_logprobs, _ = self.reference(replace(batch, routes=None), features)
                 reduce_in_backward(self.policy, not gathers_once or i == len(mini.micro_batches) - 1)
                 with span("forward", micro_batch=i):
-                    logprobs, entropy = self.policy(batch, features)
+                    logprobs, entropy = self.policy(batch, features, load, balance)
                 before = old[m][i] if old[m] else logprobs.detach()
                 loss, part = micro_batch_loss(
                     logprobs, entropy, before, ref_logprobs, batch, self.algorithm, mini.denominator
@@ -135,6 +139,8 @@ class Trainer:
                         seen.setdefault(item.group, {})[item.index] = before[own]
             with span("optimizer", mini_batch=m):
                 sums.merge(self._optimize())
+            if load is not None:
+                sums.merge(self._expert_metrics(load))
         sums.add("actor/lr", self.scheduler.get_last_lr()[0], 1)
         return sums, {group: {i: x.cpu().numpy() for i, x in parts.items()} for group, parts in seen.items()}
 
@@ -157,6 +163,36 @@ class Trainer:
             ]
         self.policy.train()
         return old
+
+    def _expert_load(self) -> ExpertLoad | None:
+        mixture = self.policy.mixture
+        return None if mixture is None else ExpertLoad(len(mixture.layers), mixture.experts, self.mesh.device)
+
+    def _balance(self, groups: Groups, mini: RankMiniBatch, advantages: Advantages) -> torch.Tensor | None:
+        """`Routing`'s `balance` for the load-balancing loss; None without one. Its gradient for any token depends on how busy each
+        expert is in the whole mini-batch, which a pass without gradients counts."""
+        load, weight = self._expert_load(), self.actor.model.router_aux_loss_coef
+        if load is None or not weight:
+            return None
+        with torch.no_grad(), span("expert load"):
+            for batch in self.batches(mini, groups, advantages):
+                self.policy(*batch, load)
+        load.sum_over_ranks()
+        return (weight * self.mesh.size * load.balance_gradient()).float()  # FSDP2 averages gradients
+
+    def _expert_metrics(self, load: ExpertLoad) -> MetricSums:
+        """Of one mini-batch; its loss among them, which `micro_batch_loss` does not see."""
+        sums, weight = MetricSums(), self.actor.model.router_aux_loss_coef
+        _, reported, differing = load.tokens.clone()
+        sums.add("actor/routing_disagreement", load.differing.clone(), len(load.counts) * reported)
+        sums.add("actor/routing_disagreement_tokens", differing, reported)
+        load.sum_over_ranks()
+        sums.add("actor/expert_load", load.imbalance(), 1)
+        if weight:
+            loss = load.balance_loss()
+            sums.add("actor/router_aux_loss", loss, 1)
+            sums.add("actor/loss", weight * loss / self.mesh.size, 0)
+        return sums
 
     def _optimize(self) -> MetricSums:
         """Clip the gradient by its norm over all shards, and take an optimizer step unless that norm is not finite."""

@@ -286,6 +286,12 @@ def _actor_and_reward(config: Config) -> Iterator[str]:
             "actor.model: freeze_vision_tower, freeze_projector and freeze_language_model leave nothing to train; set one of "
             "them false"
         )
+    for key in ("freeze_router", "is_lora"):
+        if actor.model.router_aux_loss_coef and getattr(actor.model, key):
+            yield (
+                f"actor.model.router_aux_loss_coef: {actor.model.router_aux_loss_coef:g} is a loss for routers, which "
+                f"actor.model.{key} leaves as they are; set {key}=false, or the coefficient 0"
+            )
     for part in ("vision_tower", "projector"):
         if (
             not actor.model.is_lora

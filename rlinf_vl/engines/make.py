@@ -46,6 +46,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
             max_running=rollout.max_running_requests,
             memory_share=memory_share,
             device=device,
+            report_routes=config.actor.routing_replay != "off",
         )
     from rlinf_vl.engines.sglang.engine import SglangEngine
     from rlinf_vl.engines.sglang.settings import Settings

@@ -40,10 +40,13 @@ class LoraSettings(Protocol):
     exclude_modules: list[str]
 
 
-def train_parts(model: PreTrainedModel, family: Family, frozen: Collection[str], lora: LoraSettings | None) -> None:
-    """Let adapters be trained and nothing else; without `lora` everything but the `frozen` ones of `PARTS`."""
+def train_parts(
+    model: PreTrainedModel, family: Family, frozen: Collection[str], lora: LoraSettings | None, *, router: bool = True
+) -> None:
+    """Let adapters be trained and nothing else; without `lora` everything but the `frozen` ones of `PARTS`, and the routers of
+    mixtures unless `router` lets them."""
     if lora is None:
-        freeze(model, family, frozen)
+        freeze(model, family, frozen, router=not router)
     else:
         add_adapters(model, family, lora)
 

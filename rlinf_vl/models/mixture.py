@@ -52,7 +52,7 @@ class ExpertLoad:
     def balance_gradient(self) -> torch.Tensor:
         """Gradient of `balance_loss` with respect to each probability of a token that counts once, float64 [E]."""
         layers, experts = self.counts.shape
-        return experts * self.counts.sum(0) / (layers * self.tokens[0]) ** 2
+        return experts * self.counts.sum(0) / (layers * self.tokens[0].clamp(min=1)) ** 2
 
 
 class Routing:
@@ -84,7 +84,6 @@ class Routing:
         self.taken: list[torch.Tensor] = []
         self.load = load
         self._given = given
-        self._reported = None if given is None else given.flatten(1).any(1)
         self._replay = replay
         self._copies = copies
         self._balance = balance
@@ -94,30 +93,37 @@ class Routing:
     def __call__(self, number: int, probs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """In mixture `number`: (the router's probabilities float32 [T, E], experts int64 [T, k])."""
         own = taken = probs.topk(k, dim=-1).indices
-        given = None if self._given is None else self._given[:, number].long()
-        if given is not None and self._replay:
-            taken = torch.where(self._reported[:, None], given, own)
+        given = reported = None
+        if self._given is not None:
+            given, reported = self._given[:, number].long(), (self._given != 0).flatten(1).any(1)
+            if self._replay:
+                taken = torch.where(reported[:, None], given, own)
         if self._record:
             self.taken.append(taken)
         if self.load is not None:
-            self._count(self.load, number, probs.detach(), own, taken, given)
+            assert self._copies is not None
+            self._count(self.load, self._copies, number, probs.detach(), taken)
+            if given is not None and reported is not None:
+                differs = (own.sort(-1).values != given.sort(-1).values).any(-1) & reported
+                self._compare(self.load, self._copies, number, reported, differs)
         if self._balance is not None:
+            assert self._copies is not None
             probs = _AddGradient.apply(probs, self._copies[:, None] * self._balance)
         return probs, taken
 
-    def _count(self, load: ExpertLoad, number: int, probs, own, taken, given) -> None:
-        copies = self._copies
+    def _count(self, load: ExpertLoad, copies: torch.Tensor, number: int, probs, taken) -> None:
         load.probs += copies @ probs
         load.counts[number].scatter_add_(0, taken.flatten(), copies.repeat_interleave(taken.shape[1]).double())
-        first = number == 0
-        load.tokens[0] += copies.sum() * first
-        if given is None:
-            return
-        differs = (own.sort(-1).values != given.sort(-1).values).any(-1) & self._reported
-        before = torch.zeros_like(differs) if first else self._differing
-        load.tokens[1] += (self._reported * copies).sum() * first
-        load.tokens[2] += ((differs & ~before) * copies).sum()
+        if number == 0:
+            load.tokens[0] += copies.sum()
+
+    def _compare(self, load: ExpertLoad, copies: torch.Tensor, number: int, reported, differs) -> None:
         load.differing += (differs * copies).sum()
+        before = self._differing
+        if number == 0 or before is None:
+            load.tokens[1] += (reported * copies).sum()
+            before = torch.zeros_like(differs)
+        load.tokens[2] += ((differs & ~before) * copies).sum()
         self._differing = before | differs
 
 
@@ -157,6 +163,11 @@ def experts_forward(self: Any, x: torch.Tensor, taken: torch.Tensor, weights: to
     x [T, H], taken int64 [T, k], weights [T, k] → [T, H]. transformers' own, where it can't have grouped products, quietly takes a
     loop whose backward is tens of times slower.
     """
+    if any(size * x.itemsize % 16 for size in self.down_proj.shape[1:]):
+        raise ValueError(
+            f"experts {tuple(self.down_proj.shape)} in {x.dtype}: grouped products take rows of whole 16 bytes, multiples of 4 "
+            "numbers in float32 and of 8 in bfloat16"
+        )
     k = taken.shape[1]
     order = taken.flatten().argsort(stable=True)  # by expert
     counts = torch.zeros(len(self.gate_up_proj), dtype=torch.int32, device=x.device)

@@ -73,23 +73,15 @@ class PolicyModel(nn.Module):
     banned: torch.Tensor  # int64 [B]
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        family: Family,
-        banned: np.ndarray,
-        *,
-        temperature: float,
-        chunk: int | None,
-        replay: bool = False,
+        self, model: PreTrainedModel, family: Family, banned: np.ndarray, *, temperature: float, chunk: int | None
     ) -> None:
-        """`banned`: bool [V], ids the sampler never draws; `temperature`: the sampler's; `chunk`: positions per head chunk;
-        `replay`: mixtures take the experts that the engine took, where it reported them."""
+        """`banned`: bool [V], ids the sampler never draws; `temperature`: the sampler's; `chunk`: positions per head chunk."""
         super().__init__()
         self.model = model
         self.family = family
         self.temperature = temperature
         self.chunk = chunk
-        self.replay = replay
+        self.replay = False  # take the experts that the engine took, where it reported them
         self.mixture = family.mixture(model.config)
         self.register_buffer("banned", torch.from_numpy(np.flatnonzero(banned)), persistent=False)
 

@@ -248,6 +248,7 @@ def _family(config: Config, of_checkpoint: str, shape: Mapping[str, Any] | None 
                 f"rollout.model.model_path: the config.json in {config.rollout.model.model_path} has layers that attend within a "
                 "sliding window, which is not supported; set use_sliding_window to false in it if the model was trained without"
             )
+        yield from _mixture(config, where, text, known=bool(shape))
     if config.rollout.rollout_backend == "sglang":
         device = config.cluster.device
         no_gpu = device == "cpu" or (device == "auto" and _private(config) and gpu_memory() == ())
@@ -271,6 +272,30 @@ def _paths(config: Config) -> Iterator[str]:
             family_at(shape, paths, trust_remote_code=model.trust_remote_code)
         except ValueError as error:
             yield str(error)
+
+
+def _mixture(config: Config, where: str, text: Mapping[str, Any], known: bool) -> Iterator[str]:
+    """Mixtures of experts: that there are any where a key is about them, and that rows of their products have whole 16 bytes."""
+    actor = config.actor
+    if known and not text.get("num_experts"):
+        for key, value, off in (
+            ("routing_replay", actor.routing_replay, "off"),
+            ("model.router_aux_loss_coef", actor.model.router_aux_loss_coef, 0),
+        ):
+            if value != off:
+                yield f"actor.{key}: {value}, but {where}, without a mixture of experts; set it {off}"
+        return
+    dtypes = {"actor.fsdp_config.mixed_precision.param_dtype": actor.fsdp_config.mixed_precision.param_dtype}
+    if config.rollout.rollout_backend == "torch":
+        dtypes["rollout.model.precision"] = config.rollout.model.precision
+    for key, dtype in dtypes.items():
+        whole = 4 if dtype == "fp32" else 8
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if known and text.get(name, 0) % whole:
+                yield (
+                    f"{key}: {dtype}, but {where} with {name} {text[name]}: products of experts in {dtype} take multiples of {whole}"
+                    f"{'; set it fp32' if text[name] % 4 == 0 else ', in fp32 of 4; take another model'}"
+                )
 
 
 def _pixels(config: Config, processor: dict[str, Any]) -> Iterator[str]:

@@ -70,7 +70,7 @@ def references():
     def get(layout: Layout, kind: str = "mixed"):
         plain = (layout.minibatches, layout.aggregation, layout.kl_beta, layout.train_tower, layout.tis_clip,
                  layout.tis_level, layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
-                 layout.discount, layout.state_weight, layout.family, layout.lora, kind)  # fmt: skip
+                 layout.discount, layout.state_weight, layout.family, layout.lora, layout.replay, layout.balance, kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -136,6 +136,39 @@ LORA = replace(BASE, lora="language", kl_beta=0.1)
 )
 def test_adapters_train_alike_and_the_reference_is_the_model_without_them(layout, run, references):
     assert_same(run(layout), references(layout))
+
+
+MIXTURE = replace(BASE, family="qwen3_vl_moe", replay=True, train_tower=False)
+BALANCED = replace(MIXTURE, replay=False, balance=0.3)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(replace(MIXTURE, kl_beta=0.1), id="replay, a reference that routes itself"),
+        pytest.param(
+            replace(MIXTURE, ranks=2, budget=80, minibatches=2, checkpointing=True), id="replay, split, 2 mini-batches"
+        ),
+        pytest.param(replace(MIXTURE, budget=90, checkpointing=True, reentrant=True), id="replay, reentrant"),
+        pytest.param(replace(LORA, family="qwen3_vl_moe", replay=True), id="replay, adapters"),
+        pytest.param(BALANCED, id="balance"),
+        pytest.param(replace(BALANCED, ranks=2, budget=80, minibatches=2, checkpointing=True), id="balance, split"),
+        pytest.param(replace(BALANCED, share=False, size=1), id="balance, repeated prompts"),
+        pytest.param(
+            replace(BALANCED, ranks=2, budget=120, pad=True, checkpointing=True, reentrant=True),
+            id="balance, padded, reentrant",
+        ),
+        pytest.param(replace(BALANCED, family="qwen3_5_moe", ranks=2, replay=True), id="both, delta nets"),
+    ],
+)
+def test_mixtures_of_experts_train_as_the_formulas_say(layout, run, references):
+    ours, expected = run(layout), references(layout)
+    assert_same(ours, expected)
+    metrics = ours[0]
+    assert 1 < metrics["actor/expert_load"] <= 4  # of 8 experts, 2 a token
+    assert ("actor/router_aux_loss" in metrics) == (layout.balance > 0)
+    if layout.replay:  # random experts agree with a router's one time in 28
+        assert 0.9 < metrics["actor/routing_disagreement"] <= metrics["actor/routing_disagreement_tokens"] <= 1
 
 
 @pytest.mark.parametrize("kind", ["text", "one image"])

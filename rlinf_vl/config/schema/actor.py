@@ -61,6 +61,12 @@ class ActorModelConfig:
     """Leave the projector, which makes tokens of the tower's patches, as it is; null: as the vision tower."""
     freeze_language_model: bool = False
     """Leave the language model, embeddings and head included, as it is."""
+    freeze_router: bool = True
+    """Leave the routers of mixtures of experts as they are: experts learn without that, and a router that moves sends more tokens
+    elsewhere than the engine did."""
+    router_aux_loss_coef: float = key(0.0, NOT_NEGATIVE)
+    """Weight of the load-balancing loss of mixtures of experts (Fedus et al. 2021), over all tokens and layers of a mini-batch as
+    transformers computes it; needs freeze_router: false. 0 is off; above, a pass before each optimizer step counts experts."""
     vlm: VlmConfig = field(default_factory=VlmConfig)
 
     @property
@@ -148,6 +154,10 @@ class ActorConfig:
     memory. Each image is then encoded once per step at most, and again only after its features had to go."""
     logprob_chunk_tokens: int | None = key(None, AT_LEAST_1)
     """Response positions whose logits exist at once; null: as many as fit 16 MiB on the CPU, 1 GiB on CUDA, and 128 at least."""
+    routing_replay: str = key("off", ("off", "record", "replay"))
+    """Experts that tokens go to, in mixtures. off: those that the trainer's router chooses. record: the engine reports those its
+    router chose, and actor/routing_disagreement compares. replay: the trainer takes the engine's (R3, Ma et al. 2025), for old
+    logprobs and in the loss, and weighs them by its own router; the reference model chooses by itself."""
     model: ActorModelConfig = field(default_factory=ActorModelConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

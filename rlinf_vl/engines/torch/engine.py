@@ -26,6 +26,7 @@ from rlinf_vl.engines.torch.sampling import Sampler, uniforms
 from rlinf_vl.engines.torch.sessions import Kept, Sessions
 from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import output_weight
+from rlinf_vl.models.mixture import Routing
 from rlinf_vl.observe.spans import span
 from rlinf_vl.transport import broadcast
 from rlinf_vl.transport.broadcast import WeightGroup
@@ -50,6 +51,7 @@ class _Pending:
     samples: dict[int, Sample] = field(default_factory=dict)
     kept: Kept | None = None
     patches: list[np.ndarray] = field(default_factory=list)
+    routes: np.ndarray | None = None  # [P, L·k], of the prompt
     keeps: bool = True  # what was computed, in its sessions; not if the weights have changed since it was prefilled
 
 
@@ -63,7 +65,17 @@ class _Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)  # [L·k] of each token but the last
     done: bool = False
+
+    def all_routes(self, last: int) -> np.ndarray | None:
+        """Of the prompt and the sampled tokens, with `last` rows of zeros."""
+        prompt = self.pending.routes
+        if prompt is None:
+            return None
+        return np.concatenate(
+            [prompt, *(own[None] for own in self.routes), np.zeros((last, prompt.shape[1]), prompt.dtype)]
+        )
 
     @property
     def over(self) -> bool:
@@ -86,9 +98,11 @@ class TorchEngine:
         max_running: int,
         memory_share: float = 0.6,
         device: str = "cpu",
+        report_routes: bool = False,
     ) -> None:
         """`banned`: bool [V], never sampled. `max_running`: most rows at once, further bounded so that a worst-case row
-        of each fits in `memory_share` of the memory that is free or used for sessions; sessions use what is left of that."""
+        of each fits in `memory_share` of the memory that is free or used for sessions; sessions use what is left of that.
+        `report_routes`: samples have routes, if the model has mixtures."""
         model.to(device)  # pyright: ignore[reportArgumentType]  # its decorator hides self
         self.model = model.eval().requires_grad_(False)
         self.text_model: Any = model.get_submodule(family.text_model)
@@ -103,6 +117,7 @@ class TorchEngine:
         self.version = 0
         self.prefilled_tokens = 0
         self.asleep: set[str] = set()  # tags of the memory that is released
+        self.mixture = family.mixture(model.config) if report_routes else None
         self.decode_state = family.decode_state(model.config)
         self.cache = DecodeCache(self.decode_state, model.dtype, self.device)
         self.sessions = Sessions()
@@ -293,11 +308,17 @@ class TorchEngine:
             self.rows += [_Row(pending, i, uniforms(seed, n).tolist()) for i, seed in enumerate(pending.request.seeds)]
         requests, kept = [p.request for p in admitted], [p.kept for p in admitted]
         patches = [array for pending in admitted for array in pending.patches]
+        routing = self._routing()
         with span("prefill"):
             image_token = self.image_token_id, self.merge_size
             hidden, positions, computed = prefill(
-                self.model, self.family, requests, kept, patches, *image_token, self.device
+                self.model, self.family, requests, kept, patches, *image_token, self.device, routing
             )
+        if routing is not None:
+            new = np.split(self._taken(routing), np.cumsum(computed.lengths)[:-1])
+            for pending, own in zip(admitted, new, strict=True):
+                old = pending.kept.routes if pending.kept else None
+                pending.routes = own if old is None else np.concatenate([old, own])
         self.prefilled_tokens += sum(computed.lengths)
         samples = [len(request.seeds) for request in requests]
         self.cache.append(computed.tokens, computed.sequences(), samples, computed.states)
@@ -315,12 +336,28 @@ class TorchEngine:
         embeds = self.text_model.get_input_embeddings()(self.last_ids).unsqueeze(1)
         self.cache.begin_step()
         positions = self.next_positions.view(1, -1, 1).expand(4, -1, 1)
-        hidden = self.family.text_forward(self.text_model, embeds, positions, None, (), context=self.cache)[:, 0]
+        routing = self._routing()
+        more: dict[str, Any] = {} if routing is None else {"routing": routing}
+        hidden = self.family.text_forward(self.text_model, embeds, positions, None, (), context=self.cache, **more)[
+            :, 0
+        ]
+        if routing is not None:
+            for row, own in zip(self.rows, self._taken(routing), strict=True):
+                if not row.over:
+                    row.routes.append(own)
         self.next_positions = self.next_positions + 1
         assert self.sampler is not None
         self._draw(0, self._logits(hidden), self.sampler)
         if sum(row.over for row in self.rows) >= DROP_SHARE * len(self.rows):
             self._drop_finished()
+
+    def _routing(self) -> Routing | None:
+        return None if self.mixture is None else Routing(record=True)
+
+    def _taken(self, routing: Routing) -> np.ndarray:
+        """[T, L·k], of a forward."""
+        assert self.mixture is not None
+        return torch.stack(routing.taken, dim=1).flatten(1).cpu().numpy().astype(self.mixture.dtype)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = output_weight(self.model)
@@ -360,10 +397,12 @@ class TorchEngine:
             name = pending.request.sessions[row.number]
             before = self._kept(name, pending.request) or pending.kept
             if before is None:  # the prompt, kept once for all samples
-                before = pending.kept = Kept.of(pending.request, [], (self.cache.cut(i, group, 0, 0),))
+                shared = (self.cache.cut(i, group, 0, 0),)
+                before = pending.kept = Kept.of(pending.request, [], shared, routes=pending.routes)
             part = self.cache.cut(i, group, len(before.ids), len(row.ids) - 1)
             parts = *before.parts, part
-            self.sessions.put(name, Kept.of(pending.request, row.ids[:-1], parts, self.cache.state(i)))
+            state, routes = self.cache.state(i), row.all_routes(0)
+            self.sessions.put(name, Kept.of(pending.request, row.ids[:-1], parts, state, routes))
         self.sessions.shrink(self._room())
 
     def _drop_finished(self) -> None:
@@ -381,6 +420,7 @@ def _finish(row: _Row) -> None:
     row.done = True
     reason = "stop" if row.ids[-1] in row.pending.request.sampling.stop_ids else "length"
     pending, sampled = row.pending, (np.asarray(row.ids, np.int32), np.asarray(row.logprobs, np.float32))
-    pending.samples[row.number] = Sample(*sampled, np.asarray(row.versions, np.int32), reason)
+    versions = np.asarray(row.versions, np.int32)
+    pending.samples[row.number] = Sample(*sampled, versions, reason, routes=row.all_routes(1))
     if len(pending.samples) == len(pending.request.seeds) and pending.future.set_running_or_notify_cancel():
         pending.future.set_result(Completion(tuple(pending.samples[i] for i in range(len(pending.samples)))))

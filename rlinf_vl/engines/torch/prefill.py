@@ -15,6 +15,7 @@ from rlinf_vl.models.families import DecodeState, Family
 from rlinf_vl.models.kernels.attention import kernel_for
 from rlinf_vl.models.kernels.delta import Mixer, delta_rule
 from rlinf_vl.models.kernels.delta_layout import DeltaLayout
+from rlinf_vl.models.mixture import Routing
 from rlinf_vl.models.policy import encode_images, hidden_states
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import Request
@@ -29,6 +30,7 @@ def prefill(
     image_token_id: int,
     merge_size: int,
     device: torch.device,
+    routing: Routing | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, "PrefillAttention"]:
     """Compute what is new of n requests behind what is kept of them.
 
@@ -52,7 +54,7 @@ def prefill(
     context = PrefillAttention(family.decode_state(model.config), kept, lengths, model.dtype, device)
     new_positions = np.concatenate([p[:, n:] for p, n in zip(positions, starts, strict=True)], axis=1)
     row = on_device(ids, device), on_device(new_positions, device)
-    hidden = hidden_states(model, family, *row, context, features, image_positions)
+    hidden = hidden_states(model, family, *row, context, features, image_positions, routing)
     following = torch.tensor([int(p[1:].max()) + 1 for p in positions], device=device)
     return hidden[on_device(np.cumsum(lengths) - 1, device)], following, context
 

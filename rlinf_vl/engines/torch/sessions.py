@@ -21,6 +21,7 @@ class Kept:
     parts: tuple[torch.Tensor, ...] = field(repr=False)
     #: What recurrent layers have behind exactly these tokens (`DecodeCache.state`); () where there are no such layers.
     states: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    routes: np.ndarray | None = field(default=None, repr=False)  # [K, L·k], where the engine reports them
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -33,10 +34,11 @@ class Kept:
         sampled: Sequence[int],
         parts: tuple[torch.Tensor, ...],
         states: tuple[torch.Tensor, ...] = (),
+        routes: np.ndarray | None = None,
     ) -> "Kept":
         """What is kept of a prompt and the tokens sampled behind it."""
         ids = np.concatenate([request.ids, np.asarray(sampled, np.int32)])
-        return cls(ids, tuple(image.hash for image in request.images), parts, states)
+        return cls(ids, tuple(image.hash for image in request.images), parts, states, routes)
 
     def begun(self, request: Request, image_token_id: int) -> "Kept | None":
         """What of this the request begins with, images whole: all of it, or what stands before the first difference, as where an
@@ -59,7 +61,8 @@ class Kept:
         for part in self.parts:
             parts += [part if part.shape[2] <= left else part[:, :, :left].clone()] if left > 0 else []
             left -= part.shape[2]
-        return Kept(self.ids[:n], self.images[: int((starts < n).sum())], tuple(parts))
+        routes = None if self.routes is None else self.routes[:n]
+        return Kept(self.ids[:n], self.images[: int((starts < n).sum())], tuple(parts), routes=routes)
 
 
 class Sessions:

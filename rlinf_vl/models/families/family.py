@@ -55,20 +55,11 @@ class Mixture:
     layers: tuple[int, ...]  # numbers of the layers that have one
     experts: int
     top_k: int  # experts of a token
-    widths: tuple[int, int]  # of a token's vector, and inside an expert
 
     @property
     def dtype(self) -> np.dtype:
         """Of `TokenSequence.routes`."""
         return np.dtype(np.uint8 if self.experts <= 256 else np.int16)
-
-    def check(self, dtype: torch.dtype) -> None:
-        """ValueError: grouped products in `dtype` are not made for such rows."""
-        if odd := [n for n in self.widths if n * dtype.itemsize % 16]:
-            raise ValueError(
-                f"hidden_size and moe_intermediate_size are {self.widths[0]} and {self.widths[1]}: products of experts in {dtype} "
-                f"take multiples of {16 // dtype.itemsize}, which {odd[0]} is not; fp32 takes multiples of 4"
-            )
 
 
 class ImageProcessor(Protocol):

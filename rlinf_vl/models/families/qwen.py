@@ -118,8 +118,7 @@ def mixture(config: Any) -> Mixture | None:
         return None
     dense, step = getattr(text, "mlp_only_layers", None) or (), getattr(text, "decoder_sparse_step", 1)
     layers = (i for i in range(text.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
-    widths = text.hidden_size, text.moe_intermediate_size
-    return Mixture(tuple(layers), text.num_experts, text.num_experts_per_tok, widths)
+    return Mixture(tuple(layers), text.num_experts, text.num_experts_per_tok)
 
 
 def decode_state(config: Any) -> DecodeState:

@@ -96,6 +96,11 @@ RULES = [
     ),
     ([LORA, REENTRANT], ["gradient_checkpointing_use_reentrant: true", "embeddings", "set it false"]),
     ([LORA, "actor.model.lora.rank=0"], ["actor.model.lora.rank: 0 must be at least 1"]),
+    (
+        ["actor.model.router_aux_loss_coef=0.01"],
+        ["router_aux_loss_coef: 0.01", "freeze_router leaves", "freeze_router=false"],
+    ),
+    (["actor.routing_replay=r3"], ["actor.routing_replay: 'r3' is unknown; allowed: off, record, replay"]),
     (["actor.fsdp_config.cpu_offload=true"], ["cpu_offload: true", "cluster.device=cpu", "set it false"]),
     (["actor.fsdp_config.mixed_precision.param_dtype=fp16"], ["param_dtype: fp16", "loss scaler", "use bf16"]),
     (["reward.reward_min_val=1"], ["reward.reward_max_val=1.0", "reward.reward_min_val=1.0", "exceed"]),

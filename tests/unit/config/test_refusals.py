@@ -52,6 +52,9 @@ def files(tmp_path_factory) -> Path:
         "windowed/config.json": '{"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 8}}',
         "odd/config.json": '{"model_type": "qwen3_vl_moe", "vision_config": "none", "text_config": []}',
         "windows/config.json": '{"model_type": "qwen2_5_vl", "text_config": {"use_sliding_window": true}}',
+        "experts/config.json": '{"model_type": "qwen3_vl_moe", "text_config": {"num_experts": 4, "hidden_size": 32, '
+        '"moe_intermediate_size": 12}}',
+        "dense/config.json": '{"model_type": "qwen3_vl", "text_config": {"hidden_size": 32}}',
         "text/config.json": '{"model_type": "qwen3"}',
         "bare/config.json": '{"model_type": "qwen3_vl"}',
         "broken/config.json": '{"model_type": ',
@@ -149,6 +152,14 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         ["actor.model.vlm.vision_encoder_attr: 'model.visul'", "no module 'visul'; it has visual, language_model"],
     ),
     (["rollout.model.model_path=FILES/windows"], ["the config.json in FILES/windows has layers", "sliding window"]),
+    (
+        ["rollout.model.model_path=FILES/experts", "rollout.model.precision=bf16"],
+        ["rollout.model.precision: bf16, but the checkpoint at FILES/experts", "moe_intermediate_size 12", "of 8; set it fp32"],
+    ),
+    (
+        ["rollout.model.model_path=FILES/dense", "actor.routing_replay=replay"],
+        ["actor.routing_replay: replay, but the checkpoint at FILES/dense", "without a mixture of experts; set it off"],
+    ),
     (["rollout.model.model_path=FILES/bare"], ["FILES/bare lacks weights (*.safetensors), a tokenizer", "copy"]),
     (["rollout.model.model_path=FILES/shards"], ["FILES/shards lacks model-2.safetensors", "fetch or copy"]),
     (["rollout.model.model_path=FILES/pointers"], ["FILES/pointers: model.safetensors is damaged", "tokenizer.json is", "anew"]),
