@@ -9,6 +9,7 @@ from rlinf_vl.data.images import decode
 from rlinf_vl.data.rows import RowFormat, row_to_problem
 from rlinf_vl.data.sources import Source, open_source
 from rlinf_vl.data.unusable import BadRow, kind_and_reason
+from rlinf_vl.data.videos import COLUMNS as VIDEO_COLUMNS
 from rlinf_vl.types import Problem
 
 _DEFAULT = RowFormat()
@@ -49,7 +50,11 @@ class ProblemDataset:
             raise ValueError(f"data.{split}_data_paths: no path given")
         self._form = form
         self._sources: list[Source] = [open_source(str(path), split) for path in paths]
-        self._further = [source.plain_columns(self._form.columns) for source in self._sources]
+        self._further = [
+            source.plain_columns((*form.columns, *VIDEO_COLUMNS))
+            + [name for name in VIDEO_COLUMNS if name in source.rows.column_names and name not in form.columns]
+            for source in self._sources
+        ]
         self._ends = list(accumulate(len(source.rows) for source in self._sources))
         self._ids: list[str] = []
         self._decodable: set[str] = set()  # hashes of images that were decoded before

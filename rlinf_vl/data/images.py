@@ -17,6 +17,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from rlinf_vl.data.fetch import fetch
 from rlinf_vl.data.unusable import ImageError, shorten
+from rlinf_vl.data.videos import NAMES, NO_VIDEOS, VIDEO, is_video
 from rlinf_vl.types import ImageRef
 
 #: Largest area: 150 MB as RGB, at most 16 bytes a pixel while decoding. Diagrams and photos are far below; above it a small
@@ -133,6 +134,8 @@ def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
         why = "" if isinstance(e, UnidentifiedImageError) else f": {e}"
         begin = bytes(data[:8])
         what = f"{len(data)} bytes beginning {begin!r}"
+        if is_video(bytes(data[:12])):
+            raise ImageError(VIDEO, f"{what} are a video; {NO_VIDEOS}") from e
         if begin.startswith(_SIGNATURES):
             raise ImageError(UNDECODABLE, f"{what} are the damaged or truncated header of an image{why}") from e
         raise ImageError(NOT_AN_IMAGE, f"{what} are no image ({', '.join(FORMATS)}){why}") from e
@@ -209,6 +212,8 @@ def _base64(text: str) -> bytes | None:
 
 def _read_inside(root: Path | None, name: str) -> bytes:
     shown = repr(shorten(name))
+    if name.lower().endswith(NAMES):
+        raise ImageError(VIDEO, f"path {shown} is a video's; {NO_VIDEOS}")
     if root is None:
         reason = f"{shown} is neither base64 of an image nor, as the dataset has no folder, a path"
         raise ImageError(UNREADABLE, reason)

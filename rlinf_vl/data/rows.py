@@ -18,6 +18,7 @@ from rlinf_vl.data.unusable import (
     RowError,
     shorten,
 )
+from rlinf_vl.data.videos import VIDEO, video_in
 from rlinf_vl.errors import nearest
 from rlinf_vl.types import Message, Problem
 
@@ -62,10 +63,13 @@ def row_to_problem(row: dict[str, Any], row_id: str, form: RowFormat, root: Path
     Column `env_class` names the row's own environment, and `env_kwargs` (a mapping, or one as JSON) keywords for it.
 
     Raises:
-        RowError: a missing column, an unusable prompt, answer, image or environment, or placeholders and images unequal in number.
+        RowError: a missing column, an unusable prompt, answer, image or environment, a video, or placeholders and images unequal in
+            number.
     """
     if missing := form.missing_column(row, "the row"):
         raise RowError(row_id, "column missing", missing)
+    if video := video_in(row, form.prompt_key, form.image_keys):
+        raise RowError(row_id, VIDEO, video)
     images = []
     for column in form.image_keys:
         for i, value in enumerate(image_values(row[column])):

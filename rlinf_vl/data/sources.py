@@ -201,6 +201,22 @@ def peek(path: Path, scanned: int = SCANNED) -> Peek:
     return found
 
 
+def first_rows(path: Path, columns: Sequence[str], n: int = 64) -> list[dict[str, Any]]:
+    """These columns of the first rows of a file, those that it has; none of a folder or a file that must be loaded for that."""
+    if path.suffix == ".parquet" and path.is_file():
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(path) as file:
+            there = [name for name in columns if name in file.schema_arrow.names]
+            return next((batch.to_pylist() for batch in file.iter_batches(n, columns=there)), [])
+    if path.suffix != ".jsonl":
+        return []
+    with path.open("rb") as file:
+        lines = itertools.islice((line for line in file if line.strip()), n)
+        rows = [json.loads(line) for line in lines]
+    return [{name: row[name] for name in columns if name in row} for row in rows]
+
+
 def _peek_parquet(path: Path) -> Peek:
     import pyarrow as pa
     import pyarrow.parquet as pq

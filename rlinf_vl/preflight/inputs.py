@@ -25,7 +25,9 @@ from rlinf_vl.config.schema.limits import FAMILIES, TEXT_FAMILIES
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
-from rlinf_vl.data.sources import Peek, peek, peek_seeds
+from rlinf_vl.data.sources import Peek, first_rows, peek, peek_seeds
+from rlinf_vl.data.videos import COLUMNS as VIDEO_COLUMNS
+from rlinf_vl.data.videos import video_in
 from rlinf_vl.engines.sglang.checkpoint import refusals
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
 from rlinf_vl.envs.registry import EnvClassError, EnvMaker, keyword_problems, load_env_class
@@ -70,6 +72,7 @@ def _data(config: Config) -> Iterator[str]:
                     found = seeds
                 elif os.path.exists(path):
                     found = peek(Path(path))
+                    yield from _videos(config, key, path)
             except ValueError as error:
                 yield f"{key}: {path} {error}"
             counts.append(found.rows)
@@ -80,6 +83,17 @@ def _data(config: Config) -> Iterator[str]:
                 f"data.rollout_batch_size: {data.rollout_batch_size} problems a step, but {key} has {total} rows; set it to {total} "
                 f"or less (a multiple of algorithm.n_minibatches={config.algorithm.n_minibatches}), or add data"
             )
+
+
+def _videos(config: Config, key: str, path: str) -> Iterator[str]:
+    """Videos among the first rows, if they are more than bad rows may be."""
+    data = config.data
+    rows = first_rows(Path(path), (data.prompt_key, *VIDEO_COLUMNS))
+    reasons = (video_in(row, data.prompt_key, data.image_keys) for row in rows)
+    found = {number: reason for number, reason in enumerate(reasons) if reason}
+    if len(found) > data.max_bad_rows * len(rows):
+        number, reason = next(iter(found.items()))
+        yield f"{key}: {path}: {len(found)} of the first {len(rows)} rows have a video; row {number}: {reason}"
 
 
 def _columns(config: Config, path: str, columns: Sequence[str]) -> Iterator[str]:

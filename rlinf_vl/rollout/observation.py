@@ -11,6 +11,7 @@ from PIL import Image
 
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.data.unusable import PROMPT_UNUSABLE, ImageError
+from rlinf_vl.data.videos import NO_VIDEOS, VIDEO, is_video_part
 from rlinf_vl.envs import StepResult
 from rlinf_vl.types import IMAGE_URL_PREFIX, ImageRef, Message, Problem
 
@@ -34,6 +35,8 @@ def observe(messages: Iterable[Message], problem: Problem) -> Observation:
     images: list[ImageRef] = []
 
     def shown(part: Any) -> Any:
+        if is_video_part(part):
+            raise ImageError(VIDEO, f"a content part of type {part.get('type', 'video')!r}: {NO_VIDEOS}")
         if "image" not in part and "image_url" not in part and part.get("type") not in ("image", "image_url"):
             return part
         value = part.get("image_url", part.get("image"))

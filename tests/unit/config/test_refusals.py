@@ -38,6 +38,7 @@ def files(tmp_path_factory) -> Path:
     row = {"problem": "1 + 1?", "answer": "2"}
     text = {
         "good.jsonl": "\n".join([json.dumps(row)] * 20),
+        "videos.jsonl": "\n".join([json.dumps(row | {"problem": "What happens in <video>?"})] * 20),
         "few.jsonl": "\n".join([json.dumps(row)] * 5),
         "broken.jsonl": json.dumps(row) + '\n\n{"problem": "1 + 1?", "answ\n',
         "empty.jsonl": "",
@@ -81,6 +82,8 @@ def files(tmp_path_factory) -> Path:
         (folder / name).write_text(content)
     (folder / "nothing-in-it").mkdir()
     pq.write_table(pa.table({"question": ["1 + 1?"] * 20, "answer": ["2"] * 20}), folder / "other-names.parquet")
+    clips = {"problem": ["1 + 1?"] * 20, "answer": ["2"] * 20, "videos": [["a.mp4"]] * 20}
+    pq.write_table(pa.table(clips), folder / "clips.parquet")
     pq.write_table(pa.table({name: pa.array([], pa.string()) for name in row}), folder / "no-rows.parquet")
     return folder
 
@@ -91,6 +94,8 @@ def train_on(name: str) -> str:
 
 MISTAKES: list[tuple[list[str], list[str]]] = [
     # data
+    ([train_on("videos.jsonl"), NO_IMAGES], ["data.train_data_paths: FILES/videos.jsonl: 20 of the first 20 rows have a video"]),
+    ([train_on("clips.parquet"), NO_IMAGES], ["FILES/clips.parquet: 20 of", "column 'videos' holds", "not supported"]),
     ([train_on("good.jsonl")], ["data.image_keys: column 'images' not in FILES/good.jsonl", "data.image_keys=[]"]),
     ([train_on("good.jsonl"), NO_IMAGES, "data.prompt_key=problm"], ["data.prompt_key: column 'problm'", "'problem'?"]),
     ([train_on("other-names.parquet"), NO_IMAGES], ["data.prompt_key: column 'problem'", "columns are answer, question"]),

@@ -13,7 +13,14 @@ from PIL import Image
 from rlinf_vl.data.images import MAX_PIXELS, decode, image_size, to_image_ref
 from rlinf_vl.data.unusable import ImageError
 
-KINDS = ("not an image", "image too large", "image too narrow", "image can't be decoded", "image file can't be read")
+KINDS = (
+    "not an image",
+    "video",
+    "image too large",
+    "image too narrow",
+    "image can't be decoded",
+    "image file can't be read",
+)
 MAGIC = (
     b"\x89PNG\r\n\x1a\n",
     b"\xff\xd8\xff\xe1",

@@ -187,7 +187,21 @@ def test_unusable_answers_are_the_rows_error(value: Any) -> None:
         ([{"role": "user", "content": None}], [A], "content part"),
         ([{"role": "user", "content": " "}], [A], "no message of role 'user' says anything"),
         ([{"role": "system", "content": "x"}, {"role": "user", "content": []}], None, "says anything"),
-        ([{"role": "user", "content": [{"type": "video"}]}], [A], "neither text nor a placeholder"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], [A], "neither text nor a placeholder"),
+        (
+            [{"role": "user", "content": [{"type": "video"}]}],
+            [A],
+            "content part {'type': 'video'}: videos are not supported",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "video_url"}]}],
+            [A],
+            "videos are not supported; give frames as images",
+        ),
+        ("What happens in <video>?", None, "column 'problem' has a <video>: videos are not supported"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a<video>b"}]}], [A], "has a <video>"),
+        ("Find x.", "clip.MP4", "column 'images', image 0: path 'clip.MP4' is a video's; videos are not supported"),
+        ("Find x.", [A, b"\0\0\0\x20ftypisom" + bytes(40)], "image 1: .* are a video; videos are not supported"),
         ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], [A], "data.image_keys"),
     ],
 )
@@ -208,6 +222,8 @@ def test_unusable_rows_name_themselves_and_the_reason(prompt: Any, images: Any, 
         ({"problem": "x", "images": "gone.png", "answer": "6"}, "image file can't be read"),
         ({"problem": "x", "images": "http://a.org/a.png", "answer": "6"}, "image not fetched"),
         ({"problem": "x", "images": None}, "column missing"),
+        ({"problem": "x", "images": None, "answer": "6", "videos": ["a.mp4"]}, "video"),
+        ({"problem": "x", "images": None, "answer": "6", "video": {"bytes": b"", "path": None}}, "video"),
     ],
 )
 def test_each_class_of_reason_has_a_kind(row: dict[str, Any], kind: str) -> None:
@@ -215,6 +231,19 @@ def test_each_class_of_reason_has_a_kind(row: dict[str, Any], kind: str) -> None
         row_to_problem(row, "d:0", RowFormat())
     assert kind_and_reason(caught.value) == (kind, caught.value.reason)
     assert kind_and_reason(KeyError("x")) == ("KeyError", "'x'")
+
+
+def test_an_empty_column_of_videos_and_frames_as_images_are_no_videos(tmp_path: Path) -> None:
+    for empty in (None, [], ""):
+        assert row_to_problem({"problem": "x", "images": A, "answer": "6", "videos": empty}, "d:0", RowFormat()).images
+    row = {"problem": "x", "video": [A, B], "answer": "6"}
+    assert len(row_to_problem(row, "d:0", RowFormat(image_keys=["video"])).images) == 2
+    table = {"problem": ["x", "y"], "images": [[A], [B]], "answer": ["1", "2"], "videos": [None, [b"bytes of one"]]}
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    dataset = ProblemDataset([str(tmp_path / "rows.parquet")], "train")
+    assert "videos" not in dataset[0].columns or not dataset[0].columns["videos"]
+    with pytest.raises(RowError, match="row rows:1: column 'videos' holds .*: videos are not supported"):
+        dataset[1]
 
 
 def test_a_missing_column_is_named_with_the_nearest() -> None:
