@@ -289,8 +289,8 @@ def _run_verb(arguments: argparse.Namespace) -> int:
                 log.info("wrote %s, for peft.PeftModel.from_pretrained on the run's base model", arguments.output)
                 return 0
             log.info(
-                "wrote %s, for AutoModelForImageTextToText, AutoTokenizer and AutoImageProcessor; AutoProcessor wants torchvision "
-                "besides, for videos (pip install torchvision)",
+                "wrote %s, for AutoModelForImageTextToText (text only: AutoModelForCausalLM), AutoTokenizer and AutoImageProcessor; "
+                "AutoProcessor wants torchvision besides, for videos (pip install torchvision)",
                 arguments.output,
             )
         case "watch":

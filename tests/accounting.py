@@ -17,7 +17,6 @@ from rlinf_vl.rollout.player import Player
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import SamplingParams
 
-FAMILY = family_of("qwen3_vl")
 #: What ends thoughts here: a letter that is in many a token of the toy.
 END = "a"
 #: Shows an answer without its thoughts, as templates of thinking models do.
@@ -110,7 +109,8 @@ def assert_accounted(toy, groups, asked):
 
 def assert_scored_alike(toy, groups, tolerance=2e-5):
     """In rows of every kind: each trajectory alone, all packed, prompts of a group shared; sequences of a trajectory are trees."""
-    policy = PolicyModel(toy.model, FAMILY, toy.banned, temperature=1.5, chunk=None)
+    family = family_of(toy.model.config.model_type)
+    policy = PolicyModel(toy.model, family, toy.banned, temperature=1.5, chunk=None)
     members = [[Member(g, i, [0.0] * len(t.turns)) for i, t in enumerate(g.trajectories)] for g in groups]
     everything = [member for own in members for member in own]
     for share, rows in (
@@ -120,7 +120,7 @@ def assert_scored_alike(toy, groups, tolerance=2e-5):
         (True, [everything]),
     ):
         collate = Collator(
-            FAMILY,
+            family,
             toy.processor.image_token_id,
             toy.processor.merge_size,
             toy.pixels,

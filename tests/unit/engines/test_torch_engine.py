@@ -91,6 +91,20 @@ def test_lengths_and_reasons_of_mixed_requests(engine_of):
         assert sample.finish_reason == ("stop" if sample.ids[-1] == EOS else "length")
 
 
+def test_a_rows_state_takes_its_room(engine_of, monkeypatch):
+    """By its keys and values alone a row would be admitted four times."""
+    engine, admitted = engine_of(family="qwen3_5"), []
+    g, begin, state = prompts()[1], engine._begin, engine.decode_state
+    of_tokens = (len(g.ids) + 5) * state.token_bytes(torch.float32)
+    room = 2 * (of_tokens + state.row_bytes())
+    assert room >= 4 * of_tokens
+    monkeypatch.setattr(engine, "_room", lambda: room)
+    monkeypatch.setattr(engine, "_begin", lambda pending: (admitted.append(len(pending)), begin(pending)))
+    futures = engine.submit([request(g, 1, seed, max_new_tokens=5) for seed in range(6)])
+    assert all(len(future.result(timeout=60).samples) == 1 for future in futures)
+    assert admitted[0] == 2
+
+
 def first_token_probabilities(g):
     """[VOCAB]: what transformers gives each token to begin with, banned ones left out."""
     p = np.zeros(VOCAB)

@@ -38,6 +38,21 @@ def test_dropped_thoughts_make_sequences_that_share_what_they_can(toy, seed, tur
                 assert (following.sequence > turn.sequence) == thought
 
 
+@pytest.mark.parametrize("template", [None, DROPS], ids=["whole history", "dropped thoughts"])
+def test_rows_with_states_are_accounted_alike(recurrent_toy, template):
+    """A later turn goes on from the state behind the last one's tokens where it extends exactly those, else from nothing."""
+    toy, before = recurrent_toy, recurrent_toy.engine.prefilled_tokens
+    with pytest.MonkeyPatch.context() as patch:
+        if template:
+            patch.setattr(toy.processor.tokenizer, "chat_template", template)
+            patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
+        groups, asked = conversations(toy, 20, 6, 2, 12)
+    assert_accounted(toy, groups, asked)
+    assert_scored_alike(toy, groups)
+    everything = sum(len(request.ids) for request, _ in asked)
+    assert toy.engine.prefilled_tokens - before < (0.9 if template else 0.6) * everything
+
+
 def test_both_kinds_of_answers_and_of_histories_occur(toy):
     """Or the two above would show nothing."""
     with pytest.MonkeyPatch.context() as patch:
