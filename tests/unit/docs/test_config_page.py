@@ -1,7 +1,10 @@
 """What is generated of the documentation is up to date. `tests/checks/documentation.py` builds the site."""
 
+import json
 import runpy
 from pathlib import Path
+
+from rlinf_vl.models.families import FAMILIES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -10,3 +13,15 @@ def test_the_page_of_config_keys_is_up_to_date():
     generator = runpy.run_path(str(DOCS / "generate_config_reference.py"))
     same = (DOCS / "config.md").read_text(encoding="utf-8") == generator["render"]()
     assert same, "docs/config.md is not what the schema says: run python docs/generate_config_reference.py"
+
+
+def test_the_page_of_models_has_every_family_and_shows_what_was_measured():
+    generator = runpy.run_path(str(DOCS / "generate_models_page.py"))
+    assert (DOCS / "models.md").read_text(encoding="utf-8") == generator["render"](), (
+        "python docs/generate_models_page.py"
+    )
+    cells, columns = json.loads((DOCS / "models.json").read_text(encoding="utf-8")), generator["COLUMNS"].keys()
+    assert cells.keys() == FAMILIES.keys()
+    for family, figures in cells.items():
+        empty = {column for name, column in generator["REASONS"] if name == family}
+        assert figures.keys() == columns - empty, f"{family}: each cell has a figure or a reason, not both"

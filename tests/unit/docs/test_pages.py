@@ -31,6 +31,8 @@ RUN_BY = {
     r"bash requirements/install\.sh": "tests/unit/scripts/test_scripts.py",
     r"bash ray_utils/\w+\.sh": "tests/unit/scripts/test_ray_utils.py tests/e2e/test_cluster.py",
     r"\S*python benchmarks/\w+\.py": "tests/integration/test_benchmarks.py",
+    r"RLINF_VL_FIGURES=\S+ \S*python -m pytest": "tests/integration/test_models.py tests/integration/sglang/test_families.py",
+    r"\S*python docs/generate_models_page\.py": "tests/unit/docs/test_config_page.py",
     r"\S*python -m pip install": "none: it fetches a peer to compare with",
     r"\S*ruff (check|format)": "none: it is a check itself",
     r"\S*basedpyright": "tests/checks/type_hints.py",

@@ -1,0 +1,91 @@
+"""Writes docs/models.md: `python docs/generate_models_page.py`. A test compares the page with docs/models.json.
+
+The figures are those of tests: `RLINF_VL_FIGURES=docs/models.json` in the environment of tests/integration/test_models.py and of
+tests/integration/sglang/test_families.py measures them anew.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlinf_vl.models.families import FAMILIES
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "models.md"
+FIGURES = DOCS / "models.json"
+
+HEAD = """\
+# Model families
+
+`rollout.model.model_type: auto` reads the family off the checkpoint. What a family needs is one row in
+[`rlinf_vl/models/families/`](../rlinf_vl/models/families/__init__.py); everything else asks it.
+
+Does a family compute what transformers computes? Each cell is a figure that a test measures and holds to its limit, with tiny
+random members of sizes unlike any real model's, in float32 on a CPU. The reference is transformers' own code, one sequence at a
+time. Two figures are the largest difference of a logprob, in nats, and of an entry of a gradient, relative to its tensor's
+largest where that is above 1; one is of logprobs, or for whole steps of loss, gradient norm and weights.
+"""
+
+#: Column → (its title, what is measured).
+COLUMNS = {
+    "packed": ("packed = unpacked", "Many sequences in one row, with images in some, text alone in others."),
+    "shared": ("prompt shared = not", "The same with each prompt once in the row, its responses behind it."),
+    "tree": ("tree", "Trajectories of several sequences that share parts of their histories: a row is a tree."),
+    "ranks": ("1 = 2 ranks", "A training step on two FSDP2 ranks against one on one rank."),
+    "frozen": (
+        "frozen tower",
+        "A step on two ranks, vision tower and projector frozen, against a plain one written out.",
+    ),
+    "trained": ("all trained", "The same with everything trained, the vision tower included."),
+    "lora": ("LoRA", "Packed rows with adapters on every linear module and on experts, against peft's forward."),
+    "torch": ("torch engine", "Logprobs of what the embedded engine samples."),
+    "sglang": ("SGLang", "Logprobs of what SGLang's CPU build samples."),
+    "export": ("export loads", "Logprobs of what transformers loads from an export, against the model before."),
+}
+
+NO_TOWER = "no tower"
+TRITON = "needs a GPU: Triton"
+#: Why a cell has no figure.
+REASONS = {
+    ("qwen3", "frozen"): NO_TOWER,
+    ("qwen3_5", "sglang"): TRITON,
+    ("qwen3_5_moe", "sglang"): TRITON,
+}
+
+FOOT = """\
+Families with a gated delta net (`qwen3_5`, `qwen3_5_moe`) are further off in gradients because transformers' own float32 rule
+is as far from a float64 run as ours. On SGLang they need a GPU: it computes the net with Triton, which has no CPU backend.
+`qwen3` has no vision tower, and its column "all trained" is text alone.
+
+Measure again, SGLang's column in its own environment, and write this page:
+
+```bash
+RLINF_VL_FIGURES=docs/models.json .venv/bin/python -m pytest tests/integration/test_models.py
+RLINF_VL_FIGURES=docs/models.json .venv-sglang/bin/python -m pytest tests/integration/sglang/test_families.py
+.venv/bin/python docs/generate_models_page.py
+```
+"""
+
+
+def cell(family: str, column: str, figures: Mapping[str, Sequence[float]]) -> str:
+    """KeyError: the cell has neither a figure nor a reason."""
+    if column in figures:
+        return " / ".join(f"{figure:.1e}" if figure else "0" for figure in figures[column])
+    return REASONS[family, column]
+
+
+def render() -> str:
+    """The whole page."""
+    cells = json.loads(FIGURES.read_text(encoding="utf-8"))
+    lines = [HEAD, "| family | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
+    lines.append("|---" * (1 + len(COLUMNS)) + "|")
+    lines += [
+        f"| `{family}` | " + " | ".join(cell(family, column, cells[family]) for column in COLUMNS) + " |"
+        for family in FAMILIES
+    ]
+    lines += ["", *(f"- **{title}**: {meaning}" for title, meaning in COLUMNS.values()), "", FOOT]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
