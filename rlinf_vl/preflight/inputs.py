@@ -291,7 +291,7 @@ def _paths(config: Config) -> Iterator[str]:
 def _mixture(config: Config, where: str, text: Mapping[str, Any], known: bool) -> Iterator[str]:
     """Mixtures of experts: that there are any where a key is about them, and that rows of their products have whole 16 bytes."""
     actor = config.actor
-    if known and not text.get("num_experts"):
+    if known and not (text.get("num_experts") or text.get("num_local_experts")):  # transformers' name of it differs
         for key, value, off in (
             ("routing_replay", actor.routing_replay, "off"),
             ("model.router_aux_loss_coef", actor.model.router_aux_loss_coef, 0),

@@ -1,12 +1,12 @@
-"""Tiny members of the families beside the toy's on the real SGLang engine, in float32: it computes what transformers computes,
-follows every weight it is sent, and loads what is exported."""
+"""Tiny members of the families on the real SGLang engine, in float32: it computes what transformers computes, follows every weight
+it is sent, and loads what is exported. Figures go to docs/models.md (`figures`)."""
 
 import copy
 import json
 
-import figures
 import numpy as np
 import pytest
+from figures import keep
 from many_images import MOST, differences, ratio
 from sglang_toy import Toy, engine_of
 from tiny import tiny_model
@@ -77,13 +77,12 @@ def images_of(made):
     return range(4) if made.family.vision_tower else [0]
 
 
-def assert_computes(engine, made, model, requests, atol=TOLERANCE):
-    """The engine's logprobs of what it samples are those of transformers' model; the largest difference."""
+def furthest(engine, made, model, requests):
+    """The largest difference between the engine's logprobs of what it samples and those of transformers' model."""
     worst = 0.0
     for request, completion in zip(requests, engine.generate(requests), strict=True):
         for sample in completion.samples:
             expected = made.of_tokens(request, sample, request.sampling.temperature, model)
-            np.testing.assert_allclose(sample.logprobs, expected, atol=atol)
             worst = max(worst, float(np.abs(sample.logprobs - expected).max()))
     return worst
 
@@ -92,7 +91,7 @@ def test_logprobs_are_those_of_transformers(member):
     """0 to 3 images of different sizes, alone and as groups, all in one batch."""
     made, engine = member
     requests = [made.request(k, n, temperature=t) for k in images_of(made) for n, t in ((1, 1.0), (3, 0.7))]
-    figures.keep(made.family.model_type, "sglang", assert_computes(engine, made, made.model, requests), limit=TOLERANCE)
+    keep(made.family.model_type, "sglang", furthest(engine, made, made.model, requests), limit=TOLERANCE)
 
 
 def test_weights_of_each_part_are_followed(member):
@@ -104,11 +103,11 @@ def test_weights_of_each_part_are_followed(member):
         other, changed = made.perturbed(part)
         names = list(changed)
         engine.load_weights([{n: changed[n] for n in half} for half in (names[::2], names[1::2]) if half], version=1)
-        assert_computes(engine, made, other, requests)
+        assert furthest(engine, made, other, requests) <= TOLERANCE, part
         moved = made.logp(requests[-1], ids, model=other) - made.logp(requests[-1], ids)
         assert moved[:, ~made.banned].abs().max() > 20 * TOLERANCE, part
         engine.load_weights([made.weights()], version=0)
-    assert_computes(engine, made, made.model, requests)
+    assert furthest(engine, made, made.model, requests) <= TOLERANCE
 
 
 def test_every_weight_of_the_engine_is_written_by_a_sync(member):
@@ -140,7 +139,7 @@ def test_what_is_exported_loads_in_sglang(member, tmp_path):
     asked = UpdateWeightFromDiskReqInput(model_path=str(tmp_path), load_format="auto")
     assert engine.host.run(engine.host.manager.update_weights_from_disk, asked).result()[0]
     engine.towers += 1
-    assert_computes(engine, made, other, [made.request(k, 2) for k in images_of(made)])
+    assert furthest(engine, made, other, [made.request(k, 2) for k in images_of(made)]) <= TOLERANCE
     engine.load_weights([made.weights()], version=0)
 
 
@@ -161,7 +160,7 @@ def test_several_images_are_no_further_off_than_one(member):
         Collator(made.family, processor.image_token_id, processor.merge_size, made.pixels, processor.pad_id),
     )
     assert list(off) == list(range(1, 9)) and off[1].mean() < 2e-6
-    assert ratio(off) <= MOST
+    keep(made.family.model_type, "images sglang", ratio(off), limit=MOST)
 
 
 def test_names_and_layouts_of_transformers_own_are_refused(member):

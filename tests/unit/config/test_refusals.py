@@ -53,7 +53,7 @@ def files(tmp_path_factory) -> Path:
         "windowed/config.json": '{"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 8}}',
         "odd/config.json": '{"model_type": "qwen3_vl_moe", "vision_config": "none", "text_config": []}',
         "windows/config.json": '{"model_type": "qwen2_5_vl", "text_config": {"use_sliding_window": true}}',
-        "experts/config.json": '{"model_type": "qwen3_vl_moe", "text_config": {"num_experts": 4, "hidden_size": 32, '
+        "experts/config.json": '{"model_type": "qwen3_vl_moe", "text_config": {"num_local_experts": 4, "hidden_size": 32, '
         '"moe_intermediate_size": 12}}',
         "dense/config.json": '{"model_type": "qwen3_vl", "text_config": {"hidden_size": 32}}',
         "text/config.json": '{"model_type": "qwen3"}',
