@@ -348,7 +348,9 @@ def delta_step(
     window = torch.cat([tails, qkv.unsqueeze(1)], dim=1)
     tails.copy_(window[:, 1:])
     keys, heads = mixer.key_heads * mixer.key_dim, (mixer.key_heads, -1)
-    mixed = F.silu((window * mixer.weight.t()).sum(1)).to(qkv.dtype).float()  # rounded as in `delta_rule`
+    mixed = (
+        F.silu((window.float() * mixer.weight.float().t()).sum(1)).to(qkv.dtype).float()
+    )  # rounded as in `delta_rule`
     q, k, v = mixed.split([keys, keys, mixer.value_heads * mixer.value_dim], dim=1)
     repeat = mixer.value_heads // mixer.key_heads
     q, k = (_unit(x.unflatten(1, heads)).repeat_interleave(repeat, dim=1) for x in (q, k))

@@ -11,6 +11,8 @@ from rlinf_vl.config.schema import FsdpConfig
 from rlinf_vl.engines.torch.decode import DecodeCache
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import DecodeState, family_of
+from rlinf_vl.models.kernels.delta import Mixer, delta_rule, delta_step
+from rlinf_vl.models.kernels.delta_layout import DeltaLayout
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.policy import encode_images
 from rlinf_vl.packing.collator import Collator, Member
@@ -89,3 +91,16 @@ def test_a_decoding_step_does_not_round_its_scores():
     assert out.dtype == torch.bfloat16
     error = (out.float().transpose(1, 2) - exact).norm() / exact.norm()
     assert error < 4e-3, f"{error:.1e} of the output"
+
+
+def test_a_decoding_step_of_a_delta_net_rounds_what_the_packed_row_rounds():
+    """Products of its convolution in bfloat16 would move half of the outputs."""
+    torch.manual_seed(0)
+    mixer = Mixer(torch.randn(2 * 8 + 4 * 8, 4).bfloat16(), 1, 4, 8, 8)
+    qkv, g, beta = torch.randn(24, 48).bfloat16(), -torch.rand(24, 4), torch.rand(24, 4)
+    whole, tails, states = delta_rule(qkv, g, beta, mixer, DeltaLayout(np.array([0, 24])))
+    _, tail, state = delta_rule(qkv[:9], g[:9], beta[:9], mixer, DeltaLayout(np.array([0, 9])))
+    steps = [delta_step(qkv[t, None], g[t, None], beta[t, None], mixer, tail, state) for t in range(9, 24)]
+    assert (torch.cat(steps) == whole[9:]).float().mean() > 0.98
+    assert torch.equal(tail, tails)
+    torch.testing.assert_close(state, states, atol=1e-5, rtol=1e-5)
