@@ -15,9 +15,9 @@ from rlinf_vl.types import SamplingParams
 TURNS = (
     "{%- for m in messages -%}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor -%}<|im_start|>assistant\n"
+    "<|im_end|>\n{% endfor -%}{{ '<|im_start|>assistant\n' }}"
 )
-OPENS = TURNS + "<think>\n"
+OPENS = TURNS + "{{ '<think>\n' }}"
 
 
 class Asks:

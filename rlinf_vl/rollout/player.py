@@ -49,6 +49,8 @@ from rlinf_vl.types import (
 
 log = logging.getLogger(__name__)
 
+Answer = asyncio.Future[Completion]
+
 #: The environment that ends after one answer, and begins without waiting for anything.
 SINGLE = "single_turn"
 #: A group's first requests wait for members as long again as its first member took to start, and at least so many seconds.
@@ -249,13 +251,7 @@ class Player:
         played.status = "length"
 
     async def _draw(
-        self,
-        problem: Problem,
-        episode: Episode,
-        played: Played,
-        request: Request,
-        answer: "asyncio.Future[Completion]",
-        place: int,
+        self, problem: Problem, episode: Episode, played: Played, request: Request, answer: Answer, place: int
     ) -> str:
         """Add an answer, of which sample `place` is the first piece, or all; returns what it says behind its thoughts."""
         asked, budget, seed = request, self.thought_budget, request.seeds[place]
@@ -275,7 +271,7 @@ class Player:
             played.turns[-1] = replace(played.turns[-1], finish_reason="length")  # stopped where a thought began
         return thoughts.said
 
-    async def _answered(self, answer: "asyncio.Future[Completion]", request: Request, problem: Problem) -> Completion:
+    async def _answered(self, answer: Answer, request: Request, problem: Problem) -> Completion:
         """What the engine draws. An image that can't be decoded is the fault of the row, or of the environment that showed it.
 
         Raises:
@@ -332,9 +328,7 @@ class Player:
 
     def _ask(self, opening: Opening, episodes: Sequence[Episode]) -> None:
         """Add requests for the first answers of these episodes that have started."""
-        requests: list[
-            tuple[Observation, int, Observation]
-        ] = []  # what was said, its request's number, what that shows
+        requests: list[tuple[Observation, int, Observation]] = []  # what was said, its request, what that shows
         for episode in episodes:
             if episode.starting is None or episode.starting.cancelled() or episode.starting.exception():
                 continue
@@ -356,12 +350,12 @@ class Player:
             sessions = (*request.sessions, episode.session) if episode.session else ()
             opening.requests[number] = replace(request, seeds=(*request.seeds, episode.seed), sessions=sessions)
 
-    def _ask_all(self, requests: Sequence[Request]) -> list["asyncio.Future[Completion]"]:
+    def _ask_all(self, requests: Sequence[Request]) -> list[Answer]:
         """Submit these requests, or those of their answers' first pieces."""
         budget = self.thought_budget
         return self._submit([budget.first(request) for request in requests] if budget else requests)
 
-    def _submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Completion]"]:
+    def _submit(self, requests: Sequence[Request]) -> list[Answer]:
         """Raises EngineDied."""
         try:
             futures = self.engine.submit(requests)

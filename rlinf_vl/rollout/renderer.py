@@ -113,7 +113,11 @@ class Renderer:
             if not ended or new[:1] and new[0] in stop_ids:
                 following, grids = self._expand(new[1:] if ended and ids[-1] == new[0] else new, turns[-1][1].images)
                 earlier = [image for said in (start, *(said for _, said in turns[:-1])) for image in said.images]
-                return np.concatenate([ids, following]), np.concatenate([self._grids(earlier), grids])
+                thought = shown[-1][0] and not shown[-1][1] and self.thoughts(turns[-1][0]).open is not None
+                closing = (
+                    [self.closing] if thought and not ended else []
+                )  # the template was told where its thoughts end
+                return np.concatenate([ids, *closing, following]), np.concatenate([self._grids(earlier), grids])
         anew: list[int] = []
         for piece in re.split(f"([{''.join(marks)}])", rendered):
             anew += shown[marks.index(piece)][1] if piece in marks else self._encode(piece, mark)

@@ -15,6 +15,7 @@ from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import GroupSummary
 
 KNOWS = TURNS + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+KEEPS = OPENS.replace("{{ m.role }}\n", "{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{% endif %}")
 OPENS_IF_TOLD = TURNS + "<think>\n{% if enable_thinking is false %}\n</think>\n\n{% endif %}"
 
 
@@ -70,12 +71,14 @@ def test_a_template_that_does_not_know_is_not_told(toy, monkeypatch, template, m
         Renderer(toy.processor, mode)
 
 
-@pytest.mark.parametrize(("budget", "turns"), [(1, 1), (5, 1), (5, 3)])
-def test_a_thought_that_has_used_its_budget_is_closed_and_the_answer_goes_on(toy, monkeypatch, budget, turns):
-    monkeypatch.setattr(toy.processor.tokenizer, "chat_template", OPENS)
+@pytest.mark.parametrize(("template", "budget", "turns"), [(OPENS, 1, 1), (OPENS, 5, 1), (OPENS, 5, 3), (KEEPS, 5, 3)])
+def test_a_thought_that_has_used_its_budget_is_closed_and_the_answer_goes_on(toy, monkeypatch, template, budget, turns):
+    """Also where the template shows earlier thoughts as they stand, closed ones included: then the conversation is one sequence."""
+    monkeypatch.setattr(toy.processor.tokenizer, "chat_template", template)
     groups, asked, heard = thinking(toy, budget, turns, longest=40)
     assert_pieces(toy, groups, asked, budget, 40)
     trajectories = [t for group in groups for t in group.trajectories]
+    assert {len(t.sequences) for t in trajectories} == {turns if template == OPENS else 1}
     closed = [turn for t in trajectories for turn in t.turn_thoughts if turn[2]]
     assert len(closed) > 3 * turns and all(thought == budget for thought, _, _ in closed)
     assert any(behind > 5 for _, behind, _ in closed), "the answer goes on"
@@ -134,3 +137,16 @@ def test_an_open_thought_is_no_answer(toy, monkeypatch):
     assert set(heard) == {""}
     metrics = summarize_rollout([GroupSummary.of(g, 0) for g in groups], 1.0)
     assert metrics["rollout/unanswered"] == 1 and metrics["rollout/answer_length_mean"] == 0
+
+
+def test_a_thought_that_was_cut_is_closed_in_the_history(toy, monkeypatch):
+    monkeypatch.setattr(toy.processor.tokenizer, "chat_template", KEEPS)
+    groups, _, _ = thinking(toy, None, 2, longest=6)
+    closing, cut = Renderer(toy.processor).closing, 0
+    for t in (t for group in groups for t in group.trajectories):
+        (sequence,), (first, second) = t.sequences, t.turns
+        between = sequence.ids[first.end : second.start]
+        closed = between[: len(closing)].tolist() == closing.tolist()
+        assert closed == (first.finish_reason == "length") and not sequence.loss_mask[first.end : second.start].any()
+        cut += closed
+    assert cut
