@@ -104,6 +104,7 @@ class Mixtures:
     """Watches the routers of transformers' own model, and puts other experts in their place; one sequence at a time."""
 
     def __init__(self, model, top_k: int) -> None:
+        self.model = model
         self.routes: np.ndarray | None = None  # of the next sequence
         self.layers: list[list[tuple]] = []  # of each mixture, (logits, experts) of each forward
         self.seen = False
@@ -121,6 +122,13 @@ class Mixtures:
         if self.seen:
             self.layers[number].append((logits, taken))
         return logits, weights, taken
+
+    def chosen(self, forward) -> np.ndarray:
+        """[T, L·k], in the order of the router's probabilities, of one forward of one sequence."""
+        self.seen = True
+        forward()
+        self.seen = False
+        return torch.cat([layer.pop()[1] for layer in self.layers], dim=1).numpy()
 
     def balance_loss(self):
         """Equations 4 to 6 of Fedus et al. 2021, of all that was seen."""

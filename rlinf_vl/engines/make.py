@@ -65,6 +65,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
         tp_size=rollout.tensor_parallel_size,
         cpu_threads=config.cluster.cpu_threads or 1,
         deterministic=rollout.deterministic,
+        report_routes=config.actor.routing_replay != "off",
         trust_remote_code=trust,
         more=arguments | rollout.sglang.server_args,
     )

@@ -33,7 +33,11 @@ def _platform() -> type:
             return "torch_native"
 
         def init_backend(self) -> None:
+            from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
             torch.cuda.synchronize = lambda *args, **kwargs: None  # called when memory is released
+            # Its own pins memory by CUDA, also that of the table of routed experts.
+            ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, dtype, **_: torch.empty(shape, dtype=dtype)
 
     return CpuPlatform
 

@@ -88,6 +88,7 @@ class SglangEngine:
         self._control = threading.RLock()  # one of load_weights, pause, resume, release, restore at a time
         self._preparing = ThreadPoolExecutor(1, "sglang-pixels")
         config = self._checked_config(family)
+        self.mixture = family.mixture(config) if settings.report_routes else None
         self.shapes: dict[str, tuple[int, ...]] = {}  # of all weights, by the engine's names
         self.tower_weights: set[str] = set()
         shapes = weight_shapes(config, family, settings.trust_remote_code)
@@ -222,7 +223,8 @@ class SglangEngine:
         answers = await asyncio.gather(*(self._ask(request, images, sampling | ask) for ask in asks))
         outputs = [output for answer in answers for output in (answer if isinstance(answer, list) else [answer])]
         assert len(outputs) == len(request.seeds), (len(outputs), len(request.seeds))
-        return Completion(tuple(messages.as_sample(output, request.sampling.stop_ids) for output in outputs))
+        told = request.sampling.stop_ids, len(request.ids), self.mixture
+        return Completion(tuple(messages.as_sample(output, *told) for output in outputs))
 
     async def _ask(self, request: Request, images: list[messages.SentImage], sampling: dict[str, Any]) -> Any:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -236,6 +238,7 @@ class SglangEngine:
             return_logprob=True,
             logprob_start_len=-1,
             extra_key=f"weights {self.version}",
+            return_routed_experts=self.mixture is not None,
         )
         (answer,) = [part async for part in self.host.manager.generate_request(asked, None)]
         return answer

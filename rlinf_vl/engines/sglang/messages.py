@@ -3,6 +3,7 @@
 # SGLang has an environment of its own; types are checked in the other.
 # pyright: reportMissingImports=false
 
+import base64
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from rlinf_vl.engines.sglang.pixels import MappedPatches
+from rlinf_vl.models.families import Mixture
 from rlinf_vl.transport.buckets import Label
 from rlinf_vl.types import Request, Sample, SamplingParams
 
@@ -83,8 +85,8 @@ def sent_images(
     ]
 
 
-def as_sample(output: dict[str, Any], stop_ids: Sequence[int]) -> Sample:
-    """One of SGLang's outputs."""
+def as_sample(output: dict[str, Any], stop_ids: Sequence[int], prompt: int, mixture: Mixture | None) -> Sample:
+    """One of SGLang's outputs, for a prompt of so many tokens; with routes where there is a `mixture`."""
     meta = output["meta_info"]
     scored = meta.get("output_token_logprobs") or []
     ids = np.asarray(output["output_ids"], np.int32)
@@ -97,7 +99,17 @@ def as_sample(output: dict[str, Any], stop_ids: Sequence[int]) -> Sample:
     if reason == "length" and len(ids) and int(ids[-1]) in stop_ids:
         reason = "stop"
     logprobs = np.asarray([entry[0] for entry in scored], np.float32)
-    return Sample(ids, logprobs, versions, reason if reason in ("stop", "length") else "error")
+    routes = None if mixture is None else routes_of(meta.get("routed_experts"), prompt + len(ids), mixture)
+    return Sample(ids, logprobs, versions, reason if reason in ("stop", "length") else "error", routes=routes)
+
+
+def routes_of(told: str | None, tokens: int, mixture: Mixture) -> np.ndarray:
+    """`Sample.routes` of what SGLang tells: base64 of int32 [tokens - 1, layers of the model, k], for all tokens but the last."""
+    routes = np.zeros((tokens, len(mixture.layers) * mixture.top_k), mixture.dtype)
+    if told is not None:
+        known = np.frombuffer(base64.b64decode(told), np.int32).reshape(tokens - 1, -1, mixture.top_k)
+        routes[:-1] = known[:, list(mixture.layers)].reshape(tokens - 1, -1)
+    return routes
 
 
 def bucket_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, Any]:

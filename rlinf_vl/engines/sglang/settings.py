@@ -36,6 +36,7 @@ class Settings:
         cpu_threads: of each engine process, on the CPU.
         deterministic: SGLang's batch-invariant kernels: a sample depends on its request and its seed, not on what is decoded
             beside it. It costs throughput (about a third in SGLang's own account).
+        report_routes: samples have routes; for a model with mixtures of experts.
         more: server arguments that win over those chosen here.
     """
 
@@ -50,6 +51,7 @@ class Settings:
     cpu_threads: int = 1
     deterministic: bool = False
     trust_remote_code: bool = False
+    report_routes: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def server_arguments(self, kv_tokens: int, model_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -95,6 +97,8 @@ class Settings:
             if self.deterministic:
                 # Without rl_on_policy_target: with it SGLang gives image prompts plain positions instead of M-RoPE.
                 arguments["enable_deterministic_inference"] = True
+        if self.report_routes:
+            arguments["enable_return_routed_experts"] = True
         return arguments | dict(self.more)
 
     def environment(self) -> dict[str, str]:

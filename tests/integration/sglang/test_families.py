@@ -3,11 +3,13 @@ it is sent, and loads what is exported. Figures go to docs/models.md (`figures`)
 
 import copy
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 from figures import keep
 from many_images import MOST, differences, ratio
+from plain_step import Mixtures
 from sglang_toy import Toy, engine_of
 from tiny import tiny_model
 
@@ -68,7 +70,7 @@ def member(request, tmp_path_factory):
         return
     family = family_of(request.param)
     made = Toy(tmp_path_factory.mktemp(request.param), family, lambda path: write_member(request.param, path))
-    engine = engine_of(made, context_length=1024)
+    engine = engine_of(made, context_length=1024, report_routes=family.mixture(made.model.config) is not None)
     yield made, engine
     engine.close()
 
@@ -92,6 +94,22 @@ def test_logprobs_are_those_of_transformers(member):
     made, engine = member
     requests = [made.request(k, n, temperature=t) for k in images_of(made) for n, t in ((1, 1.0), (3, 0.7))]
     keep(made.family.model_type, "sglang", furthest(engine, made, made.model, requests), limit=TOLERANCE)
+
+
+def test_routes_are_those_of_transformers(member):
+    """Of prompts that were computed before as well, and in the order of the router's probabilities."""
+    made, engine = member
+    watched = Mixtures(copy.deepcopy(made.model), 3)
+    for _ in range(2):
+        requests = [made.request(k, n) for k in images_of(made) for n in (1, 3)]
+        for request, completion in zip(requests, engine.generate(requests), strict=True):
+            for sample in completion.samples:
+                if engine.mixture is None:
+                    assert sample.routes is None
+                    continue
+                expected = watched.chosen(partial(made.logp, request, sample.ids, model=watched.model))
+                assert sample.routes.dtype == np.uint8 and not sample.routes[-1].any()
+                np.testing.assert_array_equal(sample.routes[:-1], expected[:-1])
 
 
 def test_weights_of_each_part_are_followed(member):

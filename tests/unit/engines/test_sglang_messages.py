@@ -1,5 +1,6 @@
 """What passes between our types and SGLang's, as far as it needs no SGLang."""
 
+import base64
 import os
 import pickle
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from rlinf_vl.data.unusable import ImageError
 from rlinf_vl.engines.sglang import messages
 from rlinf_vl.engines.sglang.pixels import MappedPatches, PixelFiles
+from rlinf_vl.models.families import Mixture
 from rlinf_vl.types import ImageRef, Request, SamplingParams
 
 PAD = 9
@@ -125,3 +127,11 @@ def test_a_request_with_an_image_that_can_not_be_used_holds_nothing(files):
     with pytest.raises(ImageError, match="empty"):
         files.hold([image(60), ImageRef("broken", b"")])
     assert not any(file.holds for file in files._files)
+
+
+def test_routes_are_those_of_the_layers_that_have_a_mixture():
+    told = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)  # tokens but the last, layers, experts of a token
+    for experts, dtype in ((256, np.uint8), (300, np.int16)):
+        routes = messages.routes_of(base64.b64encode(told.tobytes()).decode(), 5, Mixture((0, 2), experts, 2))
+        assert routes.dtype == dtype and routes.tolist() == [[*told[t, 0], *told[t, 2]] for t in range(4)] + [[0] * 4]
+    assert not messages.routes_of(None, 5, Mixture((0, 2), 8, 2)).any()

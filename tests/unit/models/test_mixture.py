@@ -1,6 +1,7 @@
 """Mixtures of experts against a loop over tokens and experts, and routing replay from the torch engine to the trainer."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tiny import (
     pixels,
     tiny_config,
     tiny_model,
-    transformers_inputs,
+    transformers_logprobs,
 )
 from tiny import request as tiny_request
 
@@ -118,16 +119,6 @@ def generated(engine, asked):
         engine.close()
 
 
-def chosen_by_transformers(model, watched, sequence) -> np.ndarray:
-    """[T, L·k], in the order of the router's probabilities."""
-    ids, inputs = transformers_inputs(sequence)
-    watched.seen, model.model.rope_deltas = True, None
-    for layer in watched.layers:
-        layer.clear()
-    model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)
-    return torch.cat([layer[0][1] for layer in watched.layers], dim=1).numpy()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("family", MOE)
 def test_the_torch_engine_reports_where_transformers_sends_each_token(family):
@@ -142,7 +133,9 @@ def test_the_torch_engine_reports_where_transformers_sends_each_token(family):
                 sequences = answered(request, completion.samples).sequences
                 for i, (sample, s) in enumerate(zip(completion.samples, sequences, strict=True)):
                     assert s.routes.dtype == np.uint8 and not s.routes[-1].any()
-                    np.testing.assert_array_equal(s.routes[:-1], chosen_by_transformers(theirs, watched, s)[:-1])
+                    alone = answered(request, [sample])
+                    expected = watched.chosen(partial(transformers_logprobs, theirs, alone, 0))
+                    np.testing.assert_array_equal(s.routes[:-1], expected[:-1])
                     ids = np.concatenate([request.ids, sample.ids, [7, 8]]).astype(np.int32)
                     following.append(replace(request, ids=ids, seeds=(i,), sessions=request.sessions[i : i + 1]))
             computed, asked = engine.prefilled_tokens, following
