@@ -16,12 +16,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from rlinf_vl.config import Config
 from rlinf_vl.config.placement import placement_of
-from rlinf_vl.config.schema.limits import FAMILIES, TEXT_FAMILIES
+from rlinf_vl.config.schema.limits import FAMILIES, MIXTURE_FAMILIES, TEXT_FAMILIES
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.data.cache import cache_root
@@ -262,7 +263,7 @@ def _family(config: Config, of_checkpoint: str, shape: Mapping[str, Any] | None 
                 f"rollout.model.model_path: the config.json in {config.rollout.model.model_path} has layers that attend within a "
                 "sliding window, which is not supported; set use_sliding_window to false in it if the model was trained without"
             )
-        yield from _mixture(config, where, text, known=bool(shape))
+        yield from _mixture(config, where, of_checkpoint, text)
     if config.rollout.rollout_backend == "sglang":
         device = config.cluster.device
         no_gpu = device == "cpu" or (device == "auto" and _private(config) and gpu_memory() == ())
@@ -288,27 +289,25 @@ def _paths(config: Config) -> Iterator[str]:
             yield str(error)
 
 
-def _mixture(config: Config, where: str, text: Mapping[str, Any], known: bool) -> Iterator[str]:
+def _mixture(config: Config, where: str, of_checkpoint: str, text: Mapping[str, Any]) -> Iterator[str]:
     """Mixtures of experts: that there are any where a key is about them, and that rows of their products have whole 16 bytes."""
-    actor = config.actor
-    if known and not (text.get("num_experts") or text.get("num_local_experts")):  # transformers' name of it differs
-        for key, value, off in (
-            ("routing_replay", actor.routing_replay, "off"),
-            ("model.router_aux_loss_coef", actor.model.router_aux_loss_coef, 0),
-        ):
-            if value != off:
+    actor, precision = config.actor, config.actor.fsdp_config.mixed_precision
+    if of_checkpoint not in MIXTURE_FAMILIES:
+        asked = {"routing_replay": "off", "model.router_aux_loss_coef": 0}
+        for key, off in asked.items():
+            if (value := attrgetter(key)(actor)) != off:
                 yield f"actor.{key}: {value}, but {where}, without a mixture of experts; set it {off}"
         return
-    dtypes = {"actor.fsdp_config.mixed_precision.param_dtype": actor.fsdp_config.mixed_precision.param_dtype}
+    dtypes = {"actor.fsdp_config.mixed_precision.param_dtype": precision.param_dtype}
     if config.rollout.rollout_backend == "torch":
         dtypes["rollout.model.precision"] = config.rollout.model.precision
     for key, dtype in dtypes.items():
         whole = 4 if dtype == "fp32" else 8
         for name in ("hidden_size", "moe_intermediate_size"):
-            if known and text.get(name, 0) % whole:
+            if (size := text.get(name, 0)) % whole:
                 yield (
-                    f"{key}: {dtype}, but {where} with {name} {text[name]}: products of experts in {dtype} take multiples of {whole}"
-                    f"{'; set it fp32' if text[name] % 4 == 0 else ', in fp32 of 4; take another model'}"
+                    f"{key}: {dtype}, but {where} with {name} {size}: products of experts in {dtype} take multiples of {whole}"
+                    f"{'; set it fp32' if size % 4 == 0 else ', in fp32 of 4; take another model'}"
                 )
 
 

@@ -33,6 +33,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3")
 #: Those without a vision tower.
 TEXT_FAMILIES = ("qwen3",)
+#: Those with mixtures of experts.
+MIXTURE_FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")
 
 
 def key(default: T, allowed: Limit | tuple[str, ...]) -> T:

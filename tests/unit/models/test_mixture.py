@@ -21,15 +21,16 @@ from tiny import (
 )
 from tiny import request as tiny_request
 
+from rlinf_vl.config.schema.limits import MIXTURE_FAMILIES
 from rlinf_vl.engines.torch.engine import TorchEngine
-from rlinf_vl.models.families import family_of
+from rlinf_vl.models.families import FAMILIES, family_of
 from rlinf_vl.models.loading import freeze, load_model, mixtures, use_packed_attention
 from rlinf_vl.models.mixture import Routing
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.types import SamplingParams
 
-MOE = ("qwen3_vl_moe", "qwen3_5_moe")
+MOE = MIXTURE_FAMILIES
 SIZES = {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 
 
@@ -202,4 +203,4 @@ def test_routes_take_a_byte_up_to_256_experts_and_dense_layers_none():
     for experts, dtype in ((256, np.uint8), (257, np.int16)):
         found = family.mixture(tiny_config("qwen3_vl_moe", text=SIZES | {"num_experts": experts}))
         assert (found.dtype, found.layers, found.top_k) == (dtype, (1, 2), 3)
-    assert family_of("qwen3_vl").mixture(tiny_config("qwen3_vl")) is None
+    assert {name for name, f in FAMILIES.items() if f.mixture(tiny_config(name)) is not None} == set(MIXTURE_FAMILIES)
