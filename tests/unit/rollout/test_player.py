@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import GradingTimeout
+from rlinf_vl.rollout.episode import Played
 from rlinf_vl.rollout.player import Player
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.types import Completion, GroupSummary, Problem, Sample, SamplingParams
+from rlinf_vl.types import Completion, GroupSummary, Problem, Request, Sample, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
 
@@ -483,3 +485,17 @@ def test_what_the_engine_samples_in_two_turns_the_trainers_model_scores_alike(to
         logprobs, _ = policy(batch)
     assert batch.rollout_logprobs is not None and len(batch.targets) == sum(summary.response_tokens)
     torch.testing.assert_close(logprobs, torch.from_numpy(batch.rollout_logprobs), atol=2e-5, rtol=0)
+
+
+def test_a_later_answer_brings_the_routes_of_the_last_token_and_leaves_the_earlier_ones():
+    """Loss tokens keep those they were sampled with, also where an engine computed them again, under newer weights."""
+    played, nowhere = Played(), SimpleNamespace(image_token_id=99, merge_size=1)
+    for prompt, answer, first in (([5, 6, 7], [8, 9], 10), ([5, 6, 7, 8, 9, 3], [4, 1], 40)):
+        n = len(answer)
+        routes = np.arange(first, first + len(prompt) + n, dtype=np.uint8)[:, None].repeat(2, axis=1)
+        routes[-1] = 0
+        request = Request(np.array(prompt, np.int32), (), np.zeros((0, 3), np.int32), SamplingParams(), (0,))
+        drawn = np.array(answer, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32)
+        played.add(request, Sample(*drawn, "stop", routes=routes), nowhere)
+    (sequence,) = played.sequences
+    assert sequence.routes[:, 1].tolist() == [10, 11, 12, 13, 44, 45, 46, 0]
