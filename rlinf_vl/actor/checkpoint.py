@@ -18,8 +18,9 @@ def save(
 ) -> None:
     """Write the sharded state, and this rank's random states, under `folder`; OSError if some rank can't. Collective. The learning
     rate is not part of it: it follows from the config and the step. `trained_only`: without weights that are not trained."""
-    options = StateDictOptions(ignore_frozen_params=trained_only)
-    model_state, optimizer_state = get_state_dict(policy, optimizer, options=options)
+    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    if trained_only:
+        model_state = {name: model_state[name] for name, p in policy.named_parameters() if p.requires_grad}
     random = {"cpu": torch.get_rng_state()}  # torch's generators are the only ones that training may draw from
     if torch.cuda.is_available():
         random["cuda"] = torch.cuda.get_rng_state()

@@ -1,6 +1,6 @@
 """The ranks of the trainer: who trains on what, and over whom FSDP2 shards a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rlinf_vl.config.schema import FsdpConfig
 from rlinf_vl.models.families import submodules
 from rlinf_vl.models.loading import DTYPES
-from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.policy import PolicyModel, is_trained
 
 
 def join_ranks(device: str, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None) -> None:
@@ -91,7 +91,10 @@ class Mesh:
             "offload_policy": fsdp.CPUOffloadPolicy() if settings.cpu_offload else fsdp.OffloadPolicy(),
         }
         for unit in (module for path in policy.family.fsdp_units for module in submodules(policy.model, path)):
-            fsdp.fully_shard(unit, **options)
+            own = options
+            if not is_trained(unit):  # FSDP2 fails on gradients to reduce, in another dtype, of a unit that never ran
+                own = options | {"mp_policy": replace(options["mp_policy"], reduce_dtype=None)}
+            fsdp.fully_shard(unit, **own)
         options["reshard_after_forward"] = False  # backward starts with the root's weights
         fsdp.fully_shard(policy, **options)
         fsdp.register_fsdp_forward_method(policy, "encode")

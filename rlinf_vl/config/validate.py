@@ -264,10 +264,15 @@ def _lora(config: Config) -> Iterator[str]:
             "actor.fsdp_config.gradient_checkpointing_use_reentrant: true with actor.model.is_lora=true: the reentrant variant has "
             "no gradients behind embeddings that are not trained; set it false"
         )
+    if lora.quantization == "nf4":
+        why = "FSDP2 has not been tried with the packed weights of bitsandbytes, so that this is not available"
+        if config.cluster.device == "cpu":
+            why = "bitsandbytes needs a GPU, and cluster.device is cpu"
+        yield f"actor.model.lora.quantization: nf4: {why}; set none: what is not trained is stored in param_dtype"
     if lora.sync == "adapters" and config.rollout.rollout_backend == "sglang":
         yield (
-            "actor.model.lora.sync: adapters with rollout.rollout_backend=sglang is not available; set it to merged, or the backend "
-            "to torch"
+            "actor.model.lora.sync: adapters with rollout.rollout_backend=sglang: SGLang loads adapters by name, for its language "
+            "model only, and no weight sync reaches them; set it to merged, or the backend to torch"
         )
 
 

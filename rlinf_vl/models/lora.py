@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import PARTS, freeze, part_of
 
@@ -28,6 +29,10 @@ NAMED = {
     "projector": ("projector",),
 }
 ADAPTER = "default"  # peft's name of a model's only adapter
+
+
+class AdapterError(ConfigError):
+    """Adapters can't be put where the settings say."""
 
 
 class LoraSettings(Protocol):
@@ -55,7 +60,7 @@ def add_adapters(model: PreTrainedModel, family: Family, lora: LoraSettings) -> 
     """Wrap the targets in adapters that add nothing yet, and freeze everything else.
 
     Raises:
-        ValueError: the settings name nothing that is there, or experts get adapters with dropout.
+        AdapterError: the settings name nothing that is there, or experts get adapters with dropout.
     """
     from peft import LoraConfig, inject_adapter_in_model  # which takes seconds
 
@@ -63,7 +68,7 @@ def add_adapters(model: PreTrainedModel, family: Family, lora: LoraSettings) -> 
     modules = [name for name in names if isinstance(_get(model, name), nn.Module)]
     experts = [name for name in names if name not in modules]
     if experts and lora.dropout:
-        raise ValueError(
+        raise AdapterError(
             f"actor.model.lora.dropout: {lora.dropout:g}, but adapters of experts ({_pattern(experts[0])}) have none; set it to 0, "
             "or add experts to actor.model.lora.exclude_modules"
         )
@@ -87,13 +92,13 @@ def adapted_names(model: PreTrainedModel, family: Family, lora: LoraSettings) ->
     """Names of the modules, and of the stacked matrices of experts, that get adapters, in the model's order.
 
     Raises:
-        ValueError: an entry matches no linear module, or all that match are excluded.
+        AdapterError: an entry matches no linear module, or all that match are excluded.
     """
     linear = {name: part_of(f"{name}.", family) for name in linear_names(model)}
     chosen = _matching("target_modules", lora.target_modules, linear)
     chosen -= _matching("exclude_modules", lora.exclude_modules, linear)
     if not chosen:
-        raise ValueError(
+        raise AdapterError(
             f"actor.model.lora: target_modules={lora.target_modules} less exclude_modules={lora.exclude_modules} leave no module "
             "to adapt; exclude fewer"
         )
@@ -124,7 +129,7 @@ def _matching(key: str, entries: Sequence[str], linear: dict[str, str]) -> set[s
         }
         if not hits:
             there = ", ".join(sorted({_pattern(name) for name in linear}))
-            raise ValueError(
+            raise AdapterError(
                 f"actor.model.lora.{key}: {entry!r} matches no linear module; name one of {', '.join(NAMED)}, the end of a path or "
                 f"a regular expression for a whole one. There are: {there}"
             )

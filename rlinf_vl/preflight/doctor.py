@@ -219,6 +219,7 @@ def _on_gpus(machine: Machine, config: Config | None) -> bool:
 def _of_model(machine: Machine, config: Config) -> Iterator[Line]:
     """What depends on the model and on how many processes there are."""
     from rlinf_vl.models.loading import DTYPES
+    from rlinf_vl.models.lora import AdapterError
     from rlinf_vl.preflight.model import Model
 
     cuda = config.cluster.device == "cuda" or bool(machine.gpus)
@@ -237,15 +238,20 @@ def _of_model(machine: Machine, config: Config) -> Iterator[Line]:
     yield line("cores", said, threads > machine.cores and "actors take turns; take more cores or fewer slots", "warn")
     try:
         model = Model(config)
+    except AdapterError as error:
+        yield line("adapters", str(config.actor.model.lora.target_modules), error)
+        return
     except (ConfigError, ValueError) as error:
         yield line("model", config.rollout.model.model_path, error, "warn")
         return
     weights, at_once = model.weights, max(1, config.runner.keep_last) + 1  # a new one is whole before the oldest goes
-    loading = (ranks * 4 + engines * DTYPES[config.rollout.model.precision].itemsize) * weights.total
+    loading = (ranks * model.stored + engines * DTYPES[config.rollout.model.precision].itemsize) * weights.total
     said = f"{machine.total_memory / GIB:.1f} GiB; loading takes {loading / GIB:.1f} (actor ranks {ranks}, engines {engines})"
     too_much = loading > 0.7 * machine.total_memory
     yield line("memory", said, too_much and "take fewer slots a machine, or more memory", "warn")
-    size = 4 * weights.total + 8 * weights.trained
+    size = 12 * weights.trained
+    if not (config.actor.model.is_lora and config.actor.model.lora.save_lora_only):
+        size += model.stored * (weights.total - weights.trained)
     said = f"{_size(machine.run_disk)} free for runs, where {at_once} checkpoints of {_size(size)} lie at once"
     way_out = "make room, set runner.output_dir to a larger disk, or lower runner.keep_last"
     status = "fail" if machine.run_disk < size else "warn"

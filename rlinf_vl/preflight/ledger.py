@@ -147,13 +147,14 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     compute, reduce = (_bytes(d) for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype))
     on_device = 0 if fsdp.cpu_offload else 1
     keeps = not fsdp.reshard_after_forward or ranks == 1
-    frozen = weights.tower > 0 and not actor.model.trains_vision
-    reference = config.algorithm.kl_beta > 0
-    shards = {"parameters": 4 * weights.shard(shard) * on_device}
+    frozen = weights.tower > 0 and not weights.trains_vision
+    reference = config.algorithm.kl_beta > 0 and not actor.model.is_lora
+    trained = weights.shard(shard, trained=True)
+    shards = {"parameters": (model.stored * (weights.shard(shard) - trained) + 4 * trained) * on_device}
     if reference:
         shards["reference"] = compute * weights.shard(shard) * on_device
-    optimizer = {"optimizer": 8 * weights.shard(shard, trained=True) * on_device}
-    sharded_gradients = 4 * weights.shard(shard, trained=True) * on_device
+    optimizer = {"optimizer": 8 * trained * on_device}
+    sharded_gradients = 4 * trained * on_device
     # A gathered unit and the buffer that it came in, for the block in use and the one fetched ahead; the root stays whole.
     blocks = 4 * max(weights.block, 0 if frozen else weights.tower_unit)
     gathered = weights.total - frozen * weights.tower if keeps else weights.root + blocks
@@ -164,7 +165,7 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
         # Kept gathered, gradients add up whole, in the dtype they are reduced in, until the last micro-batch.
         "gradients": max(sharded_gradients, reduce * weights.trained) if keeps else sharded_gradients,
         # A unit's own, and the buffer of its reduction.
-        "gradients in flight": (compute + reduce) * max(weights.root, weights.block),
+        "gradients in flight": (compute + reduce) * weights.unit_trained,
         "activations": model.step(config.runner.max_tokens_per_mbs).peak,
     }
     images = {}
@@ -174,14 +175,14 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
         images["activations"] = model.images(config.runner.max_tokens_per_mbs).peak
     sent = _bytes(config.rollout.model.precision)
     # In shared memory, what was sent stays until engines have copied it. Otherwise: a bucket that is sent, and one made meanwhile.
-    flight = sent * weights.trained if strategy == "shared_memory" else 2 * BUCKET_BYTES
+    flight = sent * weights.sent if strategy == "shared_memory" else 2 * BUCKET_BYTES
     sync = {"gathered weights": (4 + sent) * weights.largest, "buckets in flight": flight}
     process = {"rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1), "allocator": RESIDUE_BYTES}
     cache = {"vision cache": int(actor.vision_cache_gb * GIB) if frozen else 0}
     training = process | shards | optimizer | cache
     resident = {} if actor.enable_offload else shards | optimizer
     return {
-        "load": process | {"parameters": max(shards["parameters"], 4 * weights.total * on_device)},
+        "load": process | {"parameters": max(shards["parameters"], model.stored * weights.total * on_device)},
         # An optimizer's state is made by a step, and then overwritten.
         "resume": process | shards | optimizer | {"gradients": sharded_gradients},
         "generate": process | resident | cache,

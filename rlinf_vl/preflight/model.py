@@ -16,7 +16,8 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import Family, family_at, family_of
-from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, freeze, use_packed_attention
+from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of, use_packed_attention
+from rlinf_vl.models.lora import LoraSettings, engine_weights, train_parts
 from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
 
 #: config.json of hub models that the examples name, as far as it decides on memory.
@@ -40,8 +41,11 @@ class Model:
             DTYPES[fsdp.mixed_precision.param_dtype],
             frozen=config.actor.model.frozen_parts,
             checkpointing=fsdp.gradient_checkpointing,
+            lora=config.actor.model.adapters,
         )
-        self.weights = Weights(self._made, self.family)
+        self.weights = Weights(self._made, self.family, merged=config.actor.model.lora.sync == "merged")
+        #: Bytes of each weight in a rank, but for adapters, which have 4.
+        self.stored = self._made.dtype.itemsize if config.actor.model.is_lora else 4
         self._config = config
 
     @cache  # noqa: B019  # a model or two in a process
@@ -87,14 +91,22 @@ def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[Pretrai
 
 
 def meta_model(
-    config: PretrainedConfig, family: Family, dtype: torch.dtype, *, frozen: Collection[str], checkpointing: bool
+    config: PretrainedConfig,
+    family: Family,
+    dtype: torch.dtype,
+    *,
+    frozen: Collection[str],
+    checkpointing: bool,
+    lora: LoraSettings | None = None,
 ) -> PreTrainedModel:
-    """The model as a rank trains it, on the meta device: shapes, and no memory."""
+    """The model as a rank computes it, on the meta device: shapes, and no memory."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = family.auto_model.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model = use_packed_attention(model, family).train()
-    freeze(model, family, frozen)
+    train_parts(model, family, frozen, lora)
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)  # adapters, as FSDP gathers them
     if checkpointing:
         checkpoint_blocks(model, use_reentrant=False)
     return model
@@ -105,20 +117,29 @@ class Weights:
 
     Attributes:
         total, trained, tower: of all, of those that are trained, of the vision tower (0 without one).
+        sent: of those that engines get. trains_vision: whether any part but the language model is trained.
         largest: of the largest parameter.
         root: of FSDP's root unit (embeddings, final norm, an untied head); `block`: of the largest text block;
-            `tower_unit`: of the largest unit of the tower.
+            `tower_unit`: of the largest unit of the tower; `unit_trained`: most that are trained in one unit.
     """
 
-    def __init__(self, model: nn.Module, family: Family) -> None:
+    def __init__(self, model: nn.Module, family: Family, merged: bool = True) -> None:
+        """`merged`: engines get what adapters change, not the adapters."""
         self.parameters = list(model.parameters())
-        text_blocks, vision_blocks = (
-            [_numel(block) for block in model.get_submodule(path).children()] if path else []
+        blocks = [
+            list(model.get_submodule(path).children()) if path else []
             for path in (family.text_blocks, family.vision_blocks)
-        )
+        ]
+        text_blocks, vision_blocks = ([_numel(block) for block in some] for some in blocks)
         self.total = _numel(model)
-        self.trained = sum(p.numel() for p in self.parameters if p.requires_grad)
+        self.trained = _trained(model)
         self.tower = _numel(model.get_submodule(family.vision_tower)) if family.vision_tower else 0
+        in_blocks = [_trained(block) for some in blocks for block in some]
+        self.unit_trained = max(*in_blocks, self.trained - sum(in_blocks))
+        weights = engine_weights(model, merged)
+        self.sent = sum(p.numel() for _, p, adapter in weights if p.requires_grad or adapter)
+        trained = (name for name, p in model.named_parameters() if p.requires_grad)
+        self.trains_vision = any(part_of(name, family) != "language_model" for name in trained)
         self.largest = max(p.numel() for p in self.parameters)
         self.root = self.total - self.tower - sum(text_blocks)
         self.block = max(text_blocks)
@@ -128,6 +149,10 @@ class Weights:
         """Elements that rank 0 of so many has: FSDP2 cuts dimension 0, the last rank's part may be short."""
         counted = [p.shape for p in self.parameters if p.requires_grad or not trained]
         return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in counted)
+
+
+def _trained(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def _numel(module: nn.Module) -> int:

@@ -45,6 +45,14 @@ def test_planner(tmp_path):
     assert figures["fill_10000"] > 0.9 and figures["imbalance_10000"] < 0.03
 
 
+def test_lora(tmp_path):
+    figures = figures_of(tmp_path, "lora.py", "--shape", "tiny", "--rank", "2")
+    for figure in ("trained", "weights_bytes", "optimizer_bytes", "checkpoint_bytes", "sync_bytes"):
+        assert figures[f"LoRA, language: {figure}"] < figures[f"full: {figure}"]
+    assert figures["LoRA, language: optimizer_bytes"] == 8 * figures["LoRA, language: trained"]
+    assert figures["LoRA, language, as adapters: sync_bytes"] == 4 * figures["LoRA, language: trained"]
+
+
 def test_exchange(tmp_path):
     figures = figures_of(tmp_path, "exchange.py", "--groups", "8", "--repeats", "1")
     assert 1 <= figures["object_store_over_unique"] < 1.1

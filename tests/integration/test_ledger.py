@@ -10,15 +10,15 @@ from rlinf_vl.config.load import parse_config
 FSDP = "actor.fsdp_config"
 
 
-def measure(reshard: bool) -> dict[str, int]:
+def measure(reshard: bool, lora: bool) -> dict[str, int]:
     """Bytes that a rank has after the backward of one optimizer step of the tiny model."""
     from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all
-    from rlinf_vl.config.schema import ActorConfig, FsdpConfig, MixedPrecisionConfig
+    from rlinf_vl.config.schema import ActorConfig, ActorModelConfig, FsdpConfig, MixedPrecisionConfig
     from rlinf_vl.preflight.trace import _features, _row
 
     mesh = Mesh.make("cpu")
-    fsdp = FsdpConfig(reshard_after_forward=reshard, mixed_precision=MixedPrecisionConfig("fp32"))
-    trainer = tiny_trainer(mesh, actor=ActorConfig(fsdp_config=fsdp))
+    fsdp = FsdpConfig(reshard_after_forward=reshard, mixed_precision=MixedPrecisionConfig("bf16" if lora else "fp32"))
+    trainer = tiny_trainer(mesh, actor=ActorConfig(model=ActorModelConfig(is_lora=lora), fsdp_config=fsdp))
     policy = trainer.policy
     row = _row(40, 20, torch.arange(1, 20).numpy())
     during = {}
@@ -64,18 +64,22 @@ def processes():
     processes.stop()
 
 
-@pytest.mark.parametrize(("ranks", "reshard"), [(1, True), (2, True), (2, False)])
-def test_a_ranks_bytes_are_the_ledgers(ranks, reshard, processes, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "reshard", "lora"),
+    [(1, True, False), (2, True, False), (2, False, False), (1, True, True), (2, True, True)],
+)
+def test_a_ranks_bytes_are_the_ledgers(ranks, reshard, lora, processes, tmp_path):
     from rlinf_vl.preflight.ledger import Hardware, ledger
     from rlinf_vl.preflight.model import Model
 
-    found, *_ = processes.run(ranks, measure, reshard)
+    found, *_ = processes.run(ranks, measure, reshard, lora)
     tiny_model().config.save_pretrained(tmp_path)
     config = parse_config(
         "qwen3-vl-2b-grpo-fsdp-geo3k",
         [
             f"{FSDP}.reshard_after_forward={reshard}",
-            f"{FSDP}.mixed_precision.param_dtype=fp32",
+            f"{FSDP}.mixed_precision.param_dtype={'bf16' if lora else 'fp32'}",
+            f"actor.model.is_lora={lora}",
             "runner.max_tokens_per_mbs=512",
             "runner.seq_length=512",
         ],

@@ -115,6 +115,13 @@ def test_layout_does_not_change_the_step(layout, run, references):
     assert_same(run(layout), references(layout))
 
 
+@pytest.mark.parametrize("lora", ["", "language"])
+def test_a_frozen_tower_that_never_runs_has_no_gradients_to_keep(lora, run):
+    """Of text alone: FSDP2 looks for gradients, to keep them in `reduce_dtype` until the last micro-batch."""
+    metrics, *_ = run(replace(BASE, dtype="bf16", train_tower=False, lora=lora, budget=80), "text")
+    assert metrics["actor/grad_norm"] > 0
+
+
 LORA = replace(BASE, lora="language", kl_beta=0.1)
 
 

@@ -29,6 +29,8 @@ class LoraConfig:
     """Which of those have none; written alike."""
     sync: str = key("merged", ("merged", "adapters"))
     """What engines get: merged (weights with the adapters added) or adapters (which the torch engine applies itself)."""
+    quantization: str = key("none", ("none", "nf4"))
+    """Weights below the adapters: none, or nf4 (QLoRA), which is refused with the reason until it has been tried on a GPU."""
     save_lora_only: bool = True
     """Checkpoints have the adapters only; the model below them is read from rollout.model.model_path."""
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForImageTextToText
 
 from rlinf_vl.actor.trainer import load_trainer, parts_table
@@ -108,6 +109,10 @@ def test_a_checkpoint_has_the_adapters_and_a_rank_goes_on_as_if_it_had_never_sto
     folder, trainer, targets = trained
     actor = folder / "checkpoints/global_step_3" / ACTOR_FOLDER
     size = sum(path.stat().st_size for path in actor.glob("*.distcp"))
+    saved = FileSystemReader(actor).read_metadata().state_dict_metadata
+    assert {name for name in saved if name.startswith("model.")} == {
+        f"model.{name}" for name, _ in trainer.policy.named_parameters() if is_adapter(name)
+    }
     adapters = sum(p.numel() for n, p in trainer.policy.named_parameters() if is_adapter(n))
     assert 12 * adapters < size < 1.3 * 12 * adapters + 200_000, "float32 adapters with two moments, and nothing else"
     at_save = weights(trainer)

@@ -27,10 +27,11 @@ KNOWN = {
     "cluster": "num_nodes component_placement",
 }
 
-#: Keys that loading alone decides: one value is allowed, or (seq_length) it bounds the prompt, the response and the budget.
+#: Keys that loading alone decides: one value is taken, or (seq_length) it bounds the prompt, the response and the budget.
 DECIDED_BY_VALIDATION = {
     name for name, key in config_keys().items() if isinstance(key.allowed, tuple) and len(key.allowed) == 1
 } | {
+    "actor.model.lora.quantization",
     "runner.seq_length",
 }
 

@@ -94,6 +94,15 @@ RULES = [
         [LORA, "actor.model.lora.target_modules=['*_proj']"],
         ["target_modules: '*_proj' is no regular expression", ".*q"],
     ),
+    ([LORA, "actor.model.lora.quantization=nf4"], ["lora.quantization: nf4", "bitsandbytes needs a GPU", "set none"]),
+    (
+        [LORA, "actor.model.lora.quantization=nf4", "cluster.device=cuda"],
+        ["lora.quantization: nf4", "FSDP2 has not been tried", "set none"],
+    ),
+    (
+        [LORA, "actor.model.lora.sync=adapters", "rollout.rollout_backend=sglang"],
+        ["actor.model.lora.sync: adapters", "no weight sync reaches them", "merged"],
+    ),
     ([LORA, REENTRANT], ["gradient_checkpointing_use_reentrant: true", "embeddings", "set it false"]),
     ([LORA, "actor.model.lora.rank=0"], ["actor.model.lora.rank: 0 must be at least 1"]),
     (

@@ -10,6 +10,7 @@ from adapters import adapted, both_logprobs, peft_model, row_of, with_values
 from tiny import MEMBERS, group, tiny_collator, tiny_model, tiny_policy, transformers_logprobs
 
 from rlinf_vl.config.schema import LoraConfig
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.models import lora
 from rlinf_vl.models.families import FAMILIES, family_of
 from rlinf_vl.packing.collator import Member
@@ -104,7 +105,7 @@ def test_names_and_patterns_say_where_adapters_go():
     ],
 )
 def test_a_target_that_is_not_there_is_refused(targets, excluded, expected):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ConfigError) as refused:
         names("qwen3_vl", targets, excluded)
     assert all(text in str(refused.value) for text in expected), refused.value
 
@@ -112,7 +113,7 @@ def test_a_target_that_is_not_there_is_refused(targets, excluded, expected):
 def test_experts_have_no_dropout():
     settings = LoraConfig(dropout=0.1, target_modules=["language"])
     policy = tiny_policy(model_type="qwen3_vl_moe")
-    with pytest.raises(ValueError, match=r"dropout: 0.1, but adapters of experts .*exclude_modules"):
+    with pytest.raises(ConfigError, match=r"dropout: 0.1, but adapters of experts .*exclude_modules"):
         lora.add_adapters(policy.model, policy.family, settings)
     settings.exclude_modules = [r".*\.experts\..*"]
     lora.add_adapters(policy.model, policy.family, settings)
