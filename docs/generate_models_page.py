@@ -1,7 +1,7 @@
 """Writes docs/models.md: `python docs/generate_models_page.py`. A test compares the page with docs/models.json.
 
-The figures are those of tests: `RLINF_VL_FIGURES=docs/models.json` in the environment of tests/integration/test_models.py and of
-tests/integration/sglang/test_families.py measures them anew.
+The figures are those of tests: `RLINF_VL_FIGURES=docs/models.json` in the environment of tests/integration/test_models.py,
+tests/unit/models/test_many_images.py and tests/integration/sglang/test_families.py measures them anew.
 """
 
 import json
@@ -23,7 +23,8 @@ HEAD = """\
 Does a family compute what transformers computes? Each cell is a figure that a test measures and holds to its limit, with tiny
 random members of sizes unlike any real model's, in float32 on a CPU. The reference is transformers' own code, one sequence at a
 time. Two figures are the largest difference of a logprob, in nats, and of an entry of a gradient, relative to its tensor's
-largest where that is above 1; one is of logprobs, or for whole steps of loss, gradient norm and weights.
+largest where that is above 1; one is of logprobs, or for whole steps of loss, gradient norm and weights. How prompts of several
+images fare, of different sizes, is a ratio: how much further off they are than prompts of one, at most 1.20.
 """
 
 #: Column → (its title, what is measured).
@@ -40,6 +41,11 @@ COLUMNS = {
     "lora": ("LoRA", "Packed rows with adapters on every linear module and on experts, against peft's forward."),
     "torch": ("torch engine", "Logprobs of what the embedded engine samples."),
     "sglang": ("SGLang", "Logprobs of what SGLang's CPU build samples."),
+    "images": (
+        "2–8 images : 1",
+        "Mean |rollout − train logprob| of the torch engine, prompts of several images by those of one.",
+    ),
+    "images sglang": ("SGLang, 2–8 images : 1", "The same of SGLang."),
     "export": ("export loads", "Logprobs of what transformers loads from an export, against the model before."),
 }
 
@@ -48,8 +54,12 @@ TRITON = "needs a GPU: Triton"
 #: Why a cell has no figure.
 REASONS = {
     ("qwen3", "frozen"): NO_TOWER,
+    ("qwen3", "images"): NO_TOWER,
+    ("qwen3", "images sglang"): NO_TOWER,
     ("qwen3_5", "sglang"): TRITON,
     ("qwen3_5_moe", "sglang"): TRITON,
+    ("qwen3_5", "images sglang"): TRITON,
+    ("qwen3_5_moe", "images sglang"): TRITON,
 }
 
 FOOT = """\
@@ -60,7 +70,7 @@ is as far from a float64 run as ours. On SGLang they need a GPU: it computes the
 Measure again, SGLang's column in its own environment, and write this page:
 
 ```bash
-RLINF_VL_FIGURES=docs/models.json .venv/bin/python -m pytest tests/integration/test_models.py
+RLINF_VL_FIGURES=docs/models.json .venv/bin/python -m pytest tests/integration/test_models.py tests/unit/models/test_many_images.py
 RLINF_VL_FIGURES=docs/models.json .venv-sglang/bin/python -m pytest tests/integration/sglang/test_families.py
 .venv/bin/python docs/generate_models_page.py
 ```
@@ -70,7 +80,8 @@ RLINF_VL_FIGURES=docs/models.json .venv-sglang/bin/python -m pytest tests/integr
 def cell(family: str, column: str, figures: Mapping[str, Sequence[float]]) -> str:
     """KeyError: the cell has neither a figure nor a reason."""
     if column in figures:
-        return " / ".join(f"{figure:.1e}" if figure else "0" for figure in figures[column])
+        form = ".2f" if column.startswith("images") else ".1e"
+        return " / ".join(f"{figure:{form}}" if figure else "0" for figure in figures[column])
     return REASONS[family, column]
 
 
