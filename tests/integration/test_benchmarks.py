@@ -75,3 +75,9 @@ def test_environments(tmp_path):
     assert figures["episodes"] == 40 and figures["harmed"] == 0 and figures["ended_well"] == 34
     assert {figures[f"errors_{fault}"] for fault in ("crash", "hang", "picture")} == {2}
     assert 0 < figures["engine_busy"] <= 1 and figures["seconds"] < 60
+
+
+def test_delta_net(tmp_path):
+    """Outputs and gradients must be transformers', or the benchmark fails."""
+    figures = figures_of(tmp_path, "delta_net.py", "--layers", "toy", "--repeats", "1")
+    assert figures["ratio_batch_toy"] > 0

@@ -59,7 +59,7 @@ def delta_rule(
     edges = layout.edges(mixer.weight.shape[1])
     qk, v = _Convolution.apply(qkv, mixer.weight, tails, edges, 2 * mixer.key_heads * mixer.key_dim)
     qk, v = qk.view(len(qk), -1, mixer.key_dim), v.view(len(v), -1, mixer.value_dim)
-    if (rule := _rule_for(qkv.device.type)) is not None:
+    if (rule := _rule_for(qkv.device.type, qkv.dtype)) is not None:
         out, states = _by_level(rule, qk, v, g, beta, layout, states)
     else:
         out, states = _by_chunk(qk, v, g, beta, layout, states)
@@ -67,9 +67,9 @@ def delta_rule(
 
 
 @cache
-def _rule_for(device: str) -> Callable | None:
-    """flash-linear-attention's kernel on CUDA, where that is installed; None elsewhere."""
-    if device != "cuda":
+def _rule_for(device: str, dtype: torch.dtype) -> Callable | None:
+    """flash-linear-attention's kernel on CUDA, where that is installed; None elsewhere, and in float32, which it would round."""
+    if device != "cuda" or dtype == torch.float32:
         return None
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]

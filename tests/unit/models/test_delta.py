@@ -164,10 +164,10 @@ def flash_reference(
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.startswith("empty")])
 def test_a_kernel_without_shared_prompts_is_called_level_by_level(row, monkeypatch):
-    monkeypatch.setattr(delta, "_rule_for", lambda device: flash_reference)
+    monkeypatch.setattr(delta, "_rule_for", lambda *_: flash_reference)
     assert_alike(*ROWS[row], SIZES[1])
 
 
 def test_that_kernel_continues_what_was_kept(monkeypatch):
-    monkeypatch.setattr(delta, "_rule_for", lambda device: flash_reference)
+    monkeypatch.setattr(delta, "_rule_for", lambda *_: flash_reference)
     test_what_is_behind_a_segment_can_be_continued_later(2)
