@@ -252,6 +252,12 @@ def test_turns_are_credited_as_the_formulas_say(layout, run, references):
         pytest.param(replace(BASE, budget=400), id="one row"),
         pytest.param(replace(BASE, ranks=2, budget=150), id="trees split over 2 ranks"),
         pytest.param(replace(BY_TURN, ranks=2, budget=150, share=False), id="repeated prompts, credit by turn"),
+        pytest.param(replace(BASE, family="qwen3_5", budget=400), id="delta nets"),
+        pytest.param(replace(BASE, family="qwen3_5", ranks=2, budget=150), id="delta nets, split"),
+        pytest.param(
+            replace(BASE, family="qwen3_5", ranks=2, budget=150, checkpointing=True, reentrant=True),
+            id="delta nets, split, reentrant",
+        ),
     ],
 )
 def test_a_trajectory_of_several_sequences_is_trained_once(layout, run, references):

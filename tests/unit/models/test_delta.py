@@ -150,6 +150,7 @@ def flash_reference(
     assert cu_seqlens.dtype == torch.int64 and cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
     assert bool((cu_seqlens.diff() > 0).all()), "a sequence without tokens shifts the numbers of those behind it"
     assert initial_state is None or len(initial_state) == len(cu_seqlens) - 1
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     outs, states = [], []
     for i, (start, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
         out, state = modeling_qwen3_5.torch_recurrent_gated_delta_rule(
