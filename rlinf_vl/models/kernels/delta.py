@@ -249,7 +249,7 @@ class _Solve(torch.autograd.Function):
         return da.tril_(-1), dx, dy
 
 
-def inverse_of_unit_lower(a: torch.Tensor, base: int = 16) -> torch.Tensor:
+def inverse_of_unit_lower(a: torch.Tensor, base: int = 8) -> torch.Tensor:
     """(1 + tril(a, -1))⁻¹ for a [n, c, c], c = base · 2^m: rows of diagonal blocks by substitution, for all blocks at once, then
     pairs of blocks by products: the block below the diagonal is -T₂₂ A₂₁ T₁₁."""
     n, size = a.shape[:2]
