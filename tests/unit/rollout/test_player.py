@@ -499,3 +499,14 @@ def test_a_later_answer_brings_the_routes_of_the_last_token_and_leaves_the_earli
         played.add(request, Sample(*drawn, "stop", routes=routes), nowhere)
     (sequence,) = played.sequences
     assert sequence.routes[:, 1].tolist() == [10, 11, 12, 13, 44, 45, 46, 0]
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "video_url", "video_url": {"url": "a.mp4"}}, {"type": "video", "video": "a.mp4"}]
+)
+def test_a_video_of_an_environment_is_told(processor, env_class, part):
+    env_class.script = (StepResult([{"role": "user", "content": [part]}], 0.0, False),)
+    group, _ = play(player_of(processor, Scripted(processor), env_class))
+    (t,) = group.trajectories
+    assert t.error is not None and t.error.startswith("environment: 'scripted' answered what can't follow")
+    assert "videos are not supported; give frames as images" in t.error
