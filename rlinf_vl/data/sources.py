@@ -209,11 +209,16 @@ def first_rows(path: Path, columns: Sequence[str], n: int = 64) -> list[dict[str
         with pq.ParquetFile(path) as file:
             there = [name for name in columns if name in file.schema_arrow.names]
             return next((batch.to_pylist() for batch in file.iter_batches(n, columns=there)), [])
-    if path.suffix != ".jsonl":
+    if path.is_dir() or path.suffix == ".json" and path.stat().st_size > SCANNED:
         return []
-    with path.open("rb") as file:
-        lines = itertools.islice((line for line in file if line.strip()), n)
-        rows = [json.loads(line) for line in lines]
+    rows: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8-sig") as file, suppress(ValueError):  # one object over several lines
+        if file.read(64).lstrip().startswith("["):
+            file.seek(0)
+            rows = json.load(file)[:n]
+        else:
+            file.seek(0)
+            rows += (json.loads(line) for line in itertools.islice(filter(str.strip, file), n))
     return [{name: row[name] for name in columns if name in row} for row in rows]
 
 

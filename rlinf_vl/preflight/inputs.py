@@ -89,7 +89,9 @@ def _data(config: Config) -> Iterator[str]:
 def _videos(config: Config, key: str, path: str) -> Iterator[str]:
     """Videos among the first rows, if they are more than bad rows may be."""
     data = config.data
-    rows = first_rows(Path(path), (data.prompt_key, *VIDEO_COLUMNS))
+    rows = []
+    with suppress(Exception):  # a damaged file is told of when it is loaded
+        rows = first_rows(Path(path), (data.prompt_key, *VIDEO_COLUMNS))
     reasons = (video_in(row, data.prompt_key, data.image_keys) for row in rows)
     found = {number: reason for number, reason in enumerate(reasons) if reason}
     if len(found) > data.max_bad_rows * len(rows):

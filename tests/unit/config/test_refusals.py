@@ -39,6 +39,9 @@ def files(tmp_path_factory) -> Path:
     text = {
         "good.jsonl": "\n".join([json.dumps(row)] * 20),
         "videos.jsonl": "\n".join([json.dumps(row | {"problem": "What happens in <video>?"})] * 20),
+        "videos.json": json.dumps(
+            [{"messages": [{"role": "user", "content": [{"type": "video"}]}], "answer": "2"}] * 20
+        ),
         "few.jsonl": "\n".join([json.dumps(row)] * 5),
         "broken.jsonl": json.dumps(row) + '\n\n{"problem": "1 + 1?", "answ\n',
         "empty.jsonl": "",
@@ -95,6 +98,7 @@ def train_on(name: str) -> str:
 MISTAKES: list[tuple[list[str], list[str]]] = [
     # data
     ([train_on("videos.jsonl"), NO_IMAGES], ["data.train_data_paths: FILES/videos.jsonl: 20 of the first 20 rows have a video"]),
+    ([train_on("videos.json"), NO_IMAGES, "data.prompt_key=messages"], ["FILES/videos.json: 20 of", "content part {'type':"]),
     ([train_on("clips.parquet"), NO_IMAGES], ["FILES/clips.parquet: 20 of", "column 'videos' holds", "not supported"]),
     ([train_on("good.jsonl")], ["data.image_keys: column 'images' not in FILES/good.jsonl", "data.image_keys=[]"]),
     ([train_on("good.jsonl"), NO_IMAGES, "data.prompt_key=problm"], ["data.prompt_key: column 'problm'", "'problem'?"]),
