@@ -81,3 +81,16 @@ def test_delta_net(tmp_path):
     """Outputs and gradients must be transformers', or the benchmark fails."""
     figures = figures_of(tmp_path, "delta_net.py", "--layers", "toy", "--repeats", "1")
     assert figures["ratio_batch_toy"] > 0
+
+
+def test_routing_replay(tmp_path):
+    """In float32 both sides choose alike; in bfloat16 they do not, and replay brings their logprobs nearer."""
+    from rlinf_vl.toy.model import build_toy_checkpoint
+
+    build_toy_checkpoint(model := tmp_path / "model", progress=False, toy="toy-qwen3_vl_moe", steps=1)
+    asked = ["--model", str(model), "--seeds", "1", "--problems", "8", "--samples", "4"]
+    same = figures_of(tmp_path, "routing_replay.py", *asked, "--precision", "fp32")
+    assert same["off_1_disagreement"] == same["replay_1_disagreement"] == 0 and same["off_1_abs_diff_max"] < 1e-5
+    figures = figures_of(tmp_path, "routing_replay.py", *asked)
+    assert 0 < figures["off_1_disagreement"] < figures["off_1_disagreement_tokens"] < 0.5
+    assert figures["replay_1_k3"] < figures["off_1_k3"]
