@@ -115,13 +115,14 @@ def comparable(folder: Path) -> dict[int, dict]:
     }
 
 
-def played_run(folder: Path, toy: str, supervised: int, steps: int, *overrides: str) -> Path:
-    """The folder of a whole run of `toy`-cpu with so many steps, from a checkpoint with so many steps of its warm start. All
-    trajectories are recorded."""
+def played_run(folder: Path, toy: str, supervised: int, steps: int, *overrides: str, recipe: str = "") -> Path:
+    """The folder of a whole run of `recipe` (`toy`-cpu unless named) with so many steps, from a checkpoint of `toy` with so many
+    steps of its warm start. All trajectories are recorded."""
+    recipe = recipe or f"{toy}-cpu"
     from rlinf_vl.toy.model import build_toy_checkpoint
 
     build_toy_checkpoint(folder / "model", progress=False, toy=toy, steps=supervised)
-    command = [sys.executable, "-m", "rlinf_vl", "train", f"{toy}-cpu", f"runner.output_dir={folder}"]
+    command = [sys.executable, "-m", "rlinf_vl", "train", recipe, f"runner.output_dir={folder}"]
     command += [
         f"rollout.model.model_path={folder / 'model'}",
         f"runner.max_steps={steps}",
@@ -133,7 +134,7 @@ def played_run(folder: Path, toy: str, supervised: int, steps: int, *overrides: 
     ]
     done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / f"{toy}-cpu"
+    return folder / recipe
 
 
 def metrics_of(run: Path) -> list[dict]:
