@@ -27,7 +27,8 @@ from rlinf_vl.config.validate import validate_config
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.engines.sglang.machine import cuda_environment, missing_tools
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.inputs import RULES, gpu_memory, packages_missing
+from rlinf_vl.preflight.gpus import gpu_memory
+from rlinf_vl.preflight.inputs import RULES, packages_missing
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
 
 GIB = 2**30

@@ -23,7 +23,7 @@ from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.sources import peek
 from rlinf_vl.engines.sglang import machine as sglang_machine
 from rlinf_vl.models.families import FAMILIES
-from rlinf_vl.preflight import inputs
+from rlinf_vl.preflight import gpus, inputs
 from rlinf_vl.runtime.run_folder import STATE_FILE
 from rlinf_vl.toy.task import toy_dataset_path, toy_of
 
@@ -250,7 +250,7 @@ def main(monkeypatch, tmp_path) -> Callable[[list[str]], int]:
 
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(command_line, "_prepare_toys", goes_on)
-    monkeypatch.setattr(inputs, "gpu_memory", lambda: ())
+    monkeypatch.setattr(gpus, "gpu_memory", lambda: ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     monkeypatch.setattr(sglang_machine, "version", not_installed)
     monkeypatch.chdir(tmp_path)
@@ -343,7 +343,7 @@ def test_a_check_does_not_ask_for_the_engine(main):
 
 
 def test_engines_that_could_not_be_placed(main, capsys, monkeypatch):
-    monkeypatch.setattr(inputs, "gpu_memory", lambda: (80,) * 8)
+    monkeypatch.setattr(gpus, "gpu_memory", lambda: (80,) * 8)
     asked = ["train", "--check", "toy-grpo-cpu", "rollout.rollout_backend=sglang", "cluster.device=cuda"]
     asked += ["rollout.tensor_parallel_size=2"]
     assert main([*asked, "cluster.component_placement={actor: 0-3, rollout: 4-7}"]) == 0
@@ -368,7 +368,7 @@ def test_a_name_that_sglang_does_not_have(main, capsys, monkeypatch, tmp_path):
 def test_sglang_of_another_version_and_without_its_tools(files, main, capsys, monkeypatch, tmp_path):
     overrides = [f"data.train_data_paths=[{files}/good.jsonl]", "data.val_data_paths=[]", NO_IMAGES]
     overrides += ["rollout.rollout_backend=sglang", "cluster.device=cuda"]
-    monkeypatch.setattr(inputs, "gpu_memory", lambda: (80,))
+    monkeypatch.setattr(gpus, "gpu_memory", lambda: (80,))
     monkeypatch.setattr(sglang_machine, "version", lambda name: "0.5.22")
     text = refused(capsys, files, main, *overrides)
     assert (
@@ -382,7 +382,7 @@ def test_sglang_of_another_version_and_without_its_tools(files, main, capsys, mo
 
 
 def test_placement_beyond_the_gpus_there_are(files, main, capsys, monkeypatch):
-    monkeypatch.setattr(inputs, "gpu_memory", lambda: (80,) * 2)
+    monkeypatch.setattr(gpus, "gpu_memory", lambda: (80,) * 2)
     text = refused(capsys, files, main, "cluster.device=cuda", "cluster.component_placement={actor: 0-3, rollout: all}")
     assert "'actor' wants slot 3, but the cluster has 2, numbered 0 to 1" in text
 
@@ -412,11 +412,11 @@ def test_gpus_are_counted_as_ray_does(monkeypatch, visible, count):
         def nvmlDeviceGetMemoryInfo(handle, memory):
             memory._obj[0] = handle.value * 2**30
 
-    monkeypatch.setattr(inputs.ctypes, "CDLL", lambda name: {"libnvidia-ml.so.1": Nvml}[name])
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: {"libnvidia-ml.so.1": Nvml}[name])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert inputs.gpu_memory() == tuple(i * 2**30 for i in range(1, count + 1))
+    assert gpus.gpu_memory() == tuple(i * 2**30 for i in range(1, count + 1))
 
 
 @pytest.mark.parametrize("dashed", ["--runner.seed=3", "-x"])

@@ -146,7 +146,7 @@ def test_gpus_are_asked_of_the_driver_and_torch_is_left_alone(tmp_path):
         pytest.skip("no C compiler")
     (tmp_path / "nvml.c").write_text(NVML)
     assert os.system(f"cd {tmp_path} && cc -shared -fPIC -o libnvidia-ml.so.1 nvml.c") == 0
-    code = "from rlinf_vl.preflight.inputs import gpu_memory; import sys; print(gpu_memory(), 'torch' in sys.modules)"
+    code = "from rlinf_vl.preflight.gpus import gpu_memory; import sys; print(gpu_memory(), 'torch' in sys.modules)"
     for visible, said in ((None, f"({GIB}, {2 * GIB}) False"), ("0", f"({GIB},) False")):
         environment = (
             os.environ | {"LD_LIBRARY_PATH": str(tmp_path)} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
