@@ -27,6 +27,7 @@ from rlinf_vl.envs import EnvMaker, StepResult
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import span
 from rlinf_vl.rewards import GradingError
+from rlinf_vl.rollout.answers import Answers, RolloutFault
 from rlinf_vl.rollout.busy import BusyTime
 from rlinf_vl.rollout.calls import Calls, CallTimeout, Places, Stage, described, done
 from rlinf_vl.rollout.episode import Episode, Opening, Played
@@ -35,10 +36,8 @@ from rlinf_vl.rollout.prompts import Prompts, TooLong
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.types import (
-    ENGINE_FAULT,
     ENVIRONMENT_FAULT,
     UNGRADABLE,
-    Completion,
     Group,
     Message,
     Problem,
@@ -49,18 +48,12 @@ from rlinf_vl.types import (
 
 log = logging.getLogger(__name__)
 
-Answer = asyncio.Future[Completion]
-
 #: The environment that ends after one answer, and begins without waiting for anything.
 SINGLE = "single_turn"
 #: A group's first requests wait for members as long again as its first member took to start, and at least so many seconds.
 PATIENCE_S = 0.2
 #: Seconds that a trajectory waits for its environment to be closed, which then goes on without it.
 CLOSE_S = 1.0
-
-
-class RolloutFault(RuntimeError):
-    """What failed is not the row: "kind: reason", with `ENGINE_FAULT` or `ENVIRONMENT_FAULT` for the kind."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +64,10 @@ class Player:
         seq_length: most tokens of an episode; `max_prompt_length`: most tokens that it may begin with.
         reward_min: reward of a response that can't be graded.
         return_logprobs: whether trajectories have the engine's logprobs.
-        alive_timeout_s: an engine that does not say that it lives within so many seconds is dead.
         max_turns: most answers of an episode.
         max_concurrent: most episodes under way; a group that starts takes places for all its members at once.
         turn_timeout_s, episode_timeout_s: for a call of an environment, and for an episode from its start to its end.
-        thought_budget: most tokens of a thought.
+        alive_timeout_s, thought_budget: of `Answers`.
         overlong: what becomes of a prompt beyond `max_prompt_length`, and of an observation that leaves no room: `data.overlong`.
     """
 
@@ -100,8 +92,12 @@ class Player:
         return Calls(min(self.turn_timeout_s, self.episode_timeout_s or self.turn_timeout_s))
 
     @cached_property
+    def _answers(self) -> Answers:
+        return Answers(self.engine, self.renderer, self.processor, self.alive_timeout_s, self.thought_budget)
+
+    @property
     def busy(self) -> BusyTime:
-        return BusyTime()
+        return self._answers.busy
 
     @cached_property
     def _prompts(self) -> Prompts:
@@ -169,7 +165,7 @@ class Player:
 
     def submit(self, openings: Sequence[Opening]) -> None:
         """Send the first requests of these groups to the engine, at once and in order. Raises EngineDied."""
-        answers = iter(self._ask_all([request for opening in openings for request in opening.requests]))
+        answers = iter(self._answers.ask([request for opening in openings for request in opening.requests]))
         for opening in openings:
             opening.answers += [next(answers) for _ in opening.requests]
 
@@ -228,14 +224,19 @@ class Player:
             start = episode.starting.result()
             request, episode.opened = await asyncio.to_thread(self._request, problem, start, opening.sampling)
             request = replace(request, seeds=(episode.seed,), sessions=(episode.session,) if episode.session else ())
-            (answer,), place = self._ask_all([request]), 0
+            (answer,), place = self._answers.ask([request]), 0
         else:
             request, place = opening.requests[episode.request], episode.place
             answer = asyncio.shield(opening.answers[episode.request])  # others wait for it, too
         assert episode.opened is not None
         played.cuts = int(episode.opened.messages != episode.starting.result().messages)
         while True:
-            heard = await self._draw(problem, episode, played, request, answer, place)
+            try:
+                heard = await self._answers.draw(episode, played, request, answer, place)
+            except (RowError, ImageError) as error:
+                if {image.hash for image in request.images} <= {image.hash for image in problem.images}:
+                    raise
+                raise self._fault(problem, f"shows an image that can't be used: {error}") from error
             last = len(played.turns) == self.max_turns
             result, said = await self._step(episode.stage, heard, problem, last)
             played.pay(result)
@@ -247,46 +248,8 @@ class Player:
             request, place = await episode.stage.call(self._extend, opening.problem, episode, played, request, said), 0
             if request.sampling.max_new_tokens < 1:
                 break
-            (answer,) = self._ask_all([request])
+            (answer,) = self._answers.ask([request])
         played.status = "length"
-
-    async def _draw(
-        self, problem: Problem, episode: Episode, played: Played, request: Request, answer: Answer, place: int
-    ) -> str:
-        """Add an answer, of which sample `place` is the first piece, or all; returns what it says behind its thoughts."""
-        asked, budget, seed = request, self.thought_budget, request.seeds[place]
-        while asked is not None:
-            sample = (await self._answered(answer, asked, problem)).samples[place]
-            played.add(asked, sample, self.processor, piece=asked is not request)
-            if sample.finish_reason == "error":
-                raise RolloutFault(f"{ENGINE_FAULT}: it gave up on this sample")
-            asked = None
-            if budget and len(sample.ids):
-                asked = budget.rest(request, played.answer, seed, episode.session)
-            if asked is not None:
-                (answer,), place = self._submit([asked]), 0
-        thoughts = self.renderer.thoughts(played.answer)
-        played.turns[-1] = replace(played.turns[-1], thought=thoughts.tokens)
-        if budget and not set(played.answer[-1:].tolist()) & set(request.sampling.stop_ids):
-            played.turns[-1] = replace(played.turns[-1], finish_reason="length")  # stopped where a thought began
-        return thoughts.said
-
-    async def _answered(self, answer: Answer, request: Request, problem: Problem) -> Completion:
-        """What the engine draws. An image that can't be decoded is the fault of the row, or of the environment that showed it.
-
-        Raises:
-            EngineDied, RolloutFault, RowError, ImageError.
-        """
-        try:
-            return await answer
-        except Exception as error:
-            if not await asyncio.to_thread(self.engine.alive, self.alive_timeout_s):
-                raise EngineDied(f"the engine died: {error}") from error
-            if not isinstance(error, (RowError, ImageError)):
-                raise RolloutFault(f"{ENGINE_FAULT}: {described(error)}") from error
-            if not {image.hash for image in request.images} <= {image.hash for image in problem.images}:
-                raise self._fault(problem, f"shows an image that can't be used: {error}") from error
-            raise
 
     async def _start(self, episode: Episode, problem: Problem) -> Observation:
         """Make the environment and hear what it begins with; take a place for it first, unless it has one."""
@@ -349,23 +312,6 @@ class Player:
             episode.request, episode.place = number, len(request.seeds)
             sessions = (*request.sessions, episode.session) if episode.session else ()
             opening.requests[number] = replace(request, seeds=(*request.seeds, episode.seed), sessions=sessions)
-
-    def _ask_all(self, requests: Sequence[Request]) -> list[Answer]:
-        """Submit these requests, or those of their answers' first pieces."""
-        budget = self.thought_budget
-        return self._submit([budget.first(request) for request in requests] if budget else requests)
-
-    def _submit(self, requests: Sequence[Request]) -> list[Answer]:
-        """Raises EngineDied."""
-        try:
-            futures = self.engine.submit(requests)
-        except RuntimeError as error:
-            raise EngineDied(f"it takes no requests: {error}") from error
-        self.busy.watch(futures)
-        answers = [asyncio.wrap_future(future) for future in futures]
-        for answer in answers:  # perhaps nobody waits for it any more
-            answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
-        return answers
 
     async def _step(
         self, stage: Stage, answer: str, problem: Problem, last: bool

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.engines.torch.decode import DecodeCache
 from rlinf_vl.engines.torch.prefill import prefill
+from rlinf_vl.engines.torch.rows import Pending, Row
 from rlinf_vl.engines.torch.sampling import Sampler, uniforms
 from rlinf_vl.engines.torch.sessions import Kept, Sessions
 from rlinf_vl.models.families import Family
@@ -31,7 +31,7 @@ from rlinf_vl.observe.spans import span
 from rlinf_vl.transport import broadcast
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import Label, fingerprint
-from rlinf_vl.types import Completion, ImageRef, Request, Sample
+from rlinf_vl.types import Completion, ImageRef, Request
 
 log = logging.getLogger(__name__)
 
@@ -39,48 +39,6 @@ log = logging.getLogger(__name__)
 PREFILL_TOKENS = 8192
 #: Finished rows are dropped when they are this share of all (or when their room is wanted).
 DROP_SHARE = 0.2
-
-
-@dataclass
-class _Pending:
-    """A request that is not answered yet; `samples` are those finished, by number. It is prefilled behind what `kept` has;
-    `patches` are those of its other images."""
-
-    request: Request
-    future: Future[Completion] = field(default_factory=Future)
-    samples: dict[int, Sample] = field(default_factory=dict)
-    kept: Kept | None = None
-    patches: list[np.ndarray] = field(default_factory=list)
-    routes: np.ndarray | None = None  # [P, L·k], of the prompt
-    keeps: bool = True  # what was computed, in its sessions; not if the weights have changed since it was prefilled
-
-
-@dataclass
-class _Row:
-    """One sample being drawn: number `number` of its request, with its random numbers `u`."""
-
-    pending: _Pending
-    number: int
-    u: list[float]
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    routes: list[np.ndarray] = field(default_factory=list)  # [L·k] of each token but the last
-    done: bool = False
-
-    def all_routes(self, last: int) -> np.ndarray | None:
-        """Of the prompt and the sampled tokens, with `last` rows of zeros."""
-        prompt = self.pending.routes
-        if prompt is None:
-            return None
-        return np.concatenate(
-            [prompt, *(own[None] for own in self.routes), np.zeros((last, prompt.shape[1]), prompt.dtype)]
-        )
-
-    @property
-    def over(self) -> bool:
-        """Nothing more is drawn: it is finished, or nobody waits for its request."""
-        return self.done or self.pending.future.cancelled()
 
 
 class TorchEngine:
@@ -121,8 +79,8 @@ class TorchEngine:
         self.decode_state = family.decode_state(model.config)
         self.cache = DecodeCache(self.decode_state, model.dtype, self.device)
         self.sessions = Sessions()
-        self.waiting: deque[_Pending] = deque()
-        self.rows: list[_Row] = []
+        self.waiting: deque[Pending] = deque()
+        self.rows: list[Row] = []
         self.sampler: Sampler | None = None  # of these rows, as are their next positions and last ids, int64 [S]
         self.next_positions = torch.zeros(0, dtype=torch.int64, device=self.device)
         self.last_ids = torch.zeros(0, dtype=torch.int64, device=self.device)
@@ -138,7 +96,7 @@ class TorchEngine:
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         assert not self.asleep, f"asked to generate while its memory is released: {sorted(self.asleep)}"
-        pending = [_Pending(request) for request in requests]
+        pending = [Pending(request) for request in requests]
         self.sessions.begin(name for request in requests for name in request.sessions)
         with self._wake:
             if self._closed:
@@ -251,10 +209,10 @@ class TorchEngine:
             if not future.done():
                 future.set_exception(error)
 
-    def _next_requests(self) -> list[_Pending]:
+    def _next_requests(self) -> list[Pending]:
         """Take as many waiting requests as there is room for and as are prefilled at once; one at least if nothing runs."""
         busy, tokens = sum(not row.over for row in self.rows), 0
-        admitted: list[_Pending] = []
+        admitted: list[Pending] = []
         room = self._room() if self.waiting else 0
         while self.waiting:
             pending = self.waiting[0]
@@ -299,13 +257,13 @@ class TorchEngine:
             free = psutil.virtual_memory().available
         return int((free + self.sessions.bytes) * self.memory_share)
 
-    def _begin(self, admitted: list[_Pending]) -> None:
+    def _begin(self, admitted: list[Pending]) -> None:
         """Prefill these requests, and draw their first tokens."""
         self._drop_finished()
         first = len(self.rows)
         for pending in admitted:  # from here on a failure reaches their futures
             n = pending.request.sampling.max_new_tokens
-            self.rows += [_Row(pending, i, uniforms(seed, n).tolist()) for i, seed in enumerate(pending.request.seeds)]
+            self.rows += [Row(pending, i, uniforms(seed, n).tolist()) for i, seed in enumerate(pending.request.seeds)]
         requests, kept = [p.request for p in admitted], [p.kept for p in admitted]
         patches = [array for pending in admitted for array in pending.patches]
         routing = self._routing()
@@ -365,7 +323,7 @@ class TorchEngine:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return hidden.float() @ weight.float().t()
 
-    def _sampler_of(self, rows: Sequence[_Row]) -> Sampler:
+    def _sampler_of(self, rows: Sequence[Row]) -> Sampler:
         return Sampler([row.pending.request.sampling for row in rows], self.banned)
 
     def _draw(self, first: int, logits: torch.Tensor, sampler: Sampler) -> None:
@@ -387,7 +345,7 @@ class TorchEngine:
         if kept := [i for i in finished if self.rows[i].pending.keeps and self.rows[i].pending.request.sessions]:
             self._keep(kept)
         for i in finished:
-            _finish(self.rows[i])
+            self.rows[i].finish()
 
     def _keep(self, rows: Sequence[int]) -> None:
         """Keep all that was computed for these rows in their sessions."""
@@ -414,13 +372,3 @@ class TorchEngine:
             self.next_positions = self.next_positions[keep]
             self.last_ids = self.last_ids[keep]
             self.sampler = self._sampler_of(self.rows)
-
-
-def _finish(row: _Row) -> None:
-    row.done = True
-    reason = "stop" if row.ids[-1] in row.pending.request.sampling.stop_ids else "length"
-    pending, sampled = row.pending, (np.asarray(row.ids, np.int32), np.asarray(row.logprobs, np.float32))
-    versions = np.asarray(row.versions, np.int32)
-    pending.samples[row.number] = Sample(*sampled, versions, reason, routes=row.all_routes(1))
-    if len(pending.samples) == len(pending.request.seeds) and pending.future.set_running_or_notify_cancel():
-        pending.future.set_result(Completion(tuple(pending.samples[i] for i in range(len(pending.samples)))))

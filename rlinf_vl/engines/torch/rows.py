@@ -1,0 +1,61 @@
+"""What the torch engine is asked for, and the samples that it is drawing."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlinf_vl.engines.torch.sessions import Kept
+from rlinf_vl.types import Completion, Request, Sample
+
+
+@dataclass
+class Pending:
+    """A request that is not answered yet; `samples` are those finished, by number. It is prefilled behind what `kept` has;
+    `patches` are those of its other images."""
+
+    request: Request
+    future: Future[Completion] = field(default_factory=Future)
+    samples: dict[int, Sample] = field(default_factory=dict)
+    kept: Kept | None = None
+    patches: list[np.ndarray] = field(default_factory=list)
+    routes: np.ndarray | None = None  # [P, L·k], of the prompt
+    keeps: bool = True  # what was computed, in its sessions; not if the weights have changed since it was prefilled
+
+
+@dataclass
+class Row:
+    """One sample being drawn: number `number` of its request, with its random numbers `u`."""
+
+    pending: Pending
+    number: int
+    u: list[float]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)  # [L·k] of each token but the last
+    done: bool = False
+
+    def all_routes(self, last: int) -> np.ndarray | None:
+        """Of the prompt and the sampled tokens, with `last` rows of zeros."""
+        prompt = self.pending.routes
+        if prompt is None:
+            return None
+        return np.concatenate(
+            [prompt, *(own[None] for own in self.routes), np.zeros((last, prompt.shape[1]), prompt.dtype)]
+        )
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is drawn: it is finished, or nobody waits for its request."""
+        return self.done or self.pending.future.cancelled()
+
+    def finish(self) -> None:
+        """Give the sample to its request, and that its answer if it was the last one."""
+        self.done = True
+        reason = "stop" if self.ids[-1] in self.pending.request.sampling.stop_ids else "length"
+        pending, sampled = self.pending, (np.asarray(self.ids, np.int32), np.asarray(self.logprobs, np.float32))
+        versions = np.asarray(self.versions, np.int32)
+        pending.samples[self.number] = Sample(*sampled, versions, reason, routes=self.all_routes(1))
+        if len(pending.samples) == len(pending.request.seeds) and pending.future.set_running_or_notify_cancel():
+            pending.future.set_result(Completion(tuple(pending.samples[i] for i in range(len(pending.samples)))))
