@@ -7,16 +7,19 @@ checkpoint. Full training leaves the vision tower as it is, as it does unless to
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.tensor import DTensor
 from workload import SHAPES, write_model
 
 from rlinf_vl.actor.mesh import Mesh, join_ranks
@@ -29,6 +32,7 @@ WAYS = {
     "full, tower too": ("actor.model.freeze_vision_tower=false",),
     "LoRA, language": (ADAPTERS,),
     "LoRA, language, as adapters": (ADAPTERS, "actor.model.lora.sync=adapters"),
+    "LoRA, language, nf4": (ADAPTERS, "actor.model.lora.quantization=nf4"),
     "LoRA, all-linear": (ADAPTERS, "actor.model.lora.target_modules=[all-linear]"),
 }
 
@@ -49,11 +53,19 @@ def measure(model: Path, overrides: tuple[str, ...], rank: int, mesh: Mesh) -> d
         checkpoint = sum(path.stat().st_size for path in Path(folder).iterdir())
     return {
         "trained": sum(p.numel() for p in trained),
-        "weights_bytes": sum(p.to_local().nbytes for p in parameters),
+        "weights_bytes": sum(stored(p) for p in parameters),
         "optimizer_bytes": sum(v.to_local().nbytes for state in states for v in state.values() if v.ndim),
         "checkpoint_bytes": checkpoint,
         "sync_bytes": sum(value.nbytes for _, value in trainer.weights(torch.bfloat16)),
     }
+
+
+def stored(weight: torch.Tensor) -> int:
+    """Bytes of a parameter; of a quantized one, with its scales."""
+    if isinstance(weight, DTensor):
+        return weight.to_local().nbytes
+    state: Any = getattr(weight, "quant_state", None)
+    return weight.nbytes + (state.absmax.nbytes + state.state2.absmax.nbytes if state else 0)
 
 
 def main() -> None:
@@ -74,6 +86,8 @@ def main() -> None:
         else:
             write_model(model, arguments.shape)
         for way, overrides in WAYS.items():
+            if way.endswith("nf4") and importlib.util.find_spec("bitsandbytes") is None:
+                continue
             found = measure(model, overrides, arguments.rank, mesh)
             table.add_row(way, f"{found['trained']:,}", *(f"{n / 1e6:.2f}" for n in list(found.values())[1:]))
             figures |= {f"{way}: {name}": value for name, value in found.items()}

@@ -1,5 +1,6 @@
 """Tiny members with adapters, made by us and by peft alone; and how far their logprobs are apart."""
 
+import tempfile
 from collections.abc import Iterable
 
 import numpy as np
@@ -28,7 +29,31 @@ def peft_model(family: str, settings: LoraConfig, **sizes):
         target_modules=wanted,
         target_parameters=["gate_up_proj", "down_proj"] if "num_experts" in MEMBERS[family][0] else None,
     )
-    return inject_adapter_in_model(config, tiny_model(family=family, **sizes))
+    model = tiny_model(family=family, **sizes)
+    if settings.quantization == "nf4":
+        model = in_4_bits(model, ["lm_head", *["model.visual"] * (settings.target_modules == ["language"])])
+    return inject_adapter_in_model(config, model)
+
+
+def in_4_bits(model, skipped: list[str]):
+    """The model as transformers itself quantizes a checkpoint of it."""
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=skipped,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        kind = type(model)
+        quantized = kind.from_pretrained(folder, dtype=torch.float32, quantization_config=settings, device_map="cpu")
+    for module in quantized.modules():
+        if hasattr(module, "quant_state"):  # whose scales it otherwise rounds to bfloat16 when it first evaluates
+            module.support_avx512bf16_for_cpu = False
+    return quantized.eval()
 
 
 def adapter_values(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, torch.Tensor]:

@@ -43,6 +43,7 @@ class Layout:
     discount: float = 1.0
     state_weight: float = 0.0
     lora: str = ""  # what gets adapters, which alone are then trained
+    quantization: str = "none"  # of what has adapters
     replay: bool = False  # of random experts
     balance: float = 0.0  # weight of the load-balancing loss
 
@@ -195,7 +196,9 @@ def _observed(t, sampled):
 
 
 def adapters_of(layout: Layout) -> LoraConfig:
-    return LoraConfig(rank=4, alpha=6.0, target_modules=[layout.lora], sync="adapters")
+    return LoraConfig(
+        rank=4, alpha=6.0, target_modules=[layout.lora], sync="adapters", quantization=layout.quantization
+    )
 
 
 def half(model):
@@ -210,6 +213,8 @@ def plain_reference(layout: Layout, kind: str = "mixed"):
     model, reference = (tiny_model(seed, family=layout.family, **layout.sizes) for seed in (0, 0 if layout.lora else 9))
     if layout.lora:
         model = with_values(peft_model(layout.family, adapters_of(layout), **layout.sizes))
+        if layout.quantization != "none":
+            reference = peft_model(layout.family, adapters_of(layout), **layout.sizes)  # whose adapters add nothing
     elif not layout.train_tower and hasattr(model.model, "visual"):
         reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rlinf_vl.config.schema import FsdpConfig
 from rlinf_vl.models.families import submodules
 from rlinf_vl.models.loading import DTYPES
+from rlinf_vl.models.nf4 import is_quantized
 from rlinf_vl.models.policy import PolicyModel, is_trained
 
 
@@ -77,6 +78,7 @@ class Mesh:
         """Shard parameters in the FSDP units of the model's family, and one for the rest.
 
         Master weights stay in their dtype (float32); units compute in `param_dtype`; gradients are reduced in `reduce_dtype`.
+        Quantized weights stay whole.
         """
         options: dict[str, Any] = {
             "mesh": self.sharding,
@@ -88,6 +90,7 @@ class Mesh:
                 # as in the engine: the vision blocks' rotary tables.
                 cast_forward_inputs=False,
             ),
+            "ignored_params": {p for p in policy.parameters() if is_quantized(p)},
             "offload_policy": fsdp.CPUOffloadPolicy() if settings.cpu_offload else fsdp.OffloadPolicy(),
         }
         for unit in (module for path in policy.family.fsdp_units for module in submodules(policy.model, path)):

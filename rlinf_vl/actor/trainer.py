@@ -28,6 +28,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, PARTS, checkpoint_blocks, load_model, part_of, vocab_size
 from rlinf_vl.models.lora import adapters_off, engine_weights, is_adapter, train_parts, with_adapter
 from rlinf_vl.models.mixture import ExpertLoad
+from rlinf_vl.models.nf4 import dense, is_quantized, shape_of
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.vision_cache import VisionCache
@@ -244,11 +245,11 @@ class Trainer:
         for name, param, adapter in engine_weights(self.policy.model, merged):
             if not param.requires_grad and adapter is None and not self.frozen_differ:
                 continue
-            value, sent = param.detach(), torch.float32 if is_adapter(name) else dtype
+            sent = torch.float32 if is_adapter(name) else dtype
             if device == "meta":
-                value = torch.empty(param.shape, device="meta")
+                value = torch.empty(shape_of(param), device="meta")
             else:
-                value = value.to(self.mesh.device)  # from host memory, with `fsdp_config.cpu_offload`
+                value = dense(param).detach().to(self.mesh.device)  # from host memory, with `fsdp_config.cpu_offload`
                 value = (with_adapter(value, adapter) if adapter else value).to(sent)
                 value = value.full_tensor() if isinstance(value, DTensor) else value
             yield name, value.to(device, sent)
@@ -283,23 +284,28 @@ class Trainer:
 
 
 def parts_table(policy: PolicyModel, mesh: Mesh, actor: ActorConfig) -> str:
-    """What is trained, a line a part and one for its adapters: parameters, dtypes, over how many ranks they are sharded, learning
-    rate."""
+    """What is trained, a line a part, one for what is quantized in it and one for its adapters: parameters, dtypes, over how many
+    ranks they are sharded (1: each rank has all), learning rate."""
     rates = learning_rates(actor.optim)
     lines = [f"{'part':<23}{'parameters':>14}{'trained':>14}  weights, compute  ranks  learning rate"]
     for part in PARTS:
         named = [(n, p) for n, p in policy.model.named_parameters() if part_of(n, policy.family) == part]
-        for what in ("", " adapters"):
-            own = [p for name, p in named if is_adapter(name) == bool(what)]
+        for what in ("", " in nf4", " adapters"):
+            own = [p for name, p in named if _kind(name, p) == what]
             if not own:
                 continue
             trained = sum(p.numel() for p in own if p.requires_grad)
-            dtypes = f"{str(own[0].dtype).removeprefix('torch.')}, {actor.fsdp_config.mixed_precision.param_dtype}"
+            stored = "nf4" if what == " in nf4" else str(own[0].dtype).removeprefix("torch.")
+            dtypes = f"{stored}, {actor.fsdp_config.mixed_precision.param_dtype}"
             rate = f"{rates[part]:g}" if trained else "frozen"
-            total = sum(p.numel() for p in own)
-            shards = mesh.sharding.size()
+            total = sum(shape_of(p).numel() for p in own)
+            shards = 1 if stored == "nf4" else mesh.sharding.size()
             lines.append(f"{part + what:<23}{total:>14,}{trained:>14,}  {dtypes:<16}  {shards:>5}  {rate:>13}")
     return "\n".join(lines)
+
+
+def _kind(name: str, weight: torch.Tensor) -> str:
+    return " adapters" if is_adapter(name) else " in nf4" if is_quantized(weight) else ""
 
 
 def learning_rates(optim: OptimConfig) -> dict[str, float]:

@@ -265,10 +265,21 @@ def _lora(config: Config) -> Iterator[str]:
             "no gradients behind embeddings that are not trained; set it false"
         )
     if lora.quantization == "nf4":
-        why = "FSDP2 has not been tried with the packed weights of bitsandbytes, so that this is not available"
-        if config.cluster.device == "cpu":
-            why = "bitsandbytes needs a GPU, and cluster.device is cpu"
-        yield f"actor.model.lora.quantization: nf4: {why}; set none: what is not trained is stored in param_dtype"
+        for contradicts, key, why in (
+            (
+                lora.sync == "adapters",
+                "lora.sync=adapters",
+                "engines have no quantized model to apply them to; set merged",
+            ),
+            (not lora.save_lora_only, "lora.save_lora_only=false", "the packed weights are not saved; set it true"),
+        ):
+            if contradicts:
+                yield f"actor.model.lora.quantization: nf4 with actor.model.{key}: {why}, or quantization none"
+        if config.actor.fsdp_config.cpu_offload:
+            yield (
+                "actor.model.lora.quantization: nf4 with actor.fsdp_config.cpu_offload=true: FSDP2 does not move packed weights; "
+                "set cpu_offload=false, or quantization none"
+            )
     if lora.sync == "adapters" and config.rollout.rollout_backend == "sglang":
         yield (
             "actor.model.lora.sync: adapters with rollout.rollout_backend=sglang: SGLang loads adapters by name, for its language "

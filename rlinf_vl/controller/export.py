@@ -42,7 +42,9 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16", adapters:
     trust = model_config.trust_remote_code
     vlm = VlmConfig(**(OmegaConf.select(run_config, "actor.model.vlm") or {}))
     family = family_of(model_config.model_type, path, trust, vlm.paths)
-    model = load_model(path, family, DTYPES["fp32"], trust_remote_code=trust)
+    quantized = lora is not None and lora.quantization != "none"  # from what the trainer loaded
+    loaded = run_config.actor.fsdp_config.mixed_precision.param_dtype if quantized else "fp32"
+    model = load_model(path, family, DTYPES[loaded], trust_remote_code=trust)
     if lora:
         add_adapters(model, family, lora)
     load_weights_only(folder / ACTOR_FOLDER, model)

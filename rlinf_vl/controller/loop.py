@@ -88,7 +88,7 @@ def train(
     runner = config.runner
     total = data.total_steps
     sync = log.timed("sync")(sync)
-    state = resume(newest_checkpoint(run_dir, start), pool, learner, data, gpu, sync, log)
+    state = resume(config, newest_checkpoint(run_dir, start), pool, learner, data, gpu, sync, log)
     guard = MismatchGuard(config, learner, log)
     try:
         if state.step == 0 and runner.val_before_train:
@@ -144,6 +144,7 @@ def due(interval: int, step: int, total: int) -> bool:
 
 
 def resume(
+    config: Config,
     checkpoint: Path | None,
     pool: Pool,
     learner: Learner,
@@ -160,7 +161,9 @@ def resume(
     if checkpoint is not None:
         learner.load(str(checkpoint / ACTOR_FOLDER), state.step)
         log.event("resumed", f"resumed from {checkpoint}", logging.INFO)
-    stale = state.step > 0 or log.count("actors_restarted") > 0  # engines start with the weights of step 0
+    quantized = config.actor.model.is_lora and config.actor.model.lora.quantization != "none"
+    # Engines start with the weights of step 0, as the checkpoint has them.
+    stale = state.step > 0 or log.count("actors_restarted") > 0 or quantized
     gpu.to_engines(learner, partial(sync, state.step) if stale else None)
     return state
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import PARTS, freeze, part_of
+from rlinf_vl.models.nf4 import dense, is_quantized, quantize
 
 #: Names that stand for the linear modules of some `PARTS`.
 NAMED = {
@@ -29,6 +30,7 @@ NAMED = {
     "projector": ("projector",),
 }
 ADAPTER = "default"  # peft's name of a model's only adapter
+_IN_4_BITS = "is_loaded_in_4bit"  # by which peft knows that it must use its modules for quantized weights
 
 
 class AdapterError(ConfigError):
@@ -43,6 +45,7 @@ class LoraSettings(Protocol):
     dropout: float
     target_modules: list[str]
     exclude_modules: list[str]
+    quantization: str
 
 
 def train_parts(
@@ -57,10 +60,11 @@ def train_parts(
 
 
 def add_adapters(model: PreTrainedModel, family: Family, lora: LoraSettings) -> None:
-    """Wrap the targets in adapters that add nothing yet, and freeze everything else.
+    """Wrap the targets, quantized if the settings say so, in adapters that add nothing yet, and freeze everything else. On the
+    device `meta` nothing is quantized.
 
     Raises:
-        AdapterError: the settings name nothing that is there, or experts get adapters with dropout.
+        AdapterError: the settings name nothing that is there, or experts get adapters with dropout or quantization.
     """
     from peft import LoraConfig, inject_adapter_in_model  # which takes seconds
 
@@ -72,6 +76,14 @@ def add_adapters(model: PreTrainedModel, family: Family, lora: LoraSettings) -> 
             f"actor.model.lora.dropout: {lora.dropout:g}, but adapters of experts ({_pattern(experts[0])}) have none; set it to 0, "
             "or add experts to actor.model.lora.exclude_modules"
         )
+    if experts and lora.quantization != "none":
+        raise AdapterError(
+            f"actor.model.lora.quantization: {lora.quantization}, but bitsandbytes quantizes linear modules only, and experts "
+            f"({_pattern(experts[0])}) are stacked weights; set none, or add '.*experts.*' to actor.model.lora.exclude_modules"
+        )
+    quantized = lora.quantization != "none" and not next(model.parameters()).is_meta
+    if quantized:
+        quantize(model, modules)
     settings = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # of no use but as alpha / r
@@ -79,7 +91,9 @@ def add_adapters(model: PreTrainedModel, family: Family, lora: LoraSettings) -> 
         target_modules=modules,
         target_parameters=experts or None,
     )
+    setattr(model, _IN_4_BITS, quantized)
     inject_adapter_in_model(settings, model)
+    delattr(model, _IN_4_BITS)
     for name, weight in model.named_parameters():
         if is_adapter(name):
             weight.data = weight.data.float()
@@ -213,7 +227,7 @@ def with_adapter(weight: torch.Tensor, layer: Any) -> torch.Tensor:
     return out
 
 
-def _base(layer: Any) -> nn.Module:
+def _base(layer: Any) -> Any:
     return layer.get_base_layer()
 
 
@@ -224,11 +238,17 @@ def _whole(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def merge_adapters(model: PreTrainedModel) -> None:
-    """Add the adapters to the weights of a model on one device, and take the wrappers away."""
+    """Add the adapters to the weights of a model on one device, and take the wrappers away. Quantized weights become float32."""
     layers, weights = adapters(model), dict(model.named_parameters())
     for name, layer in layers.items():
         weight = weights[name]
-        weight.data = with_adapter(weight.data, layer).to(weight.dtype)
+        if is_quantized(weight):
+            base = _base(layer)
+            plain = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
+            plain.weight, plain.bias = nn.Parameter(with_adapter(dense(weight), layer)), base.bias
+            layer.base_layer = plain
+        else:
+            weight.data = with_adapter(weight.data, layer).to(weight.dtype)
     for path, module in list(model.named_modules()):
         if module in layers.values() and ".base_layer" not in path:
             model.set_submodule(path, _base(module))

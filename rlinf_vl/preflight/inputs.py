@@ -9,6 +9,8 @@ import inspect
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -37,6 +39,8 @@ def packages_missing(config: Config) -> Iterator[str]:
     """What this Python lacks for the run, and for SGLang on GPUs of this machine what compiles its kernels."""
     if config.actor.model.is_lora and importlib.util.find_spec("peft") is None:
         yield "actor.model.is_lora: true needs peft, which is not installed; pip install peft"
+    if config.actor.model.is_lora and config.actor.model.lora.quantization == "nf4" and (why := _without_nf4(config)):
+        yield f"actor.model.lora.quantization: nf4 needs bitsandbytes, {why}, or set none: the model is stored in param_dtype"
     if config.rollout.rollout_backend != "sglang":
         return
     try:
@@ -46,6 +50,20 @@ def packages_missing(config: Config) -> Iterator[str]:
         return
     if config.cluster.device != "cpu" and gpus.is_private(config) and gpus.gpu_memory():
         yield from missing_tools()
+
+
+def _without_nf4(config: Config) -> str | None:
+    """Why nf4 can't be computed here, and the way out. Tried in a process of its own, with which the GPU's memory goes."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "which is not installed; pip install 'rlinf_vl[qlora]'"
+    device = "cuda" if config.cluster.device != "cpu" and gpus.gpu_memory() else "cpu"
+    command = [sys.executable, "-c", f"from rlinf_vl.models.nf4 import try_on; try_on({device!r})"]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return f"which does not answer on {device}; install one that does"
+    said = tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"]
+    return f"which fails on {device} ({said[-1]}); install one that runs there" if tried.returncode else None
 
 
 def _data(config: Config) -> Iterator[str]:

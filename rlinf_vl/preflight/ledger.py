@@ -21,6 +21,7 @@ from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import release_tags
 from rlinf_vl.models.loading import DTYPES
+from rlinf_vl.models.nf4 import BITS
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.trace import Trace
 from rlinf_vl.transport import resolve_weight_sync
@@ -43,8 +44,8 @@ MOST_SHARE = 0.85
 
 #: What a phase is made of, as a table has it: a rank's, then an engine's.
 PARTS = (
-    *("rank context", "parameters", "reference", "optimizer", "gradients", "gathered weights", "activations"),
-    *("gradients in flight", "buckets in flight", "vision cache", "allocator"),
+    *("rank context", "parameters", "4-bit weights", "reference", "optimizer", "gradients", "gathered weights"),
+    *("activations", "gradients in flight", "buckets in flight", "vision cache", "allocator"),
     *("engine contexts", "engine weights", "KV cache", "CUDA graphs", "workspace"),
 )
 Parts = dict[str, int]
@@ -149,19 +150,21 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     keeps = not fsdp.reshard_after_forward or ranks == 1
     frozen = weights.tower > 0 and not weights.trains_vision
     reference = config.algorithm.kl_beta > 0 and not actor.model.is_lora
-    trained = weights.shard(shard, trained=True)
+    trained, quantized = weights.shard(shard, trained=True), sum(weights.quantized)
     shards = {"parameters": (model.stored * (weights.shard(shard) - trained) + 4 * trained) * on_device}
+    packed = {"4-bit weights": math.ceil(quantized * BITS / 8)} if quantized else {}
     if reference:
         shards["reference"] = compute * weights.shard(shard) * on_device
     optimizer = {"optimizer": 8 * trained * on_device}
     sharded_gradients = 4 * trained * on_device
     # A gathered unit and the buffer that it came in, for the block in use and the one fetched ahead; the root stays whole.
     blocks = 4 * max(weights.block, 0 if frozen else weights.tower_unit)
-    gathered = weights.total - frozen * weights.tower if keeps else weights.root + blocks
+    gathered = weights.total - quantized - frozen * weights.tower if keeps else weights.root + blocks
     if reference:
         gathered += weights.total - weights.tower if keeps else weights.root + blocks
     train = {
-        "gathered weights": compute * gathered,
+        # Of quantized weights, one is dense at a time.
+        "gathered weights": compute * (gathered + max(weights.quantized, default=0)),
         # Kept gathered, gradients add up whole, in the dtype they are reduced in, until the last micro-batch.
         "gradients": max(sharded_gradients, reduce * weights.trained) if keeps else sharded_gradients,
         # A unit's own, and the buffer of its reduction.
@@ -177,12 +180,13 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     # In shared memory, what was sent stays until engines have copied it. Otherwise: a bucket that is sent, and one made meanwhile.
     flight = sent * weights.sent if strategy == "shared_memory" else 2 * BUCKET_BYTES
     sync = {"gathered weights": (4 + sent) * weights.largest, "buckets in flight": flight}
+    shards, whole = shards | packed, model.stored * (weights.total - quantized)
     process = {"rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1), "allocator": RESIDUE_BYTES}
     cache = {"vision cache": int(actor.vision_cache_gb * GIB) if frozen else 0}
     training = process | shards | optimizer | cache
     resident = {} if actor.enable_offload else shards | optimizer
     return {
-        "load": process | {"parameters": max(shards["parameters"], model.stored * weights.total * on_device)},
+        "load": process | packed | {"parameters": max(shards["parameters"], whole * on_device)},
         # An optimizer's state is made by a step, and then overwritten.
         "resume": process | shards | optimizer | {"gradients": sharded_gradients},
         "generate": process | resident | cache,

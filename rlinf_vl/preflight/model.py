@@ -17,7 +17,7 @@ from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import Family, family_at, family_of
 from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of, use_packed_attention
-from rlinf_vl.models.lora import LoraSettings, engine_weights, train_parts
+from rlinf_vl.models.lora import LoraSettings, adapters, engine_weights, train_parts
 from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
 
 #: config.json of hub models that the examples name, as far as it decides on memory.
@@ -43,8 +43,10 @@ class Model:
             checkpointing=fsdp.gradient_checkpointing,
             lora=config.actor.model.adapters,
         )
-        self.weights = Weights(self._made, self.family, merged=config.actor.model.lora.sync == "merged")
-        #: Bytes of each weight in a rank, but for adapters, which have 4.
+        lora = config.actor.model.lora
+        quantized = config.actor.model.is_lora and lora.quantization != "none"
+        self.weights = Weights(self._made, self.family, merged=lora.sync == "merged", quantized=quantized)
+        #: Bytes of each weight in a rank, but for adapters, which have 4, and quantized ones.
         self.stored = self._made.dtype.itemsize if config.actor.model.is_lora else 4
         self._config = config
 
@@ -117,21 +119,29 @@ class Weights:
 
     Attributes:
         total, trained, tower: of all, of those that are trained, of the vision tower (0 without one).
+        quantized: sizes of those in nf4, which every rank has whole; neither `shard` nor what is said of units counts them.
         sent: of those that engines get. trains_vision: whether any part but the language model is trained.
         largest: of the largest parameter.
         root: of FSDP's root unit (embeddings, final norm, an untied head); `block`: of the largest text block;
             `tower_unit`: of the largest unit of the tower; `unit_trained`: most that are trained in one unit.
     """
 
-    def __init__(self, model: nn.Module, family: Family, merged: bool = True) -> None:
-        """`merged`: engines get what adapters change, not the adapters."""
-        self.parameters = list(model.parameters())
+    def __init__(self, model: nn.Module, family: Family, merged: bool = True, quantized: bool = False) -> None:
+        """`merged`: engines get what adapters change, not the adapters. `quantized`: what has adapters is stored in nf4."""
+        below = {id(model.get_parameter(name)) for name in adapters(model)} if quantized else set()
+
+        def _numel(module: nn.Module) -> int:
+            return sum(p.numel() for p in module.parameters() if id(p) not in below)
+
+        self.parameters = [p for p in model.parameters() if id(p) not in below]
+        self.quantized = [p.numel() for p in model.parameters() if id(p) in below]
         blocks = [
             list(model.get_submodule(path).children()) if path else []
             for path in (family.text_blocks, family.vision_blocks)
         ]
         text_blocks, vision_blocks = ([_numel(block) for block in some] for some in blocks)
-        self.total = _numel(model)
+        whole = _numel(model)
+        self.total = whole + sum(self.quantized)
         self.trained = _trained(model)
         self.tower = _numel(model.get_submodule(family.vision_tower)) if family.vision_tower else 0
         in_blocks = [_trained(block) for some in blocks for block in some]
@@ -140,8 +150,8 @@ class Weights:
         self.sent = sum(p.numel() for _, p, adapter in weights if p.requires_grad or adapter)
         trained = (name for name, p in model.named_parameters() if p.requires_grad)
         self.trains_vision = any(part_of(name, family) != "language_model" for name in trained)
-        self.largest = max(p.numel() for p in self.parameters)
-        self.root = self.total - self.tower - sum(text_blocks)
+        self.largest = max([*self.quantized, *(p.numel() for p in self.parameters)])
+        self.root = whole - self.tower - sum(text_blocks)
         self.block = max(text_blocks)
         self.tower_unit = max([*vision_blocks, self.tower - sum(vision_blocks)])
 
@@ -153,7 +163,3 @@ class Weights:
 
 def _trained(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())

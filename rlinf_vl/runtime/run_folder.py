@@ -33,7 +33,7 @@ ACTOR_FOLDER = "actor"
 #: Keys that decide which adapters there are.
 ADAPTER_KEYS = (
     "actor.model.is_lora:",
-    *(f"actor.model.lora.{k}:" for k in ("rank", "target_modules", "exclude_modules")),
+    *(f"actor.model.lora.{k}:" for k in ("rank", "target_modules", "exclude_modules", "quantization")),
 )
 
 

@@ -70,7 +70,8 @@ def references():
     def get(layout: Layout, kind: str = "mixed"):
         plain = (layout.minibatches, layout.aggregation, layout.kl_beta, layout.train_tower, layout.tis_clip,
                  layout.tis_level, layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
-                 layout.discount, layout.state_weight, layout.family, layout.lora, layout.replay, layout.balance, kind)  # fmt: skip
+                 layout.discount, layout.state_weight, layout.family, layout.lora, layout.quantization, layout.replay,
+                 layout.balance, kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -142,6 +143,18 @@ LORA = replace(BASE, lora="language", kl_beta=0.1)
     ],
 )
 def test_adapters_train_alike_and_the_reference_is_the_model_without_them(layout, run, references):
+    assert_same(run(layout), references(layout))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(replace(LORA, quantization="nf4"), id="one row"),
+        pytest.param(replace(LORA, quantization="nf4", ranks=2, budget=90, checkpointing=True), id="2 ranks, split"),
+    ],
+)
+def test_adapters_on_nf4_weights_train_alike(layout, run, references):
+    pytest.importorskip("bitsandbytes")
     assert_same(run(layout), references(layout))
 
 

@@ -30,7 +30,8 @@ class LoraConfig:
     sync: str = key("merged", ("merged", "adapters"))
     """What engines get: merged (weights with the adapters added) or adapters (which the torch engine applies itself)."""
     quantization: str = key("none", ("none", "nf4"))
-    """Weights below the adapters: none, or nf4 (QLoRA), which is refused with the reason until it has been tried on a GPU."""
+    """How the linear modules that have adapters are stored: none (param_dtype), or nf4 (QLoRA: 4 bits, all of them in every rank),
+    which needs bitsandbytes."""
     save_lora_only: bool = True
     """Checkpoints have the adapters only; the model below them is read from rollout.model.model_path."""
 

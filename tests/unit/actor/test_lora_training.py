@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from adapters import in_4_bits
 from peft import PeftModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
 from rlinf_vl.actor.trainer import load_trainer, parts_table
@@ -16,11 +18,13 @@ from rlinf_vl.engines.make import make_engine
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.lora import is_adapter
+from rlinf_vl.models.nf4 import is_quantized, shape_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, open_folder, save_checkpoint
 from rlinf_vl.types import Request, SamplingParams
 
 ALL = "actor.model.lora.target_modules=[all-linear]"
+NF4 = "actor.model.lora.quantization=nf4"
 WHOLE = "actor.model.lora.save_lora_only=false"
 
 
@@ -52,23 +56,33 @@ def train(trainer, steps):
 
 
 def weights(trainer):
-    return {name: param.detach().to_local().clone() for name, param in trainer.policy.named_parameters()}
+    found = {name: param.detach() for name, param in trainer.policy.named_parameters()}
+    return {name: (p.to_local() if isinstance(p, DTensor) else p).clone() for name, p in found.items()}
 
 
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def run_of(mesh, toy_folder, folder, override):
+    trainer = started(mesh, toy_folder, override)
+    train(trainer, 3)
+    save_config(config_of(override, f"rollout.model.model_path={toy_folder}"), folder / "config.yaml")
+    save_checkpoint(folder, 3, trainer.save, {"step": 3}, keep_last=-1)
+    return folder, trainer, override
+
+
 @pytest.fixture(scope="module", params=["language", "all-linear"])
 def trained(request, mesh, toy_folder, tmp_path_factory):
     """The folder of a run whose last step is 3, with a checkpoint of its adapters, and the trainer."""
     targets = f"actor.model.lora.target_modules=[{request.param}]"
-    trainer = started(mesh, toy_folder, targets)
-    train(trainer, 3)
-    folder = tmp_path_factory.mktemp("run")
-    save_config(config_of(targets, f"rollout.model.model_path={toy_folder}"), folder / "config.yaml")
-    save_checkpoint(folder, 3, trainer.save, {"step": 3}, keep_last=-1)
-    return folder, trainer, targets
+    return run_of(mesh, toy_folder, tmp_path_factory.mktemp("run"), targets)
+
+
+@pytest.fixture(scope="module")
+def quantized(mesh, toy_folder, tmp_path_factory):
+    pytest.importorskip("bitsandbytes")
+    return run_of(mesh, toy_folder, tmp_path_factory.mktemp("nf4"), NF4)
 
 
 def test_both_ways_of_sending_give_the_same_logprobs(trained, toy_folder):
@@ -106,7 +120,14 @@ def test_both_ways_of_sending_give_the_same_logprobs(trained, toy_folder):
 
 
 def test_a_checkpoint_has_the_adapters_and_a_rank_goes_on_as_if_it_had_never_stopped(mesh, trained, toy_folder):
-    folder, trainer, targets = trained
+    resumes(mesh, toy_folder, *trained)
+
+
+def test_a_quantized_run_resumes_too(mesh, quantized, toy_folder):
+    resumes(mesh, toy_folder, *quantized)
+
+
+def resumes(mesh, toy_folder, folder, trainer, targets):
     actor = folder / "checkpoints/global_step_3" / ACTOR_FOLDER
     size = sum(path.stat().st_size for path in actor.glob("*.distcp"))
     saved = FileSystemReader(actor).read_metadata().state_dict_metadata
@@ -147,6 +168,7 @@ def test_the_config_of_other_adapters_is_refused_before_the_run(trained, tmp_pat
     for other, said in (
         ("actor.model.lora.rank=4", "lora.rank: 16 → 4"),
         ("actor.model.is_lora=false", "is_lora: true → false"),
+        (NF4, "lora.quantization: 'none' → 'nf4'"),
     ):
         with pytest.raises(ConfigError, match=f"resume_dir: .*other adapters .*{said}"):
             open_folder(config_of(targets, other), tmp_path / "new", checkpoint, lambda *_: None)
@@ -191,3 +213,37 @@ def test_the_table_names_adapters(mesh, trained):
     for row in rows[1:]:
         assert (row[-1].strip() == "frozen") == ("adapters" not in row[0])
     assert (trainer.batches.cache is None) == trainer.trains_vision == ("all-linear" in targets)
+
+
+@torch.no_grad()
+def test_a_quantized_runs_export_is_its_dequantized_base_and_its_adapters(quantized, toy_folder, tmp_path):
+    folder, trainer, _ = quantized
+    export_checkpoint(folder, tmp_path / "merged", "fp32")
+    export_checkpoint(folder, tmp_path / "adapters", adapters=True)
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    base = AutoModelForImageTextToText.from_pretrained(toy_folder, dtype=torch.float32)
+    ids = torch.arange(20, 60)[None]
+    sent = dict(trainer.weights(torch.float32))
+    packed = {name.replace(".base_layer", "") for name, p in trainer.policy.model.named_parameters() if is_quantized(p)}
+    assert sent.keys() == packed
+    assert {n: v.shape for n, v in trainer.weights(torch.float32, "meta")} == {n: v.shape for n, v in sent.items()}
+    for name, value in sent.items():
+        torch.testing.assert_close(merged.get_parameter(name), value, atol=0, rtol=0)
+    before = logprobs(base, ids)
+    loaded = PeftModel.from_pretrained(in_4_bits(base, ["model.visual", "lm_head"]), tmp_path / "adapters")
+    torch.testing.assert_close(logprobs(loaded.model, ids), logprobs(merged, ids), atol=1e-5, rtol=0)
+    assert (logprobs(merged, ids) - before).abs().max() > 0.1
+
+
+def test_quantized_weights_are_whole_said_so_and_moved_with_the_others(mesh, quantized):
+    _, trainer, _ = quantized
+    lines = parts_table(trainer.policy, mesh, trainer.actor).splitlines()
+    (row,) = (line for line in lines if "in nf4" in line)
+    packed = [p for p in trainer.policy.parameters() if is_quantized(p)]
+    total = sum(shape_of(p).numel() for p in packed)
+    assert f"{total:,}" in row and "nf4, fp32" in row and row.rstrip().endswith("frozen")
+    assert total == 2 * sum(p.nbytes for p in packed) and not any(isinstance(p, DTensor) for p in packed)
+    before = {name: value.clone() for name, value in trainer.weights(torch.float32)}
+    trainer.memory.release(["weights"])
+    trainer.memory.restore()
+    assert equal(before, dict(trainer.weights(torch.float32)))

@@ -31,7 +31,6 @@ KNOWN = {
 DECIDED_BY_VALIDATION = {
     name for name, key in config_keys().items() if isinstance(key.allowed, tuple) and len(key.allowed) == 1
 } | {
-    "actor.model.lora.quantization",
     "runner.seq_length",
 }
 

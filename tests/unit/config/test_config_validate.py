@@ -17,6 +17,7 @@ NO_TIS = "algorithm.importance_sampling_fix=false"
 FROM_ENGINE = "algorithm.recompute_logprobs=false"
 NO_LOGPROBS = "rollout.return_logprobs=false"
 LORA = "actor.model.is_lora=true"
+NF4 = "actor.model.lora.quantization=nf4"
 REENTRANT = "actor.fsdp_config.gradient_checkpointing_use_reentrant=true"
 STATIC = "runner.enable_dynamic_batch_size=false"
 
@@ -94,10 +95,14 @@ RULES = [
         [LORA, "actor.model.lora.target_modules=['*_proj']"],
         ["target_modules: '*_proj' is no regular expression", ".*q"],
     ),
-    ([LORA, "actor.model.lora.quantization=nf4"], ["lora.quantization: nf4", "bitsandbytes needs a GPU", "set none"]),
+    ([LORA, NF4, "actor.model.lora.sync=adapters"], ["lora.quantization: nf4", "lora.sync=adapters", "set merged"]),
     (
-        [LORA, "actor.model.lora.quantization=nf4", "cluster.device=cuda"],
-        ["lora.quantization: nf4", "FSDP2 has not been tried", "set none"],
+        [LORA, NF4, "actor.model.lora.save_lora_only=false"],
+        ["quantization: nf4", "save_lora_only=false", "set it true"],
+    ),
+    (
+        [LORA, NF4, "actor.fsdp_config.cpu_offload=true", "cluster.device=cuda"],
+        ["lora.quantization: nf4", "cpu_offload=true", "FSDP2 does not move", "set cpu_offload=false"],
     ),
     (
         [LORA, "actor.model.lora.sync=adapters", "rollout.rollout_backend=sglang"],
