@@ -4,6 +4,7 @@
 that it was quantized from, which `dense` returns. FSDP2 cannot cut it, so every rank has all of it.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import nn
 
 #: A code, an 8-bit scale for 64 of them, a float32 scale for 256 of those.
 BITS = 4 + 8 / 64 + 32 / (64 * 256)
+
+# peft imports bitsandbytes where it is installed, which then says what it lacks to decode on a CPU.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def quantize(model: nn.Module, names: Iterable[str]) -> None:

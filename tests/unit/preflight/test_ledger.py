@@ -49,6 +49,25 @@ def test_parts_are_closed_forms(model):
     assert eight["load"]["parameters"] == 4 * TOTAL  # read whole, then cut
 
 
+def test_quantized_weights_are_whole_in_every_rank():
+    lora, nf4 = ["actor.model.is_lora=true"], "actor.model.lora.quantization=nf4"
+
+    def found(*overrides):
+        config = parse_config(FLAGSHIP, [*lora, *overrides])
+        model = Model(config)
+        return [ledger(config, hardware, model).gpus[0].phases["train"] for hardware in CLUSTERS[:2]]
+
+    (one, eight), (dense, _) = found(nf4), found()
+    layers = 28 * (3 * 6144 * 2048 + 2 * 2048 * 2048 + 2 * 1024 * 2048)  # what adapters are on
+    assert one["4-bit weights"] == eight["4-bit weights"] == pytest.approx(layers * 4.127 / 8, rel=1e-3)
+    assert dense["parameters"] - one["parameters"] == 2 * layers and "4-bit weights" not in dense
+    assert one["optimizer"] == dense["optimizer"]
+    assert dense["gathered weights"] - one["gathered weights"] == 2 * (
+        layers - 6144 * 2048
+    )  # but for one, dense for a moment
+    assert eight["parameters"] < one["parameters"] / 7
+
+
 def test_what_settings_change(model):
     def phases(*overrides, on=CLUSTERS[0]):
         return made(model, *overrides, on=on).gpus[0].phases
