@@ -227,10 +227,6 @@ def with_adapter(weight: torch.Tensor, layer: Any) -> torch.Tensor:
     return out
 
 
-def _base(layer: Any) -> Any:
-    return layer.get_base_layer()
-
-
 def _whole(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     weight = weight.detach().to(device)
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -243,15 +239,17 @@ def merge_adapters(model: PreTrainedModel) -> None:
     for name, layer in layers.items():
         weight = weights[name]
         if is_quantized(weight):
-            base = _base(layer)
+            base = layer.get_base_layer()
             plain = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
             plain.weight, plain.bias = nn.Parameter(with_adapter(dense(weight), layer)), base.bias
             layer.base_layer = plain
         else:
             weight.data = with_adapter(weight.data, layer).to(weight.dtype)
+    wrappers = set(layers.values())
     for path, module in list(model.named_modules()):
-        if module in layers.values() and ".base_layer" not in path:
-            model.set_submodule(path, _base(module))
+        if module in wrappers and ".base_layer" not in path:
+            wrapper: Any = module
+            model.set_submodule(path, wrapper.get_base_layer())
 
 
 def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:

@@ -1,6 +1,7 @@
 """An episode: what it is before it begins, and a trajectory in the making, in step with what the environment says."""
 
 import asyncio
+import hashlib
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -115,3 +116,8 @@ class Played:
         return Trajectory(
             sequences, tuple(self.turns), reward, self.parts, self.status, self.correct, None, self.metrics, self.cuts
         )
+
+
+def random_stream(seed: int, place: str) -> int:
+    """The seed of a later turn, or of a later piece of an answer, of the episode with this seed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=8).digest(), "little")

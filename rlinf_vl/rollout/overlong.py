@@ -24,9 +24,8 @@ def cut(said: Observation, fits: Callable[[Observation], bool], roles: Collectio
     """
     parts = [(m, p, part) for m, message in enumerate(said.messages) for p, part in enumerate(_parts(message))]
     parts = [(m, p, part) for m, p, part in parts if said.messages[m]["role"] in roles]
-    ends = list(
-        accumulate(len(_text(part)) or 1 for _, _, part in parts)
-    )  # a place before each character, and each image
+    # A place before each character, and each image.
+    ends = list(accumulate(len(_text(part)) or 1 for _, _, part in parts))
 
     def cut_at(place: int) -> Observation:
         k = bisect_right(ends, place)

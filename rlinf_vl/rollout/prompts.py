@@ -1,10 +1,9 @@
 """Requests for answers within the limits of prompts and trajectories: `data.overlong` says what becomes of what is beyond them."""
 
-import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from rlinf_vl.rollout.episode import Episode, Played
+from rlinf_vl.rollout.episode import Episode, Played, random_stream
 from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.rollout.overlong import cut
 from rlinf_vl.rollout.renderer import Renderer
@@ -64,7 +63,7 @@ class Prompts:
             TooLong: there is none, and `overlong` is error.
             Exception: as `first`.
         """
-        longest, seed = before.sampling.max_new_tokens, turn_seed(episode.seed, len(played.turns))
+        longest, seed = before.sampling.max_new_tokens, random_stream(episode.seed, f"{len(played.turns)}")
         played.said.append(said)
 
         def request(said: Observation) -> Request:
@@ -91,8 +90,3 @@ class Prompts:
         shown = cut(said, fits, roles)
         played.cuts += shown is not None
         return whole if shown is None else request(shown)
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """The random stream of a later turn."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "little")

@@ -4,11 +4,11 @@ The engine sees requests like any others: the prompt of the next piece is that o
 values it still has (`Request.sessions`, or a prefix cache). What closes a thought is part of a prompt: not sampled, not trained.
 """
 
-import hashlib
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rlinf_vl.rollout.episode import random_stream
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import Request
 
@@ -47,9 +47,5 @@ class ThoughtBudget:
             stop = (*stop, self.renderer.think_id)
         ids = np.concatenate([request.ids, answer, closing])
         piece = replace(sampling, max_new_tokens=min(left, room or left), stop_ids=stop)
-        seeds = (_stream(seed, len(answer)),)
+        seeds = (random_stream(seed, f"piece {len(answer)}"),)
         return replace(request, ids=ids, sampling=piece, seeds=seeds, sessions=(session,) if session else ())
-
-
-def _stream(seed: int, at: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/piece {at}".encode(), digest_size=8).digest(), "little")

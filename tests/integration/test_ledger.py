@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from rank_processes import RankProcesses
 from tiny import tiny_model, tiny_trainer
 
 from rlinf_vl.config.load import parse_config
@@ -55,13 +54,6 @@ def unsharded(policy) -> int:
                 kept = parameter.unsharded_param.grad
             found += 0 if kept is None else kept.numel() * kept.element_size()
     return found
-
-
-@pytest.fixture(scope="module")
-def processes():
-    processes = RankProcesses()
-    yield processes
-    processes.stop()
 
 
 @pytest.mark.parametrize(

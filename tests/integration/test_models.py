@@ -12,7 +12,6 @@ import pytest
 import torch
 from adapters import adapted, peft_model, with_values
 from plain_step import LR, Layout, groups_of, plain_reference
-from rank_processes import RankProcesses
 from tiny import (
     IMAGE_ID,
     MEMBERS,
@@ -150,13 +149,6 @@ def test_lora(name):
 
 
 # --- a training step --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def processes():
-    processes = RankProcesses()
-    yield processes
-    processes.stop()
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,10 @@ import numpy as np
 import pytest
 import torch
 from plain_step import LR, Layout, groups_of, plain_reference
-from rank_processes import RankProcesses
 from tiny import MEMBERS, pixels, tiny_policy
 from trained_step import trained_step
 
 from rlinf_vl.models.families import FAMILIES
-
-
-@pytest.fixture(scope="module")
-def processes():
-    processes = RankProcesses()
-    yield processes
-    processes.stop()
 
 
 @pytest.fixture(scope="module")

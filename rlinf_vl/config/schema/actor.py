@@ -87,11 +87,6 @@ class ActorModelConfig:
         }
         return tuple(part for part, is_frozen in frozen.items() if is_frozen)
 
-    @property
-    def trains_vision(self) -> bool:
-        """Whether images must be encoded again in every micro-batch; adapters left aside."""
-        return not {"vision_tower", "projector"} <= set(self.frozen_parts)
-
 
 @dataclass
 class MixedPrecisionConfig:

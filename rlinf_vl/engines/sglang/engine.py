@@ -115,9 +115,8 @@ class SglangEngine:
             unread = load_model(settings.model_path, family, settings.dtype, trust_remote_code=trust)
         self.host = Host(arguments)
         processor = type(self.host.manager.mm_processor)
-        if family.vision_tower and not processor.__module__.startswith(
-            PROCESSORS
-        ):  # a failed import of ours is only logged
+        ours = processor.__module__.startswith(PROCESSORS)  # a failed import of it is only logged
+        if family.vision_tower and not ours:
             self.close()
             raise EngineDied(f"SGLang would process images by {processor.__module__}, not by {PROCESSORS}")
         if unread is not None:

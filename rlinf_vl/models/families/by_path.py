@@ -20,10 +20,9 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlinf_vl.models.families.family import Family, VisionFeatures
-from rlinf_vl.models.families.qwen import QwenImages
-from rlinf_vl.models.families.qwen2_5_vl import text_forward
+from rlinf_vl.models.families.qwen import QwenImages, head_dim, text_forward
 from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
-from rlinf_vl.models.families.qwen3_vl import text_forward as deepstack_text_forward
+from rlinf_vl.models.families.qwen3_vl import deepstack_text_forward
 from rlinf_vl.models.positions import mrope_positions
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import Prices
@@ -210,9 +209,8 @@ def _prices(text_blocks: nn.Module, tower: nn.Module, config: Any, tower_trained
     """As `qwen.prices`, by the numbers of parameters: each is multiplied once a token, the tower's once a patch."""
     text = config.get_text_config()
     linear = sum(p.numel() for p in text_blocks.parameters())
-    heads = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     return Prices(
-        attention=2 * heads * text.num_hidden_layers / linear,
+        attention=2 * text.num_attention_heads * head_dim(text) * text.num_hidden_layers / linear,
         head=text.vocab_size * text.hidden_size / linear,
         patch=sum(p.numel() for p in tower.parameters()) / linear * (1 if tower_trained else 1 / 3),
     )

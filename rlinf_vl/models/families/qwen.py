@@ -1,10 +1,13 @@
 """What Qwen's families share: images to patches, the ids that end an answer, counts of what a model takes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
@@ -58,6 +61,20 @@ class QwenImages:
         out = self._processor(images=[image], return_tensors="np")
         assert tuple(out["image_grid_thw"][0]) == self.grid(image.height, image.width), (image, out["image_grid_thw"])
         return np.asarray(out["pixel_values"], np.float32)
+
+
+def text_forward(
+    text_model: nn.Module,
+    inputs_embeds: torch.Tensor,
+    position_ids: torch.Tensor,
+    image_positions: torch.Tensor | None,
+    deepstack: Sequence[torch.Tensor],
+    **kwargs,
+) -> torch.Tensor:
+    """`Family.text_forward` of text models without deepstack; `kwargs` go to the model."""
+    return text_model(
+        inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=None, use_cache=False, **kwargs
+    ).last_hidden_state
 
 
 def blank_image(config: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers.vision_utils import get_vision_window_index
 
 from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.families.family import Family, VisionFeatures
-from rlinf_vl.models.families.qwen import prices
+from rlinf_vl.models.families.qwen import prices, text_forward
 from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
 from rlinf_vl.models.layers import (
     attention_forward,
@@ -50,14 +49,6 @@ def window_attention_forward(self: Any, hidden_states, *, cu_seqlens, contexts, 
     """`vision_attention_forward` within the segments that the tower hands to this block. Windows lie within frames, so if there
     are as many of either they are the same."""
     return vision_attention_forward(self, hidden_states, context=contexts[len(cu_seqlens)], **kwargs)
-
-
-def text_forward(
-    text_model: nn.Module, inputs_embeds, position_ids, image_positions, deepstack, **kwargs
-) -> torch.Tensor:
-    return text_model(
-        inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=None, use_cache=False, **kwargs
-    ).last_hidden_state
 
 
 def engine_names(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:

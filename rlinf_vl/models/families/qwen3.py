@@ -7,17 +7,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rlinf_vl.models.families.family import Family
-from rlinf_vl.models.families.qwen import IMAGE_TOKEN, SPECIAL_TOKENS, decode_state, prices, stop_ids
+from rlinf_vl.models.families.qwen import IMAGE_TOKEN, SPECIAL_TOKENS, decode_state, prices, stop_ids, text_forward
 from rlinf_vl.models.layers import attention_forward, mlp_forward, norm_forward
 from rlinf_vl.models.positions import mrope_positions
 
 
-def text_forward(
-    text_model: nn.Module, inputs_embeds, position_ids, image_positions, deepstack, **kwargs
-) -> torch.Tensor:
-    return text_model(
-        inputs_embeds=inputs_embeds, position_ids=position_ids[0], attention_mask=None, use_cache=False, **kwargs
-    ).last_hidden_state
+def plain_positions(text_model: nn.Module, inputs_embeds, position_ids, *args, **kwargs) -> torch.Tensor:
+    """`text_forward` of a model that counts tokens and knows no other positions."""
+    return text_forward(text_model, inputs_embeds, position_ids[0], *args, **kwargs)
 
 
 def no_images(*_: Any) -> Any:
@@ -38,7 +35,7 @@ FAMILY = Family(
     stop_ids=stop_ids,
     layers={"Qwen3Attention": attention_forward, "Qwen3MLP": mlp_forward, "Qwen3RMSNorm": norm_forward},
     positions=mrope_positions,  # whose rows are equal without images
-    text_forward=text_forward,
+    text_forward=plain_positions,
     encode_images=no_images,
     image_processor=no_images,
     blank_image=no_images,

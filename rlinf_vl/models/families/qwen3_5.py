@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlinf_vl.models.families.family import Family
-from rlinf_vl.models.families.qwen import mixture
-from rlinf_vl.models.families.qwen2_5_vl import text_forward
+from rlinf_vl.models.families.qwen import mixture, text_forward
 from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
 from rlinf_vl.models.families.qwen3_vl import mixtures_of, normed_routes
 from rlinf_vl.models.layers import (

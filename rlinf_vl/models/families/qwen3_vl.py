@@ -19,6 +19,7 @@ from rlinf_vl.models.families.qwen import (
     mixture,
     prices,
     stop_ids,
+    text_forward,
 )
 from rlinf_vl.models.layers import (
     add_deepstack,
@@ -42,7 +43,7 @@ def encode_images(tower: nn.Module, patches: torch.Tensor, grids: np.ndarray, dt
     return VisionFeatures(out.pooler_output, tuple(out.get("deepstack_features", ())))
 
 
-def text_forward(
+def deepstack_text_forward(
     text_model: Any,
     inputs_embeds: torch.Tensor,
     position_ids: torch.Tensor,
@@ -51,15 +52,9 @@ def text_forward(
     **kwargs,
 ) -> torch.Tensor:
     text_model._deepstack_process = add_deepstack  # its own takes a mask, and searches it for positions in every layer
-    return text_model(
-        inputs_embeds=inputs_embeds,
-        position_ids=position_ids,
-        attention_mask=None,
-        use_cache=False,
-        visual_pos_masks=image_positions,
-        deepstack_visual_embeds=list(deepstack) if image_positions is not None else None,
-        **kwargs,
-    ).last_hidden_state
+    kwargs["visual_pos_masks"] = image_positions
+    kwargs["deepstack_visual_embeds"] = list(deepstack) if image_positions is not None else None
+    return text_forward(text_model, inputs_embeds, position_ids, image_positions, deepstack, **kwargs)
 
 
 def layers_of(prefix: str) -> dict[str, Any]:
@@ -106,7 +101,7 @@ FAMILY = Family(
     stop_ids=stop_ids,
     layers=layers_of("Qwen3VL"),
     positions=mrope_positions,
-    text_forward=text_forward,
+    text_forward=deepstack_text_forward,
     encode_images=encode_images,
     image_processor=QwenImages,
     blank_image=blank_image,

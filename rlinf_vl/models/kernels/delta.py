@@ -311,10 +311,8 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         v, w, k, q, p, e, starts = ctx.saved_tensors
         chunks, heads = ctx.chunks, ctx.heads
-        dv, ds = (
-            torch.bmm(p.transpose(1, 2), grad),
-            torch.bmm(q.transpose(1, 2), grad),
-        )  # ds: of each chunk's first state
+        dv = torch.bmm(p.transpose(1, 2), grad)
+        ds = torch.bmm(q.transpose(1, 2), grad)  # of each chunk's first state
         ends = torch.empty_like(starts)  # gradients of the states behind each chunk
         final = starts.new_zeros(len(chunks.order), heads, *starts.shape[1:])
         for level in reversed(chunks.levels):
@@ -348,9 +346,8 @@ def delta_step(
     window = torch.cat([tails, qkv.unsqueeze(1)], dim=1)
     tails.copy_(window[:, 1:])
     keys, heads = mixer.key_heads * mixer.key_dim, (mixer.key_heads, -1)
-    mixed = (
-        F.silu((window.float() * mixer.weight.float().t()).sum(1)).to(qkv.dtype).float()
-    )  # rounded as in `delta_rule`
+    mixed = F.silu((window.float() * mixer.weight.float().t()).sum(1))
+    mixed = mixed.to(qkv.dtype).float()  # rounded as in `delta_rule`
     q, k, v = mixed.split([keys, keys, mixer.value_heads * mixer.value_dim], dim=1)
     repeat = mixer.value_heads // mixer.key_heads
     q, k = (_unit(x.unflatten(1, heads)).repeat_interleave(repeat, dim=1) for x in (q, k))

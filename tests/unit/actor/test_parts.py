@@ -35,10 +35,10 @@ def test_every_weight_belongs_to_one_part(family):
         ({"freeze_vision_tower": False, "freeze_language_model": True}, {"language_model"}),
     ],
 )
-def test_what_the_settings_freeze(settings, frozen):
-    model = ActorModelConfig(**settings)
-    assert set(model.frozen_parts) == frozen
-    assert model.trains_vision == (not {"vision_tower", "projector"} <= frozen)
+def test_what_the_settings_freeze(mesh, settings, frozen):
+    actor = ActorConfig(model=ActorModelConfig(**settings))
+    assert set(actor.model.frozen_parts) == frozen
+    assert tiny_trainer(mesh, actor=actor).trains_vision == (not {"vision_tower", "projector"} <= frozen)
 
 
 def test_each_part_has_its_own_learning_rate():
