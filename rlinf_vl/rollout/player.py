@@ -14,14 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from rlinf_vl.data.unusable import (
-    PROMPT_TOO_LONG,
-    PROMPT_UNUSABLE,
-    TRAJECTORY_TOO_LONG,
-    ImageError,
-    RowError,
-    kind_and_reason,
-)
+from rlinf_vl.data.unusable import TRAJECTORY_TOO_LONG, ImageError, RowError, kind_and_reason
 from rlinf_vl.engines.base import Engine, EngineDied
 from rlinf_vl.envs import EnvMaker, StepResult
 from rlinf_vl.models.processing import Processor
@@ -32,7 +25,7 @@ from rlinf_vl.rollout.busy import BusyTime
 from rlinf_vl.rollout.calls import Calls, CallTimeout, Places, Stage, described, done
 from rlinf_vl.rollout.episode import Episode, Opening, Played
 from rlinf_vl.rollout.observation import Observation, checked, observe
-from rlinf_vl.rollout.prompts import Prompts, TooLong
+from rlinf_vl.rollout.prompts import Prompts, TooLong, row_error
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.types import (
@@ -100,7 +93,7 @@ class Player:
         return self._answers.busy
 
     @cached_property
-    def _prompts(self) -> Prompts:
+    def prompts(self) -> Prompts:
         limits = self.seq_length, self.max_prompt_length, self.overlong
         return Prompts(self.renderer, self.processor.image_token_id, *limits)
 
@@ -111,18 +104,6 @@ class Player:
     @cached_property
     def _numbers(self) -> "itertools.count[int]":
         return itertools.count()
-
-    def prompt(
-        self, problem: Problem, messages: Sequence[Message], sampling: SamplingParams, any_length: bool = False
-    ) -> Request:
-        """What an episode begins with, as a request without seeds.
-
-        Raises:
-            RowError: the problem's own messages or images make no prompt; or it is too long, as `overlong` says, unless
-                `any_length`.
-            Exception: the same of an environment's messages.
-        """
-        return self._request(problem, self._seen(problem, messages), sampling, any_length)[0]
 
     async def open(
         self,
@@ -274,20 +255,17 @@ class Player:
             return observe(messages, problem)
         except Exception as error:
             if messages == list(problem.messages):
-                raise RowError(problem.id, PROMPT_UNUSABLE, described(error)) from error
+                raise row_error(problem, error) from error
             raise
 
-    def _request(
-        self, problem: Problem, said: Observation, sampling: SamplingParams, any_length: bool = False
-    ) -> tuple[Request, Observation]:
+    def _request(self, problem: Problem, said: Observation, sampling: SamplingParams) -> tuple[Request, Observation]:
         try:
-            return self._prompts.first(said, sampling, any_length)
+            return self.prompts.first(said, sampling)
         except Exception as error:  # what the chat template, the tokenizer or the image processor refuses, too
-            too_long = isinstance(error, TooLong)
-            kind, reason = (PROMPT_TOO_LONG, str(error)) if too_long else (PROMPT_UNUSABLE, described(error))
+            bad = row_error(problem, error)
             if said.messages == problem.messages:
-                raise RowError(problem.id, kind, reason) from error
-            raise self._fault(problem, f"began with messages that make no prompt: {reason}") from error
+                raise bad from error
+            raise self._fault(problem, f"began with messages that make no prompt: {bad.reason}") from error
 
     def _ask(self, opening: Opening, episodes: Sequence[Episode]) -> None:
         """Add requests for the first answers of these episodes that have started."""
@@ -341,7 +319,7 @@ class Player:
         self, problem: Problem, episode: Episode, played: Played, before: Request, said: Observation
     ) -> Request:
         try:
-            return self._prompts.next(episode, played, before, said)
+            return self.prompts.next(episode, played, before, said)
         except TooLong as error:
             raise RowError(problem.id, TRAJECTORY_TOO_LONG, str(error)) from error
         except Exception as error:

@@ -3,15 +3,24 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from rlinf_vl.data.unusable import PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError
+from rlinf_vl.rollout.calls import described
 from rlinf_vl.rollout.episode import Episode, Played, random_stream
-from rlinf_vl.rollout.observation import Observation
+from rlinf_vl.rollout.observation import Observation, observe
 from rlinf_vl.rollout.overlong import cut
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.types import Request, SamplingParams
+from rlinf_vl.types import Problem, Request, SamplingParams
 
 
 class TooLong(ValueError):
     """A prompt or a trajectory is beyond its limit."""
+
+
+def row_error(problem: Problem, error: Exception) -> RowError:
+    """What to say of a row whose own messages make no prompt."""
+    if isinstance(error, TooLong):
+        return RowError(problem.id, PROMPT_TOO_LONG, str(error))
+    return RowError(problem.id, PROMPT_UNUSABLE, described(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,14 @@ class Prompts:
         if (shown := cut(said, fits, ("user",))) is None:
             raise TooLong(f"{reason}, and what may not be cut is longer, too: raise that, and runner.seq_length")
         return request(shown), shown
+
+    def of_row(self, problem: Problem, any_length: bool = False) -> Request:
+        """What a problem's own messages begin an episode with, as a request without sampling and seeds; RowError: they make none,
+        or one that is too long, as `first`."""
+        try:
+            return self.first(observe(problem.messages, problem), SamplingParams(), any_length)[0]
+        except Exception as error:
+            raise row_error(problem, error) from error
 
     def next(self, episode: Episode, played: Played, before: Request, said: Observation) -> Request:
         """The request for the next answer. Its `max_new_tokens` is what the trajectory has room for: below 1 where there is none.

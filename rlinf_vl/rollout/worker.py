@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,15 @@ import torch
 from transformers import AutoConfig
 
 from rlinf_vl.config.schema import Config
-from rlinf_vl.data.dataset import FilterResult, ProblemDataset
-from rlinf_vl.data.rows import RowFormat
-from rlinf_vl.data.unusable import ANSWER_UNUSABLE, ENVIRONMENT_UNUSABLE, RowError
+from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.engines.make import make_engine, warm_up
-from rlinf_vl.envs import EnvMaker
-from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, weight_shapes
-from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
-from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
 from rlinf_vl.rollout.busy import LapClock
 from rlinf_vl.rollout.player import SINGLE, Episode, Opening, Player
 from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.row_check import RowCheck, datasets_of, env_maker_of, processor_of
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.runtime.ray_process import own_process, where
@@ -34,7 +29,7 @@ from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import received, shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.groups import GroupStore
-from rlinf_vl.types import Group, GroupSummary, Problem, SamplingParams
+from rlinf_vl.types import Group, GroupSummary, Problem, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -54,25 +49,11 @@ class RolloutRank:
         self.config = config
         self.model_path = model_path
         self.device = device
-        data, model_config = config.data, config.rollout.model
-        self.processor = Processor(
-            model_path,
-            family_of(
-                model_config.model_type, model_path, model_config.trust_remote_code, config.actor.model.vlm.paths
-            ),
-            min_pixels=data.image_min_pixels,
-            max_pixels=data.image_max_pixels,
-            trust_remote_code=model_config.trust_remote_code,
-        )
+        self.processor = processor_of(config, model_path)
         thinking = config.rollout.thinking
         self.renderer = Renderer(self.processor, thinking.mode)
         self.engine = make_engine(config, model_path, self.processor, device)
-        form = RowFormat(**{field.name: getattr(data, field.name) for field in fields(RowFormat)})
-        self.datasets = {
-            split: ProblemDataset(paths, split, form)
-            for split, paths in (("train", data.train_data_paths), ("val", data.val_data_paths))
-            if paths
-        }
+        self.datasets = datasets_of(config)
         sampling = {"train": config.algorithm.sampling_params, "val": config.algorithm.val_sampling_params}
         self.sampling = {
             split: SamplingParams(**asdict(keys), stop_ids=self.processor.stop_ids) for split, keys in sampling.items()
@@ -81,15 +62,13 @@ class RolloutRank:
             reads_images = self.processor.family.vision_tower is not None
             warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length, reads_images)
         self.prefilled_tokens = self.engine.prefilled_tokens  # when the last group was done
-        rollout, grade = config.rollout, GRADERS[config.reward.reward_type]
-        rewards = {"reward_max": config.reward.reward_max_val, "reward_min": config.reward.reward_min_val}
         self.player = Player(
             self.engine,
             self.renderer,
             self.processor,
-            EnvMaker(rollout.env_class, rollout.env_kwargs, rollout.env_files, grade, **rewards),
+            env_maker_of(config),
             seq_length=config.runner.seq_length,
-            max_prompt_length=data.max_prompt_length,
+            max_prompt_length=config.data.max_prompt_length,
             reward_min=config.reward.reward_min_val,
             return_logprobs=config.rollout.return_logprobs,
             alive_timeout_s=config.runner.heartbeat_timeout,
@@ -97,7 +76,7 @@ class RolloutRank:
             max_concurrent=config.rollout.max_concurrent_rollouts,
             turn_timeout_s=config.rollout.turn_timeout,
             episode_timeout_s=config.rollout.episode_timeout,
-            overlong=data.overlong,
+            overlong=config.data.overlong,
             thought_budget=ThoughtBudget(self.renderer, thinking.budget) if thinking.budget else None,
         )
         self.clock = LapClock(self.player.busy.seconds)
@@ -121,32 +100,12 @@ class RolloutRank:
         (data.overlong; one that is to be dropped is bad where data.filter_prompt_by_length is false); and by row a number that
         stands for each of its images."""
         images: dict[int, set[int]] = {}
-        overlong: dict[int, tuple[int, int]] = {}
-        data, sampling = self.config.data, self.sampling[split]
-        make_env, check = self.player.make_env, REFERENCE_CHECKS.get(self.config.reward.reward_type)
 
-        def length(row: int, problem: Problem) -> int:
-            try:
-                make_env.check(problem)
-            except ValueError as e:
-                raise RowError(problem.id, ENVIRONMENT_UNUSABLE, str(e)) from e
-            try:  # another environment may read the answer otherwise than the grader does
-                if check and make_env.name_of(problem) == SINGLE:
-                    check(problem.answer)
-            except GradingError as e:
-                raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
+        def see(row: int, problem: Problem, request: Request) -> None:
             images[row] = {int(image.hash[:15], 16) for image in problem.images}
-            any_length = data.filter_prompt_by_length or data.overlong != "drop"
-            whole = self.player.prompt(problem, problem.messages, sampling, any_length)
-            if len(whole.ids) <= data.max_prompt_length or data.overlong != "cut":
-                return len(whole.ids)
-            cut = self.player.prompt(problem, problem.messages, sampling)
-            overlong[row] = len(whole.ids), len(whole.images) - len(cut.images)
-            return len(cut.ids)
 
-        filter_rows = self.datasets[split].filter_by_length
-        result = await asyncio.to_thread(filter_rows, rows, length, data.max_prompt_length)
-        return replace(result, cut={row: overlong[row] for row in overlong if row in result.kept}), images
+        check = RowCheck(self.config, self.player.prompts, self.player.make_env)
+        return await asyncio.to_thread(check.filter, self.datasets[split], rows, see), images
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
         """Answer tasks: summaries of groups, and references to them, as they finish. Raises EngineDied."""

@@ -163,16 +163,16 @@ def test_a_cut_prompt_is_played_and_trained_as_it_is_shown(toy, renderer):
 @pytest.mark.parametrize("overlong", ["drop", "cut", "error"])
 def test_a_prompt_at_the_limit_is_left_alone_and_one_over_it_is_not(toy, renderer, overlong):
     n = length(renderer, LONG)
-    request = partial(player_of(toy, max_prompt_length=n, overlong=overlong).prompt, problem_of(LONG), LONG.messages)
-    assert len(request(sampling(toy)).ids) == n
+    request = partial(player_of(toy, max_prompt_length=n, overlong=overlong).prompts.of_row, problem_of(LONG))
+    assert len(request().ids) == n
     player = player_of(toy, max_prompt_length=n - 1, overlong=overlong)
     if overlong == "cut":
-        assert len(player.prompt(problem_of(LONG), LONG.messages, sampling(toy)).ids) < n
+        assert len(player.prompts.of_row(problem_of(LONG)).ids) < n
         return
     with pytest.raises(
         RowError, match=f"row p:7: the prompt has {n} tokens, data.max_prompt_length is {n - 1}$"
     ) as caught:
-        player.prompt(problem_of(LONG), LONG.messages, sampling(toy))
+        player.prompts.of_row(problem_of(LONG))
     assert caught.value.kind == PROMPT_TOO_LONG
 
 
@@ -182,7 +182,7 @@ def test_a_prompt_that_can_not_be_cut_is_told_with_its_numbers(toy, renderer):
     with pytest.raises(
         RowError, match=f"row p:7: the prompt has {n} tokens, .* is 12, and what may not be cut is longer, too"
     ):
-        player_of(toy, max_prompt_length=12).prompt(problem_of(whole), whole.messages, sampling(toy))
+        player_of(toy, max_prompt_length=12).prompts.of_row(problem_of(whole))
 
 
 SAYS = [said("x = 3 " * 10, picture(64, 96), "What is x? " * 6, picture(32, 32, 1), "What?") for _ in range(3)]

@@ -384,7 +384,7 @@ def test_a_row_whose_messages_make_no_prompt_is_a_bad_row(processor, env_class):
     player = player_of(processor, Scripted(processor), env_class)
     problem = Problem("p:1", ({"role": "user", "content": [{"type": "image", "image": b"none"}]},), "1")
     with pytest.raises(RowError, match="no image"):
-        player.prompt(problem, list(problem.messages), SamplingParams())
+        player.prompts.of_row(problem)
     _, summary = play(player, 2, problem)
     assert all(e.startswith("prompt unusable: ImageError: ") for e in summary.errors)
 

@@ -1,0 +1,84 @@
+"""Which rows of a data set a run can use, and the parts of a rollout worker that this takes; no engine, and no Ray."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.data.dataset import FilterResult, ProblemDataset
+from rlinf_vl.data.rows import RowFormat
+from rlinf_vl.data.unusable import ANSWER_UNUSABLE, ENVIRONMENT_UNUSABLE, RowError
+from rlinf_vl.envs import EnvMaker
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
+from rlinf_vl.rollout.player import SINGLE
+from rlinf_vl.rollout.prompts import Prompts
+from rlinf_vl.types import Problem, Request
+
+
+def processor_of(config: Config, model_path: str) -> Processor:
+    """Tokenizer and image processor of a run's model."""
+    model = config.rollout.model
+    return Processor(
+        model_path,
+        family_of(model.model_type, model_path, model.trust_remote_code, config.actor.model.vlm.paths),
+        min_pixels=config.data.image_min_pixels,
+        max_pixels=config.data.image_max_pixels,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def datasets_of(config: Config) -> dict[str, ProblemDataset]:
+    """Split, "train" and "val" if there is one → its rows."""
+    data = config.data
+    form = RowFormat(**{field.name: getattr(data, field.name) for field in fields(RowFormat)})
+    paths = {"train": data.train_data_paths, "val": data.val_data_paths}
+    return {split: ProblemDataset(named, split, form) for split, named in paths.items() if named}
+
+
+def env_maker_of(config: Config) -> EnvMaker:
+    rollout, reward = config.rollout, config.reward
+    rewards: dict[str, Any] = {"reward_max": reward.reward_max_val, "reward_min": reward.reward_min_val}
+    return EnvMaker(rollout.env_class, rollout.env_kwargs, rollout.env_files, GRADERS[reward.reward_type], **rewards)
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """What of a config decides whether a row can be used."""
+
+    config: Config
+    prompts: Prompts
+    make_env: EnvMaker
+
+    def filter(
+        self, dataset: ProblemDataset, rows: Sequence[int], see: Callable[[int, Problem, Request], None]
+    ) -> FilterResult:
+        """Which of `rows` can be used, graded, and have a prompt within data.max_prompt_length, expanded ids counted, or cut to that
+        (data.overlong; one that is to be dropped is bad where data.filter_prompt_by_length is false).
+
+        `see` is told the problem of each row that is one, and its prompt before it is cut; its images may turn out to be damaged."""
+        data, overlong = self.config.data, dict[int, tuple[int, int]]()
+        check = REFERENCE_CHECKS.get(self.config.reward.reward_type)
+
+        def length(row: int, problem: Problem) -> int:
+            try:
+                self.make_env.check(problem)
+            except ValueError as e:
+                raise RowError(problem.id, ENVIRONMENT_UNUSABLE, str(e)) from e
+            try:  # another environment may read the answer otherwise than the grader does
+                if check and self.make_env.name_of(problem) == SINGLE:
+                    check(problem.answer)
+            except GradingError as e:
+                raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
+            whole = self.prompts.of_row(problem, any_length=True)
+            see(row, problem, whole)
+            counted = data.overlong == "error" or data.overlong == "drop" and data.filter_prompt_by_length
+            if counted or len(whole.ids) <= data.max_prompt_length:
+                return len(whole.ids)
+            cut = self.prompts.of_row(problem)
+            overlong[row] = len(whole.ids), len(whole.images) - len(cut.images)
+            return len(cut.ids)
+
+        found = dataset.filter_by_length(rows, length, data.max_prompt_length)
+        return replace(found, cut={row: overlong[row] for row in overlong if row in found.kept})
