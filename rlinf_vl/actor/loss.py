@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from rlinf_vl.actor.terms import Passes, extra_terms
 from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.models.transfer import on_device
@@ -15,7 +16,7 @@ def micro_batch_loss(
     logprobs: torch.Tensor,
     entropy: torch.Tensor,
     old_logprobs: torch.Tensor,
-    ref_logprobs: torch.Tensor | None,
+    passes: Passes,
     batch: MicroBatch,
     algorithm: AlgorithmConfig,
     denominator: int,
@@ -25,7 +26,7 @@ def micro_batch_loss(
     Args:
         logprobs, entropy: float32 [R], differentiable, of the current weights.
         old_logprobs: float32 [R], detached, of the weights before the first optimizer step.
-        ref_logprobs: float32 [R], of the reference policy; None if kl_beta is 0.
+        passes: what further passes over the same tokens say, for `extra_terms`.
         denominator: the mini-batch's, a count over all its micro-batches and ranks.
     """
     n, device = len(logprobs), logprobs.device
@@ -54,15 +55,10 @@ def micro_batch_loss(
         **segments,
     )
     sums = MetricSums()
-    if algorithm.kl_beta > 0:
-        assert ref_logprobs is not None
-        kl = divergence(ref_logprobs, logprobs, mask, algorithm.kl_penalty_type)
-        per_token = per_token + algorithm.kl_beta * kl
-        sums.add("actor/ref_kl", kl.detach().sum(), n)
-    if algorithm.entropy_bonus:
-        per_token = per_token - algorithm.entropy_bonus * entropy
+    for name, weight, values in extra_terms(logprobs, entropy, passes, algorithm):
+        per_token = per_token + weight * values if weight else per_token
+        sums.add(name, values.detach().sum(), n)
     loss = aggregate(per_token, mask, mode=algorithm.loss_agg_func, denominator=denominator, **segments)
-    sums.add("actor/entropy", entropy.detach().sum(), n)
     if not n:
         return loss, sums
     for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):

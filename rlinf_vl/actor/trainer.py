@@ -23,6 +23,7 @@ from rlinf_vl.actor.batches import Advantages, BatchMaker, RankMiniBatch
 from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all
 from rlinf_vl.actor.offload import Offload
+from rlinf_vl.actor.terms import Passes
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config, OptimConfig
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import DTYPES, PARTS, checkpoint_blocks, load_model, part_of, vocab_size
@@ -118,17 +119,17 @@ class Trainer:
         for m, mini in enumerate(minibatches):
             load, balance = self._expert_load(), self._balance(groups, mini, advantages)
             for i, (batch, features) in enumerate(self.batches(mini, groups, advantages)):
-                ref_logprobs = None
+                passes = Passes()
                 if self.reference is not None:
                     with torch.no_grad(), span("reference"), adapters_off(self.reference.model):
                         # another model: it chooses its experts by itself
-                        ref_logprobs, _ = self.reference(replace(batch, routes=None), features)
+                        passes = Passes(reference=self.reference(replace(batch, routes=None), features)[0])
                 reduce_in_backward(self.policy, not gathers_once or i == len(mini.micro_batches) - 1)
                 with span("forward", micro_batch=i):
                     logprobs, entropy = self.policy(batch, features, load, balance)
                 before = old[m][i] if old[m] else logprobs.detach()
                 loss, part = micro_batch_loss(
-                    logprobs, entropy, before, ref_logprobs, batch, self.algorithm, mini.denominator
+                    logprobs, entropy, before, passes, batch, self.algorithm, mini.denominator
                 )
                 with span("backward", micro_batch=i):
                     (loss * self.mesh.size).backward()  # FSDP2 averages gradients; the loss is a sum over ranks

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlinf_vl.actor.loss import micro_batch_loss
+from rlinf_vl.actor.terms import Passes
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.types import MicroBatch
 
@@ -38,7 +39,7 @@ def test_the_loss_type_says_whose_ratio_counts(loss_type, expected):
     batch = batch_of([0, 0, 1], [1.0, 1.0, -2.0])
     old = torch.tensor([-1.0, -2.0, -0.5])
     logprobs = (old + torch.tensor([0.2, 0.4, -0.3])).requires_grad_()
-    loss, _ = micro_batch_loss(logprobs, torch.zeros(3), old, None, batch, algorithm, 3)
+    loss, _ = micro_batch_loss(logprobs, torch.zeros(3), old, Passes(), batch, algorithm, 3)
     assert loss.item() == pytest.approx(expected / 3)
 
 
@@ -52,6 +53,6 @@ def test_a_sequence_is_a_trajectory_or_a_turn(changes):
     batch = batch_of([0, 0, 0, 1], [1.0, 1.0, 1.0, -2.0], [0, 0, 1, 2])
     old = torch.tensor([-1.0, -2.0, -0.5, -0.5])
     logprobs = (old + torch.tensor([0.2, 0.4, 0.0, -0.3])).requires_grad_()
-    loss, _ = micro_batch_loss(logprobs, torch.zeros(4), old, None, batch, algorithm, 10)
+    loss, _ = micro_batch_loss(logprobs, torch.zeros(4), old, Passes(), batch, algorithm, 10)
     first = -math.exp(0.3) - 1 if changes else -math.exp(0.2)
     assert loss.item() == pytest.approx((first + 2 * math.exp(-0.3)) / 10)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.loss import micro_batch_loss
+from rlinf_vl.actor.terms import Passes
 from rlinf_vl.algorithms import AGGREGATION_MODES, IMPORTANCE_LEVELS
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.models import attention
@@ -97,7 +98,7 @@ def test_a_micro_batch_on_a_device_is_queued(aggregation, level, monkeypatch):
         with Waits() as seen:
             logprobs, entropy = policy(batch, features)
             before, algorithm = logprobs.detach(), algorithm_of(aggregation, level)
-            loss, part = micro_batch_loss(logprobs, entropy, before, before, batch, algorithm, 13)
+            loss, part = micro_batch_loss(logprobs, entropy, before, Passes(before), batch, algorithm, 13)
             loss.backward()
             sums.merge(part)
         assert not +seen.counts, dict(seen.counts)
