@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,22 +49,57 @@ class Reservation:
     placement: Placement  #: the slots behind them
 
 
+#: What Ray was started with where it outlives its run (see `ray_cluster`), and its address; None: nothing was left running.
+_kept: tuple[tuple[Any, ...], str] | None = None
+
+
 @contextmanager
-def ray_cluster(config: Config) -> Iterator[None]:
-    """Join the cluster that `cluster.ray_address` names, or run a private one on this machine while the context lasts.
+def ray_cluster(config: Config, keep: bool = False) -> Iterator[dict[str, Any]]:
+    """Join the cluster that `cluster.ray_address` names, or run a private one on this machine while the context lasts. Yields
+    further Ray options of each actor.
+
+    Args:
+        keep: leave Ray running for the next run of this process, unless the block raises. Where Ray runs already, the caller's
+            own `ray.init` or kept by a run of the same settings, it is used as it is, and left running.
 
     Raises:
         ConfigError: nothing answers at the address of the cluster, several nodes are asked for and there is none to join, or
             its nodes can't run this run's interpreter.
     """
-    cluster = config.cluster
+    global _kept
+    environment = _actor_environment(config.cluster)
+    settings = config.cluster.ray_address, _slots(config.cluster), config.cluster.object_store_memory, environment
+    running = ray.get_runtime_context().gcs_address if keep and ray.is_initialized() else None
+    if running and (_kept is None or _kept[1] != running):
+        log.info("using the Ray of this process, at %s", running)
+        yield {"runtime_env": {"env_vars": environment}}
+        return
+    try:
+        if not running or _kept is None or _kept[0] != settings:
+            ray.shutdown()
+            _start_ray(config.cluster, environment)
+        yield {}
+        _kept = (settings, ray.get_runtime_context().gcs_address) if keep else None
+    except BaseException:
+        _kept = None
+        raise
+    finally:
+        if _kept is None:
+            ray.shutdown()
+
+
+def _slots(cluster: ClusterConfig) -> int:
+    """CPUs of a private cluster."""
+    return max(os.cpu_count() or 1, slots_named(cluster.component_placement))
+
+
+def _start_ray(cluster: ClusterConfig, environment: dict[str, str]) -> None:
+    """Connect to a cluster, or start a private one; its workers have `environment`."""
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address, node_ip = cluster_to_join(cluster.ray_address, os.environ)
     RayConfig.initialize("")  # Ray read RAY_AUTH_MODE when it was imported; this is how it looks again
-    environment = _actor_environment(cluster)
-    former = {name: os.environ[name] for name in environment if name in os.environ}
     if address:
         if not reachable(address.removeprefix("ray://"), timeout=PROBE_S):  # Ray itself would wait for minutes
             variable = cluster.ray_address == "auto" and "RAY_ADDRESS" in os.environ
@@ -77,35 +112,34 @@ def ray_cluster(config: Config) -> Iterator[None]:
         runtime_env = {"py_executable": shlex.quote(sys.executable), "env_vars": environment}
         with _explain_versions(address):
             ray.init(address=address, _node_ip_address=node_ip, runtime_env=runtime_env, **quiet)
+        _check_nodes()
     elif cluster.num_nodes > 1:
         raise ConfigError(
             f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, and none that "
             "ray_utils/start_ray.sh started runs on this node; start it, or name its head with cluster.ray_address=HOST:PORT"
         )
     else:
-        os.environ.update(environment)  # workers of a private cluster inherit it, for as long as that lives
-        with _own_sessions():
-            ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, slots_named(cluster.component_placement)),
-                object_store_memory=cluster.object_store_memory,
-                include_dashboard=False,
-                **quiet,
-            )
-    try:
-        if address:
-            _check_nodes()
-        yield
-    finally:
-        ray.shutdown()
-        for name in environment:
-            os.environ.pop(name, None)
-        os.environ.update(former)
+        former = {name: os.environ[name] for name in environment if name in os.environ}
+        os.environ.update(environment)  # every process of a private cluster inherits what its first ones got
+        try:
+            with _own_sessions():
+                ray.init(
+                    address="local",
+                    num_cpus=_slots(cluster),
+                    object_store_memory=cluster.object_store_memory,
+                    include_dashboard=False,
+                    **quiet,
+                )
+        finally:
+            for name in environment:
+                os.environ.pop(name)
+            os.environ.update(former)
 
 
 @contextmanager
-def reserve(config: Config, learns: bool = True) -> Iterator[Reservation]:
-    """Reserve the slots of every component for as long as the context lasts; those of actor ranks only if it `learns`.
+def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | None = None) -> Iterator[Reservation]:
+    """Reserve the slots of every component for as long as the context lasts; those of actor ranks only if it `learns`. `options`
+    are further Ray options of each actor.
 
     A slot is a GPU (`cluster.device` cuda) or a process's share of the CPUs. Components on one slot share its bundle.
 
@@ -134,12 +168,12 @@ def reserve(config: Config, learns: bool = True) -> Iterator[Reservation]:
         if nodes < cluster.num_nodes:
             way_out = "wait for them with ray_utils/check_ray.sh, or lower it"
             raise RunError(f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {nodes}; {way_out}")
-        options: list[dict[str, Any]] = []
+        seated: list[dict[str, Any]] = []
         for seat in users:
             strategy = PlacementGroupSchedulingStrategy(group, seats.index(seat))
             shares = {f"num_{kind.lower()}s": len(seat) / users.count(seat) for kind in kinds}
-            options.append({"scheduling_strategy": strategy, **shares})
-        actor, rollout = tuple(options[: len(ranks)]), tuple(options[len(ranks) :])
+            seated.append({"scheduling_strategy": strategy, **shares, **(options or {})})
+        actor, rollout = tuple(seated[: len(ranks)]), tuple(seated[len(ranks) :])
         yield Reservation(device, actor, rollout, placed)
     finally:
         remove_placement_group(group)

@@ -2,8 +2,13 @@
 
 import logging
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(Exception):
@@ -26,9 +31,23 @@ class StopRequest:
         self.number: int | None = None  # the last signal's
 
     def install(self) -> None:
-        """Handle both signals; again after `ray.init`, which installs handlers of its own."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._receive)
+        """Handle both signals; again after `ray.init`, which installs handlers of its own. Signals come to the main thread only:
+        in another one this does nothing."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._receive)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle both signals in the block; behind it they mean what they meant before."""
+        former = {number: signal.getsignal(number) for number in SIGNALS}
+        self.install()
+        try:
+            yield
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in former.items():
+                    signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: object) -> None:
         first, self.number = self.number is None, number

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlinf_vl import __main__ as command_line
+from rlinf_vl import running
 from rlinf_vl.config import config_keys
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.sources import peek
@@ -249,7 +250,7 @@ def main(monkeypatch, tmp_path) -> Callable[[list[str]], int]:
         raise PackageNotFoundError(name)
 
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(command_line, "_prepare_toys", goes_on)
+    monkeypatch.setattr(running, "prepare_toys", goes_on)
     monkeypatch.setattr(gpus, "gpu_memory", lambda: ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     monkeypatch.setattr(sglang_machine, "version", not_installed)

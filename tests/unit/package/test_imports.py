@@ -39,8 +39,8 @@ ROOMS = {
     },
 }  # fmt: skip
 ANYONE = {"errors", "types"}
-#: Makes the command line: imports whatever a verb needs.
-TOP = {"__main__", "__init__"}
+#: The command line, and what it shares with Python: they import whatever they need.
+TOP = {"__main__", "__init__", "api", "running"}
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -1,0 +1,183 @@
+"""One training run or one evaluation, from a config that is known to be sound to the end: what the command line and Python share.
+
+torch and Ray are imported when the config, the folder and the machine have been checked.
+"""
+
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlinf_vl.config import Config
+from rlinf_vl.config.toys import TOYS
+from rlinf_vl.errors import ConfigError, RunError, reason_of
+from rlinf_vl.observe.lines import EventLog
+from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.observe.spans import FOLDER as SPANS
+from rlinf_vl.observe.spans import record_spans
+from rlinf_vl.observe.status import StatusFile, write_environment
+from rlinf_vl.runtime import run_folder as folders
+from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
+
+log = logging.getLogger("rlinf_vl")
+
+
+def train(config: Config, stop_request: StopRequest, keep_ray: bool = False) -> int | None:
+    """Train in the config's folder, in which `runner.resume_dir` says where to go on; returns the signal that stopped the run.
+
+    Args:
+        keep_ray: as in `ray_cluster`.
+
+    Raises:
+        ConfigError, RunError: it can't begin, or can't go on.
+        KeyboardInterrupt: a signal ended it at once.
+    """
+    run_dir = folders.run_folder(config)
+    config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
+    with folders.locked(run_dir):
+        folders.recover_checkpoints(run_dir)
+        checkpoint = folders.find_checkpoint(run_dir, config.runner.resume_dir)
+        if checkpoint and 0 <= config.runner.max_steps <= (step := folders.load_state(checkpoint)["step"]):
+            log.info("nothing left: step %d of %d; raise runner.max_steps", step, config.runner.max_steps)
+            return None
+        from rlinf_vl.preflight import doctor  # which takes seconds to import
+
+        doctor.refuse(config)
+        events = EventLog(run_dir)
+        checkpoint = folders.open_folder(config, run_dir, checkpoint, partial(events.add, level=logging.INFO))
+        with _explained(run_dir):
+            return _run(config, run_dir, checkpoint, stop_request, keep_ray)
+
+
+def evaluate(
+    config: Config,
+    checkpoint: Path | None,
+    stop_request: StopRequest,
+    *,
+    subject: dict[str, Any],
+    samples: int,
+    by: Sequence[str],
+) -> Path:
+    """Answer the validation rows with the config's model, or with a checkpoint of it; returns the folder of the figures.
+
+    Args:
+        config: of `rlinf_vl.runtime.evaluation.evaluation_config`.
+        subject: what is evaluated, as `eval.json` says it.
+        samples: answers to each problem.
+        by: columns that get tables of their own; none: the usual ones.
+
+    Raises:
+        ConfigError, RunError, KeyboardInterrupt: as `train`.
+    """
+    run_dir = folders.run_folder(config)
+    config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
+    with folders.locked(run_dir):
+        # After the config is known to be sound: these imports and the toy's warm start take seconds.
+        from rlinf_vl.controller import evaluate
+        from rlinf_vl.observe.evaluation import render
+        from rlinf_vl.preflight import doctor
+
+        doctor.refuse(config)
+        model_path = prepare_toys(config)
+        columns = evaluate.columns_of(config, by)
+        folders.open_folder(config, run_dir, None, partial(EventLog(run_dir).add, level=logging.INFO))
+        with _explained(run_dir), ExitStack() as stack:
+            if checkpoint:
+                precision = config.rollout.model.precision
+                model_path = stack.enter_context(evaluate.exported(checkpoint, run_dir, precision))
+            progress, reservation = stack.enter_context(_machines(config, run_dir, stop_request, learns=False))
+            asked = {"samples": samples, "columns": columns, "subject": subject}
+            made = evaluate.evaluate(config, model_path, reservation, run_dir, progress, stop_request.check, **asked)
+    print(render(made))
+    return run_dir
+
+
+@contextmanager
+def _explained(run_dir: Path) -> Iterator[None]:
+    """Write the traceback of what nobody expected into the run's folder, and raise a RunError with the reason."""
+    try:
+        yield
+    except (ConfigError, RunError):
+        raise
+    except Exception as error:
+        path = run_dir / "error.txt"
+        try:
+            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError:
+            raise error from None
+        raise RunError(f"{reason_of(error)}\nThe whole of it is in {path}") from error
+
+
+def _run(
+    config: Config, run_dir: Path, checkpoint: Path | None, stop_request: StopRequest, keep_ray: bool
+) -> int | None:
+    """Train in a folder that is ready, from a checkpoint or from the start."""
+    # After the config is known to be sound: these imports and the toy's warm start take seconds.
+    from rlinf_vl.controller.run import run
+    from rlinf_vl.preflight.gpu_share import settle_gpu_share
+
+    model_path = prepare_toys(config)
+    start, stopped_by = time.monotonic(), None
+    metrics: dict[str, float] = {}
+    with (
+        _report_at_end(run_dir),
+        _machines(config, run_dir, stop_request, keep_ray=keep_ray) as (progress, reservation),
+    ):
+        settle_gpu_share(config, model_path, reservation)
+        try:
+            metrics = run(config, model_path, reservation, run_dir, progress, stop_request, checkpoint)
+        except Interrupted as stop:
+            stopped_by, progress.end, progress.reason = stop.number, "stopped", str(stop)
+    log.info("%.0f s from the start of Ray to its end", time.monotonic() - start)
+    log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
+    log.info("the run is in %s", run_dir)
+    return stopped_by
+
+
+@contextmanager
+def _machines(
+    config: Config, run_dir: Path, stop_request: StopRequest, learns: bool = True, keep_ray: bool = False
+) -> Iterator[tuple[RunProgress, Any]]:
+    """What shows how a run gets on, and its `Reservation`; in `run_dir` is then where it runs, and what each process does."""
+    from rlinf_vl.runtime.launch import ray_cluster, reserve
+
+    (run_dir / SPANS).mkdir(exist_ok=True)
+    write_environment(run_dir)
+    with RunProgress(StatusFile(run_dir)) as progress:
+        record_spans(run_dir, "controller")
+        progress.phase("starting Ray")
+        with ray_cluster(config, keep_ray) as options, reserve(config, learns, options) as reservation:
+            stop_request.install()  # Ray has put a handler of its own
+            yield progress, reservation
+
+
+@contextmanager
+def _report_at_end(run_dir: Path) -> Iterator[None]:
+    """Make the run's report when it has ended, well or not; a person in a hurry (Ctrl-C twice) gets none."""
+    try:
+        yield
+    finally:
+        if not isinstance(sys.exception(), KeyboardInterrupt) and (run_dir / "metrics.jsonl").exists():
+            from rlinf_vl.report import build_report
+
+            try:
+                log.info("the report: %s", build_report([run_dir]))
+            except Exception as error:  # what was trained is worth more than its report
+                log.warning("no report could be made of %s: %r", run_dir, error)
+
+
+def prepare_toys(config: Config) -> str:
+    """Make the data and checkpoint of the embedded tasks that the config names; returns the model's path."""
+    from rlinf_vl.toy.model import toy_checkpoint_path
+    from rlinf_vl.toy.task import toy_dataset_path
+
+    for path in TOYS.keys() & {*config.data.train_data_paths, *config.data.val_data_paths}:
+        for split in ("train", "val"):
+            toy_dataset_path(split, path)
+    model_path = config.rollout.model.model_path
+    return str(toy_checkpoint_path(model_path)) if model_path in TOYS else model_path
