@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 
-from rlinf_vl.data.images import decode
+from rlinf_vl.data.damage import check_pixels
 from rlinf_vl.data.rows import RowFormat, row_to_problem
 from rlinf_vl.data.sources import Source, open_source
 from rlinf_vl.data.unusable import BadRow, kind_and_reason
@@ -88,7 +88,7 @@ class ProblemDataset:
     ) -> FilterResult:
         """Sort rows by whether their prompt has at most `max_tokens` tokens, as `count_tokens(row, problem)` counts them.
 
-        Every image of those that fit is decoded once, as a header doesn't tell that a file is truncated.
+        The pixels of every image of those that fit are looked at once, as a header doesn't tell that a file is truncated.
         No row raises: one that can't be read, counted or decoded is in `bad`.
         """
         result = FilterResult()
@@ -100,7 +100,7 @@ class ProblemDataset:
                     continue
                 for image in problem.images:
                     if image.hash not in self._decodable:
-                        decode(image)
+                        check_pixels(image)
                         self._decodable.add(image.hash)
                 result.kept[i] = problem.answer
             except Exception as e:  # RowError, ImageError, and whatever a reader, a chat template or a tokenizer raises

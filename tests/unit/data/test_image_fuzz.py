@@ -1,6 +1,7 @@
 """Damaged and random bytes: each is a picture or an `ImageError`, soon, whatever Pillow's decoders do with it."""
 
 import io
+import re
 import warnings
 from functools import cache
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from rlinf_vl.data.damage import check_pixels
 from rlinf_vl.data.images import MAX_PIXELS, decode, image_size, to_image_ref
 from rlinf_vl.data.unusable import ImageError
 
@@ -57,10 +59,17 @@ def look(value: bytes | str) -> str | None:
         warnings.simplefilter("ignore")  # Pillow warns of much that it goes on with
         try:
             ref = to_image_ref(value, root=None)
-            decoded = decode(ref)
         except ImageError as e:
             assert e.kind in KINDS and e.reason and len(e.reason) < 1000
             return e.kind
+        try:
+            decoded = decode(ref)
+        except ImageError as e:
+            assert e.kind in KINDS and e.reason and len(e.reason) < 1000
+            with pytest.raises(ImageError, match=re.escape(e.reason[:60])):
+                check_pixels(ref)
+            return e.kind
+        check_pixels(ref)
         height, width = image_size(ref)
     assert decoded.mode == "RGB" and decoded.size == (width, height) and width * height <= MAX_PIXELS
     return None
