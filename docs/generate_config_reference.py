@@ -10,6 +10,7 @@ from omegaconf import MISSING
 from rlinf_vl.config import Key, config_keys
 from rlinf_vl.config.keys import config_sections
 from rlinf_vl.config.schema import Limit
+from rlinf_vl.config.schema.limits import OrCode
 
 PAGE = Path(__file__).with_name("config.md")
 
@@ -67,7 +68,8 @@ def _row(name: str, key: Key) -> tuple[str, ...]:
     if isinstance(key.allowed, Limit):
         must = f" *Must* {key.allowed.must}."
     elif key.allowed:
-        must = f" *Allowed:* {', '.join(f'`{value}`' for value in key.allowed)}."
+        code = ("module:Name", "path/to/file.py:Name") if isinstance(key.allowed, OrCode) else ()
+        must = f" *Allowed:* {', '.join(f'`{value}`' for value in (*key.allowed, *code))}."
     anchor = f'<a id="{name}"></a>`{name.rpartition(".")[2]}`'
     default = "must be given" if key.default == MISSING else f"`{_yaml(key.default)}`"
     meaning = key.doc if key.doc.endswith((".", "!")) else f"{key.doc}."

@@ -11,7 +11,9 @@ import os
 import re
 import textwrap
 import types
+import warnings
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -23,8 +25,10 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlinf_vl.code import collect_code, is_code
 from rlinf_vl.config.keys import config_keys, config_sections, suggestion
 from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import Rule, validate_config
 from rlinf_vl.errors import ConfigError, nearest
@@ -39,6 +43,9 @@ KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 WEIGHT_SYNC_ALIASES = {"nccl": "broadcast", "cuda_ipc": "shared_memory"}  # its former values
 ON_OFF = {"True": "on", "False": "off"}  # what YAML makes of them
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
+
+#: Former names of keys.
+RENAMED = {"rollout.env_files": "runner.code_files"}
 
 ConfigStore.instance().store(name=SCHEMA_NAME, node={})
 
@@ -61,14 +68,15 @@ def load_config(config_name: str, overrides: Sequence[str] = (), further: Sequen
 
 def parse_config(config_name: str, overrides: Sequence[str] = ()) -> Config:
     """`load_config` without validation: what a config says, whether or not it can work."""
-    written = _compose(_find(config_name))
+    path = _find(config_name)
+    written = _compose(path)
     typed = OmegaConf.structured(Config)
     problems = [*_override(written, overrides), *_fill(typed, written)]
     if problems:
         raise ConfigError(*problems)
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
-    _normalise(config)
+    _normalise(config, path.parent)
     return config
 
 
@@ -118,7 +126,10 @@ def _compose(path: Path) -> dict[str, Any]:
     """What a YAML file and those of its defaults list (the examples among them) say, unresolved: dotted name → value."""
     folders = sorted({f"file://{example.parent}" for example in examples().values()})
     try:
-        with initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
+        with warnings.catch_warnings(), initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
+            warnings.filterwarnings(
+                "ignore", "(?s).*Defaults list is missing `_self_`"
+            )  # what it then does is what is meant
             config = compose(path.stem, overrides=[f"hydra.searchpath={folders}"])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -127,7 +138,7 @@ def _compose(path: Path) -> dict[str, Any]:
 
 def _leaves(written: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in written.items():
-        key = f"{prefix}{name}"
+        key = RENAMED.get(f"{prefix}{name}", f"{prefix}{name}")
         if isinstance(value, dict) and value and key not in config_keys():
             yield from _leaves(value, f"{key}.")
         elif value or key not in config_sections():  # an empty section says nothing
@@ -239,20 +250,33 @@ def _absolute(path: str) -> str:
     return str(Path(os.path.expanduser(path)).absolute())
 
 
-def _normalise(config: Config) -> None:
-    """One spelling for every meaning, in place."""
+def _collect_code(config: Config, folders: Sequence[str]) -> None:
+    """Have the files that names of code lead to travel with the config, in place."""
+    for name, key in config_keys().items():
+        if isinstance(key.allowed, OrCode):
+            *sections, leaf = name.split(".")
+            section = reduce(getattr, sections, config)
+            value: Any = getattr(section, leaf)
+            setattr(section, leaf, _collected(value, folders, config.runner.code_files))
+
+
+def _collected(value: Any, folders: Sequence[str], files: dict[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_collected(one, folders, files) for one in value]
+    if isinstance(value, dict):
+        return value | {"function": _collected(value.get("function"), folders, files)}
+    return collect_code(value, folders, files) if isinstance(value, str) and is_code(value) else value
+
+
+def _normalise(config: Config, folder: Path) -> None:
+    """One spelling for every meaning, in place. `folder`: the config's, in which relative paths are looked for, too."""
     algorithm = config.algorithm
     algorithm.recompute_logprobs = algorithm.recompute_logprobs.lower()  # YAML's true arrives as "True"
     algorithm.kl_penalty_type = KL_ALIASES.get(algorithm.kl_penalty_type, algorithm.kl_penalty_type)
     rollout = config.rollout
     rollout.weight_sync = WEIGHT_SYNC_ALIASES.get(rollout.weight_sync, rollout.weight_sync)
     rollout.thinking.mode = ON_OFF.get(rollout.thinking.mode, rollout.thinking.mode)
-    path, _, name = rollout.env_class.rpartition(":")
-    if path.endswith(".py"):
-        path = _absolute(path)
-        rollout.env_class = f"{path}:{name}"
-        if path not in rollout.env_files and os.path.isfile(path):  # a missing one is refused with the class
-            rollout.env_files[path] = Path(path).read_text(encoding="utf-8", errors="replace")
+    _collect_code(config, [os.getcwd(), str(folder)])
     rollout.env_kwargs = with_texts(rollout.env_kwargs)
     for sampling in (algorithm.sampling_params, algorithm.val_sampling_params):
         if sampling.max_new_tokens is None:

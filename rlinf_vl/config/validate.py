@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
+from rlinf_vl.code import is_code
 from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.placement import parse_placement
 from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError, nearest
 
@@ -47,9 +49,10 @@ def _values(config: Config) -> Iterator[str]:
         allowed = key.allowed
         if isinstance(allowed, tuple):
             for one in value if isinstance(value, list) else [value]:
-                if one not in allowed:
+                if one not in allowed and not (isinstance(allowed, OrCode) and (is_code(one) or not allowed)):
+                    own = ", module:Name, path/to/file.py:Name" if isinstance(allowed, OrCode) else ""
                     hint = nearest(one, allowed)
-                    yield f"{name}: {one!r} is unknown; allowed: {', '.join(allowed)};{hint}".rstrip(";")
+                    yield f"{name}: {one!r} is unknown; allowed: {', '.join(allowed)}{own};{hint}".rstrip(";")
         elif isinstance(value, float) and not (
             math.isfinite(value) or (allowed and allowed.may_be_infinite and value > 0)
         ):

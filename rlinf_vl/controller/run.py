@@ -67,7 +67,7 @@ def run(
         pool = RolloutPool(config, model_path, device, reservation.rollout, report=replaced, check=stop.check)
         learner = ActorGroup(config, model_path, device, reservation.actor)
         data = find_usable_rows(config, run_dir, pool, progress)
-        if grades_answers(load_env_class(config.rollout.env_class, config.rollout.env_files)):
+        if grades_answers(load_env_class(config.rollout.env_class, config.runner.code_files)):
             write_baselines(run_dir, data.answers)
         gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
         sync = load_model(learner)

@@ -1,17 +1,11 @@
 """From the name of an environment to its class, and from a problem to an environment."""
 
-import hashlib
-import importlib
 import inspect
-import linecache
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from threading import RLock
-from types import ModuleType
 from typing import Any, cast
 
+from rlinf_vl.code import load_code
 from rlinf_vl.envs.base import Env, Grade
 from rlinf_vl.errors import nearest
 from rlinf_vl.types import Problem
@@ -28,80 +22,16 @@ ENVIRONMENTS = {
 }
 #: Keywords that a constructor gets if it names them.
 OFFERED = ("grade", "reward_max", "reward_min", "seed", "group_seed")
-_METHODS = {"start": "start(problem)", "step": "step(response)", "close": "close()"}
-_importing = RLock()
-
-
-class EnvClassError(ValueError):
-    """A name that leads to no environment."""
+_METHODS = ("start(problem)", "step(response)", "close()")
 
 
 def load_env_class(name: str, files: Mapping[str, str]) -> type:
-    """The class of a registered name, of `module:Class` or of `path/to/file.py:Class`.
+    """The class of a registered name, of `module:Class` or of `path/to/file.py:Class`. Raises CodeError, as `load_code`.
 
     Args:
-        files: path → source text of files that need not be on this machine (rollout.env_files). A relative path in `name` is one of
-            them if it ends one of their paths; every other file is read from the disk.
-
-    Raises:
-        EnvClassError: there is no such class, or it lacks a method. Its cause is what the code raised as it was imported.
+        files: runner.code_files.
     """
-    place, _, attribute = ENVIRONMENTS.get(name, name).rpartition(":")
-    if not place or not attribute:
-        known = ", ".join(sorted(ENVIRONMENTS))
-        raise EnvClassError(
-            f"no environment {name!r}; there are {known}; write module:Class or path/to/file.py:Class for another;"
-            f"{nearest(name, ENVIRONMENTS)}".rstrip(";")
-        )
-    try:
-        with _importing:
-            module = _module_of_file(place, files) if place.endswith(".py") else importlib.import_module(place)
-    except FileNotFoundError as error:
-        raise EnvClassError(f"{name!r}: no file {error.filename!r}; give the path of a Python file") from error
-    except (Exception, SystemExit) as error:  # whatever a module does as it is imported
-        at = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        install = "pip install 'rlinf_vl[envs]'" if name in ENVIRONMENTS else "install it where workers run"
-        way_out = f"; {install}" if isinstance(error, ModuleNotFoundError) else ""
-        raise EnvClassError(
-            f"{name!r}: {place}{at} can't be imported: {type(error).__name__}: {error}{way_out}"
-        ) from error
-    found = getattr(module, attribute, None)
-    if not isinstance(found, type):
-        classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
-        raise EnvClassError(
-            f"{name!r}: no class {attribute!r} in {place}; its classes are {', '.join(classes) or 'none'};"
-            f"{nearest(attribute, classes)}".rstrip(";")
-        )
-    if lacking := [call for method, call in _METHODS.items() if not callable(getattr(found, method, None))]:
-        raise EnvClassError(
-            f"{name!r}: {attribute} has no {' and no '.join(lacking)}; an environment has {', '.join(_METHODS.values())}"
-        )
-    return found
-
-
-def _module_of_file(path: str, files: Mapping[str, str]) -> ModuleType:
-    """The module that a file's text makes, executed once in a process."""
-    path = os.path.expanduser(path)
-    ends = f"/{os.path.normpath(path)}"
-    full = next((k for k in files if os.path.realpath(k) == os.path.realpath(path) or k.endswith(ends)), None)
-    if full is None:
-        full = os.path.abspath(path)
-        with open(full, encoding="utf-8") as file:
-            text = file.read()
-    else:
-        text = files[full]
-    name = f"rlinf_vl_env_{hashlib.sha256(f'{full}:{text}'.encode()).hexdigest()[:16]}"
-    if name not in sys.modules:
-        module = ModuleType(name)
-        module.__file__ = full
-        sys.modules[name] = module  # dataclasses and annotations look there
-        linecache.cache[full] = (len(text), None, text.splitlines(keepends=True), full)  # for tracebacks
-        try:
-            exec(compile(text, full, "exec"), vars(module))
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    return load_code(name, ENVIRONMENTS, files, what="environment", signature=_METHODS)
 
 
 def grades_answers(cls: type) -> bool:
@@ -131,7 +61,7 @@ class EnvMaker:
     Attributes:
         name, kwargs: rollout.env_class and rollout.env_kwargs. A row may name another class (`Problem.env_class`), which gets none
             of `kwargs`; and a row's column `env_kwargs` has further ones, over those.
-        files: rollout.env_files.
+        files: runner.code_files.
     """
 
     name: str

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rlinf_vl.code import CodeError
 from rlinf_vl.config import Config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.toys import TOYS
@@ -24,7 +25,7 @@ from rlinf_vl.data.sources import Peek, first_rows, peek, peek_seeds
 from rlinf_vl.data.videos import COLUMNS as VIDEO_COLUMNS
 from rlinf_vl.data.videos import video_in
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
-from rlinf_vl.envs.registry import EnvClassError, EnvMaker, keyword_problems, load_env_class
+from rlinf_vl.envs.registry import EnvMaker, keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.preflight import gpus
 from rlinf_vl.preflight.checkpoint import checkpoint
@@ -121,12 +122,14 @@ def _environment(config: Config) -> Iterator[str]:
     """An environment is made once (and closed): what its constructor refuses is told now."""
     rollout, scale = config.rollout, config.reward
     try:
-        found = load_env_class(rollout.env_class, rollout.env_files)
+        found = load_env_class(rollout.env_class, config.runner.code_files)
         problems = [f"rollout.env_kwargs: {problem}" for problem in keyword_problems(found, rollout.env_kwargs)]
         yield from problems
         if not problems:
             rewards = {"reward_max": scale.reward_max_val, "reward_min": scale.reward_min_val}
-            make = EnvMaker(rollout.env_class, rollout.env_kwargs, rollout.env_files, lambda *_: False, **rewards)
+            make = EnvMaker(
+                rollout.env_class, rollout.env_kwargs, config.runner.code_files, lambda *_: False, **rewards
+            )
             env = make(Problem("", (), ""), 0, 0)
             with suppress(Exception):  # as in a run, where an environment that does not close harms nobody
                 closed = env.close()
@@ -137,7 +140,7 @@ def _environment(config: Config) -> Iterator[str]:
         if absent and importlib.util.find_spec("torch") is None:
             return  # not the Python that will run it
         built = f"{rollout.env_class!r} can't be made: {type(error).__name__}: "
-        yield f"rollout.env_class: {'' if isinstance(error, EnvClassError) else built}{error}"
+        yield f"rollout.env_class: {'' if isinstance(error, CodeError) else built}{error}"
 
 
 def _hub_data(key: str, path: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ from rlinf_vl.data.rows import RowFormat
 from rlinf_vl.data.sources import open_source
 from rlinf_vl.data.unusable import RowError, shorten
 from rlinf_vl.envs import Env, EnvMaker, StepResult
-from rlinf_vl.envs.registry import EnvClassError, keyword_problems, load_env_class
+from rlinf_vl.envs.registry import keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rollout.calls import Calls, CallTimeout
@@ -340,7 +340,7 @@ def main(arguments: argparse.Namespace) -> int:
         if problems:
             raise ConfigError(*problems)
         played = [_PROBLEM] if arguments.data is None else _problems(arguments.data, form)
-    except (EnvClassError, RowError) as error:
+    except RowError as error:
         raise ConfigError(str(error)) from error
     make = EnvMaker(arguments.env_class, kwargs, {}, lambda response, answer: answer in response, 1.0, 0.0)
     check = Check(make, inspect.getfile(found), arguments.time_limit)

@@ -40,7 +40,9 @@ def datasets_of(config: Config) -> dict[str, ProblemDataset]:
 def env_maker_of(config: Config) -> EnvMaker:
     rollout, reward = config.rollout, config.reward
     rewards: dict[str, Any] = {"reward_max": reward.reward_max_val, "reward_min": reward.reward_min_val}
-    return EnvMaker(rollout.env_class, rollout.env_kwargs, rollout.env_files, GRADERS[reward.reward_type], **rewards)
+    return EnvMaker(
+        rollout.env_class, rollout.env_kwargs, config.runner.code_files, GRADERS[reward.reward_type], **rewards
+    )
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,13 @@ TEXT_FAMILIES = ("qwen3",)
 MIXTURE_FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")
 
 
+class OrCode(tuple[str, ...]):
+    """Strings that a value may be, beside `module:Name` and `path/to/file.py:Name`; empty where another table has the names.
+
+    In a list of mappings, each one's `function` is such a name.
+    """
+
+
 def key(default: T, allowed: Limit | tuple[str, ...]) -> T:
     """A field whose value, or each of whose values, must meet the limit or be one of the strings."""
     return field(default_factory=lambda: copy.copy(default), metadata={"allowed": allowed})

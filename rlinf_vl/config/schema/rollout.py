@@ -5,15 +5,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rlinf_vl.config.schema.limits import AT_LEAST_1, DTYPES, FAMILIES, POSITIVE, SHARE_OR_AUTO, key
+from rlinf_vl.config.schema.limits import AT_LEAST_1, DTYPES, FAMILIES, POSITIVE, SHARE_OR_AUTO, OrCode, key
 
 
 @dataclass
 class RolloutModelConfig:
     model_path: str = MISSING
     """Checkpoint folder (HF format) or hub name, for policy and reference; or an embedded task (`toy`), for its tiny model."""
-    model_type: str = key("auto", ("auto", *FAMILIES))
-    """Model family; auto: the one that the checkpoint's config.json names."""
+    model_type: str = key("auto", OrCode(("auto", *FAMILIES)))
+    """Model family; auto: the one that the checkpoint's config.json names. Or a `Family` of yours, path/to/file.py:FAMILY."""
     precision: str = key("bf16", DTYPES)
     """The engine's dtype: fp32, bf16 or fp16. Weights are cast to it once, before they travel."""
     trust_remote_code: bool = False
@@ -64,15 +64,12 @@ class RolloutConfig:
     """Responses decoded at once by one worker; further ones wait."""
     model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
     thinking: ThinkingConfig = field(default_factory=ThinkingConfig)
-    env_class: str = "single_turn"
+    env_class: str = key("single_turn", OrCode())
     """Environment: a registered name (single_turn), module:Class, or path/to/file.py:Class, whose text travels to the workers.
     A row's column env_class names that row's own."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keywords for the environment's constructor. A value `@path` is replaced by the text of that file (relative to the working
     folder, or else to the examples). A row's column env_kwargs has further ones, over these."""
-    env_files: dict[str, str] = field(default_factory=dict)
-    """Path → text of the file that env_class names: filled in when a config is loaded, so that a run can go on where the file
-    isn't, or has changed since. Leave it out."""
     max_turns: int | None = key(None, AT_LEAST_1)
     """Most answers of an episode, which then ends; null leaves it to the environment and to runner.seq_length."""
     max_concurrent_rollouts: int | None = key(None, AT_LEAST_1)

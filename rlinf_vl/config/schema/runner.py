@@ -14,6 +14,7 @@ from rlinf_vl.config.schema.limits import (
     POSITIVE_OR_INFINITE,
     STORE_BYTES,
     Limit,
+    OrCode,
     key,
 )
 
@@ -39,8 +40,9 @@ class ClusterConfig:
 
 @dataclass
 class LoggerConfig:
-    logger_backends: list[str] = key(["tensorboard"], ("tensorboard", "wandb", "trackio"))
-    """Trackers beside metrics.jsonl, which is always written: tensorboard, wandb, trackio."""
+    logger_backends: list[str] = key(["tensorboard"], OrCode(("tensorboard", "wandb", "trackio")))
+    """Trackers beside metrics.jsonl, which is always written: tensorboard, wandb, trackio; or path/to/file.py:function, which is
+    given a `TrackedRun`."""
     project_name: str = "rlinf_vl"
     """Project name given to wandb and trackio."""
 
@@ -105,6 +107,9 @@ class RunnerConfig:
     """Times that a run starts its actor ranks again, from the last complete checkpoint, when one of them dies or hangs."""
     max_bad_steps: int = key(3, AT_LEAST_1)
     """Steps in a row with a gradient that is not finite, each of them skipped, after which the run stops."""
+    code_files: dict[str, str] = field(default_factory=dict)
+    """Path → text of the files that names of code lead to (rollout.env_class, …), and of those beside them that they import. Filled
+    in when a config is loaded, so that workers and a resumed run need no such file: leave it out."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     trajectories: TrajectoriesConfig = field(default_factory=TrajectoriesConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

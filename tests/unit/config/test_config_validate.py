@@ -8,7 +8,7 @@ from rlinf_vl.config import config_keys, load_config
 from rlinf_vl.config.schema import Limit
 from rlinf_vl.errors import ConfigError
 
-CHOICES = {name: key.allowed for name, key in config_keys().items() if isinstance(key.allowed, tuple)}
+CHOICES = {name: key.allowed for name, key in config_keys().items() if isinstance(key.allowed, tuple) and key.allowed}
 LIMITS = {name: key.allowed for name, key in config_keys().items() if isinstance(key.allowed, Limit)}
 MAY_BE_INFINITE = {"actor.optim.clip_grad", "algorithm.importance_sampling_clip", "runner.trajectories.max_gb"}
 

@@ -7,7 +7,7 @@ import pytest
 
 from rlinf_vl.config import load_config, save_config
 from rlinf_vl.envs import ENVIRONMENTS, EnvMaker
-from rlinf_vl.envs.registry import EnvClassError, grades_answers, keyword_problems, load_env_class
+from rlinf_vl.envs.registry import grades_answers, keyword_problems, load_env_class
 from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.inputs import RULES
@@ -75,7 +75,7 @@ def test_a_row_names_its_own_class_and_keywords(envs):
         == load_env_class(f"{envs}:Other", {}).__init__.__globals__["Size"]()
     )
     assert make(Problem("p", (), "", columns={"env_kwargs": {"size": 9}}), 1, 2).got == (9, 1, 2, True)
-    with pytest.raises(EnvClassError, match="no environment 'sinlge_turn'.*did you mean 'single_turn'"):
+    with pytest.raises(match="no environment 'sinlge_turn'.*did you mean 'single_turn'"):
         make.check(Problem("p", (), "", env_class="sinlge_turn"))
     with pytest.raises(ValueError, match="Other takes no keyword 'size'"):
         make.check(Problem("p", (), "", env_class=f"{envs}:Other", columns={"env_kwargs": {"size": 1}}))
@@ -93,13 +93,13 @@ def test_a_class_is_the_runs_however_it_is_written(envs, tmp_path):
 def test_a_file_travels_as_text_with_all_of_its_classes(envs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config("toy-grpo-cpu", ["rollout.env_class=envs.py:One"], RULES)
-    assert config.rollout.env_class == f"{envs}:One" and config.rollout.env_files == {str(envs): ENVS}
+    assert config.rollout.env_class == f"{envs}:One" and config.runner.code_files == {str(envs): ENVS}
     save_config(config, tmp_path / "run/config.yaml")
     envs.unlink()
     monkeypatch.chdir("/")
     again = load_config(str(tmp_path / "run/config.yaml"), further=RULES)
     assert again == config
-    make = maker(again.rollout.env_class, again.rollout.env_files)
+    make = maker(again.rollout.env_class, again.runner.code_files)
     assert make(PROBLEM, 7, 8).got[0] == 3
     other = make(Problem("p", (), "", env_class="envs.py:Other"), 0, 0)
     assert type(other).__mro__[1] is type(make(PROBLEM, 0, 0)), "one module for all classes of a file"
@@ -112,10 +112,10 @@ def test_a_file_travels_as_text_with_all_of_its_classes(envs, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "kwargs", "expected"),
     [
-        ("sinlge_turn", "{}", ["no environment 'sinlge_turn'", "did you mean 'single_turn'", "path/to/file.py:Class"]),
+        ("sinlge_turn", "{}", ["no environment 'sinlge_turn'", "did you mean 'single_turn'", "path/to/file.py:Name"]),
         ("nowhere.py:One", "{}", ["no file '{here}/nowhere.py'"]),
         ("envs.py:Oen", "{}", ["no class 'Oen' in {here}/envs.py", "Size, One, Other, Mute", "did you mean 'One'"]),
-        ("envs.py:function", "{}", ["no class 'function'"]),
+        ("envs.py:function", "{}", ["function is no class; an environment has start(problem)"]),
         ("envs.py:", "{}", ["no environment '{here}/envs.py:'"]),
         ("envs.py:Mute", "{}", ["Mute has no step(response) and no close()"]),
         ("broken.py:One", "{}", ["broken.py, line 2 can't be imported: SyntaxError"]),

@@ -11,9 +11,10 @@ import pytest
 import rlinf_vl
 
 PACKAGE = Path(rlinf_vl.__file__).parent
-#: Room → the rooms that it may import; `errors` and `types` are known everywhere but in `algorithms`.
+#: Room → the rooms that it may import; `code`, `errors` and `types` are known everywhere but in `algorithms`.
 ROOMS = {
     "algorithms": set(),
+    "code": set(),
     "errors": set(),
     "types": set(),
     "config": set(),
@@ -38,7 +39,7 @@ ROOMS = {
         "toy", "transport",
     },
 }  # fmt: skip
-ANYONE = {"errors", "types"}
+ANYONE = {"code", "errors", "types"}
 #: The command line, and what it shares with Python: they import whatever they need.
 TOP = {"__main__", "__init__", "api", "running"}
 

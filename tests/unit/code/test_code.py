@@ -1,0 +1,150 @@
+"""From a name to code from outside: files, those beside them and notebooks as texts; what is refused without running it."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from rlinf_vl.code import CodeError, check_code, collect_code, load_code, pickled
+from rlinf_vl.config import load_config, save_config
+
+REWARD = {"what": "reward", "signature": "score(response, answer, **row) or score(completions, **columns)"}
+LOSS = {"what": "loss", "signature": "loss(logprobs, advantages, *, clip)"}
+CLASS = {"what": "environment", "signature": ("start(problem)", "close()")}
+
+
+def test_a_file_travels_with_the_modules_beside_it_and_no_others(tmp_path, monkeypatch):
+    for name, text in {
+        "score.py": "import json\nimport numpy\nfrom words import count\nfrom kit.tools import TWO\n"
+        "def score(response, answer, **row): return count(response) * TWO + later()\n"
+        "def later():\n    import lazily\n    return lazily.HUNDRED\n",
+        "words.py": "def count(text): return len(text.split())\n",
+        "kit/__init__.py": "",
+        "kit/tools.py": "from . import numbers\nTWO = numbers.TWO\n",
+        "kit/numbers.py": "TWO = 2\n",
+        "lazily.py": "HUNDRED = 100\n",
+        "unused.py": "1 / 0\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    files = {}
+    name = collect_code("score.py:score", ["/nowhere", str(tmp_path)], files)
+    assert name == f"{tmp_path}/score.py:score"
+    beside = {"score.py", "words.py", "lazily.py", "kit/__init__.py", "kit/tools.py", "kit/numbers.py"}
+    assert files.keys() == {f"{tmp_path}/{path}" for path in beside}
+    for path in beside:
+        (tmp_path / path).unlink()
+    assert load_code(name, {}, files, **REWARD)("one two three", "") == 106
+    assert load_code("score.py:score", {}, files, **REWARD) is load_code(name, {}, files, **REWARD)
+    changed = files | {f"{tmp_path}/words.py": "def count(text): return 0\n"}
+    assert load_code(name, {}, changed, **REWARD)("one two three", "") == 100
+
+
+def test_an_object_of_a_notebook_travels_without_its_module(tmp_path):
+    (tmp_path / "own_words.py").write_text("def count(text): return len(text.split())\n")
+    script = (
+        "import own_words, yaml, sys; from rlinf_vl.code import pickled; factor = 3\n"
+        "def score(response, answer, **row): return own_words.count(response) * factor\n"
+        "yaml.safe_dump([pickled(score), pickled(lambda response, answer: 7.0)], sys.stdout)"
+    )
+    told = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (name, path, text), (other, other_path, other_text) = yaml.unsafe_load(told.stdout)
+    assert (name, path) == ("score.pkl:score", "score.pkl") and "own_words" not in sys.modules
+    files = {path: text, other_path: other_text}
+    assert load_code(name, {}, files, **REWARD)("a b", "") == 6
+    assert load_code(other, {}, files, **REWARD)("a b", "") == 7.0
+    with pytest.raises(CodeError, match="no 'score.pkl' in runner.code_files"):
+        load_code(name, {}, {}, **REWARD)
+    with pytest.raises(CodeError, match="can't travel to the workers: TypeError.*path/to/file.py:Name"):
+        pickled(sys._getframe())
+
+
+def test_a_config_anywhere_builds_on_ours_and_finds_code_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "trackers.py").write_text("def open_csv(run): ...\n")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [toy-grpo-cpu]\nrunner:\n  experiment_name: mine\n  logger:\n    logger_backends: ['trackers.py:open_csv']\n"
+    )
+    config = load_config(str(tmp_path / "mine.yaml"))
+    assert config.runner.logger.logger_backends == [f"{tmp_path}/trackers.py:open_csv"]
+    assert config.runner.code_files == {f"{tmp_path}/trackers.py": "def open_csv(run): ...\n"}
+    save_config(config, tmp_path / "run/config.yaml")
+    (tmp_path / "trackers.py").unlink()
+    assert load_config(str(tmp_path / "run/config.yaml")) == config
+    text = (tmp_path / "run/config.yaml").read_text()
+    former = yaml.safe_load(text)
+    former["rollout"]["env_files"] = former["runner"].pop("code_files")
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(former))
+    assert load_config(str(tmp_path / "run/config.yaml")) == config, "under its former name"
+
+
+CODE = """
+import torch_that_is_not_here
+from elsewhere import taken
+async def judge(response, answer, question=None, **row): return 1.0
+def foreign(completions, solution, **kwargs): return [1.0]
+def nothing(): pass
+def loss(logprobs, advantages, *, clip): pass
+def lenient(logprobs, advantages, **options): pass
+def unclipped(logprobs, advantages): pass
+def thrice(a, b, c, *, clip): pass
+VALUE = 3
+class Good:
+    def __init__(self, size): pass
+    def start(self, problem): pass
+    def close(self): pass
+class Derived(Good): pass
+class Short(object):
+    def start(self): pass
+    def close(self): pass
+class Mute:
+    close = None
+    def start(self, problem): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "expected"),
+    [
+        ("judge", REWARD, None),
+        ("foreign", REWARD, None),
+        ("nothing", REWARD, "nothing() doesn't take these arguments; a reward is called as score(response, answer, **row) or"),
+        ("loss", LOSS, None),
+        ("lenient", LOSS, None),
+        ("unclipped", LOSS, "unclipped(logprobs, advantages) doesn't take these arguments; a loss is called as loss(logprobs,"),
+        ("thrice", LOSS, "thrice(a, b, c, *, clip) doesn't take these arguments"),
+        ("los", LOSS, "no function 'los' in {path}; its functions are judge, foreign, nothing, loss, lenient, unclipped, thrice"),
+        ("taken", LOSS, None),  # only running it would tell
+        ("Good", CLASS, None),
+        ("Derived", CLASS, None),
+        ("Short", CLASS, "Short.start(self) can't be called as start(problem); an environment has start(problem), close()"),
+        ("loss", CLASS, "loss is no class; an environment has start(problem), close()"),
+        ("Mute", CLASS, None),
+    ],
+)  # fmt: skip
+def test_what_is_refused_without_running_it(tmp_path, name, wanted, expected):
+    (tmp_path / "code.py").write_text(CODE)
+    path = f"{tmp_path}/code.py"
+    if expected is None:
+        return check_code(f"{path}:{name}", {}, {}, **wanted)
+    with pytest.raises(CodeError) as error:
+        check_code(f"{path}:{name}", {}, {}, **wanted)
+    assert expected.format(path=path) in str(error.value)
+    working = CODE.replace("import torch_that_is_not_here\nfrom elsewhere import taken", "")
+    with pytest.raises(CodeError) as error:
+        load_code(f"{path}:{name}", {}, {path: working}, **wanted)
+    assert expected.format(path=path).partition("; its")[0] in str(error.value), "the same of the real thing"
+
+
+def test_a_module_and_an_instance(tmp_path, monkeypatch):
+    (tmp_path / "thing_of_test_code.py").write_text("class Family: pass\nFAMILY = Family()\nOTHER = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    wanted = {"what": "model family", "signature": "Family"}
+    assert type(load_code("thing_of_test_code:FAMILY", {}, {}, **wanted)).__name__ == "Family"
+    with pytest.raises(CodeError, match="OTHER is an int; a model family is a Family"):
+        load_code("thing_of_test_code:OTHER", {}, {}, **wanted)
+    with pytest.raises(CodeError, match="no_such_module_at_all can't be imported: ModuleNotFoundError"):
+        check_code("no_such_module_at_all:X", {}, {}, **wanted)
+    assert load_code("one", {"one": "json:dumps"}, {}, **REWARD)([1]) == "[1]", "what is registered isn't looked at"
