@@ -208,9 +208,14 @@ def half(model):
     return model
 
 
-def plain_reference(layout: Layout, kind: str = "mixed"):
-    """The same step in one process: transformers' own forward a trajectory at a time, formulas written out, SGD by hand."""
+def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = None):
+    """The same step in one process: transformers' own forward a trajectory at a time, formulas written out, SGD by hand. With a
+    `nudge`, of weights that are off by their last bit, at random."""
     model, reference = (tiny_model(seed, family=layout.family, **layout.sizes) for seed in (0, 0 if layout.lora else 9))
+    if nudge is not None:
+        random = torch.Generator().manual_seed(nudge)
+        for p in model.parameters():
+            p.data *= 1 + 2**-24 * torch.randn(p.shape, generator=random)
     if layout.lora:
         model = with_values(peft_model(layout.family, adapters_of(layout), **layout.sizes))
         if layout.quantization != "none":

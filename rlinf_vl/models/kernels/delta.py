@@ -153,10 +153,11 @@ def _by_chunk(qk, v, g, beta, layout: DeltaLayout, initial: torch.Tensor | None)
     v_chunks = _Gather.apply(v.reshape(-1, value_dim).float(), *values, None).view(-1, *grouped, size, value_dim)
     g, beta = (_Gather.apply(x, chunks.tokens, chunks.places, None).view(-1, size, heads) for x in (g, beta))
     g, beta = (x.transpose(1, 2).masked_fill(chunks.padding, 0).unflatten(1, grouped) for x in (g, beta))
-    total = g.cumsum(-1)
+    total = g.cumsum(-1, dtype=torch.float64)  # differences of large sums
     a, p = _Scores.apply(q, k, total, beta)
-    beta, grown, left = (x.unsqueeze(-1) for x in (beta, total.exp(), (total[..., -1:] - total).exp()))
-    parts = a, v_chunks * beta, k * (grown * beta), k * left, q * grown, p, total[..., -1].exp()
+    grown, left = total.float().exp(), (total[..., -1:] - total).float().exp()
+    beta, whole, grown, left = beta.unsqueeze(-1), grown[..., -1], grown.unsqueeze(-1), left.unsqueeze(-1)
+    parts = a, v_chunks * beta, k * (grown * beta), k * left, q * grown, p, whole
     a, v_beta, k_beta, *parts = (x.flatten(0, 2) for x in parts)
     u, w = _Solve.apply(a, v_beta, k_beta)
     out, states = _Scan.apply(u, w, *parts, heads, chunks, initial)
@@ -207,13 +208,13 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scores(torch.autograd.Function):
-    """A and P, [K, Hk, r, c, c], of q and k [K, Hk, 1, c, dk], sums of log decays and β [K, Hk, r, c]. What A has on its diagonal
-    doesn't count."""
+    """A and P, [K, Hk, r, c, c], of q and k [K, Hk, 1, c, dk], sums of log decays (float64) and β [K, Hk, r, c]. What A has on
+    its diagonal doesn't count."""
 
     @staticmethod
     def forward(ctx, q, k, total, beta):
         mask = torch.full((total.shape[-1],) * 2, -torch.inf, device=total.device).triu(1)
-        decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).add_(mask).exp_()
+        decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).float().add_(mask).exp_()
         a, p = ((x @ k.transpose(-1, -2)) * decay for x in (k, q))
         ctx.save_for_backward(q, k, beta, decay, a, p)
         return a * beta.unsqueeze(-1), p
@@ -224,7 +225,7 @@ class _Scores(torch.autograd.Function):
         product = da * a
         dbeta, beta = product.sum(-1), beta.unsqueeze(-1)
         of_logs = product.mul_(beta).addcmul_(dp, p)
-        dtotal = of_logs.sum(-1) - of_logs.sum(-2)
+        dtotal = (of_logs.sum(-1) - of_logs.sum(-2)).double()
         dkk = (da * beta).mul_(decay).sum(2, keepdim=True)
         dqk = (dp * decay).sum(2, keepdim=True)
         dk = dqk.transpose(-1, -2) @ q + (dkk + dkk.transpose(-1, -2)) @ k

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from rlinf_vl.models.kernels import delta
 from rlinf_vl.models.kernels.delta import Mixer, delta_rule, inverse_of_unit_lower
@@ -82,6 +83,25 @@ def assert_alike(lengths, prefix, sizes, decay=1.0, atol=2e-6):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_equals_a_loop_over_tokens(row, sizes):
     assert_alike(*ROWS[row], sizes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 16, 4), (1, 5, 20, 33, 4)], ids=str)
+def test_fast_decays_among_slow_ones_are_half_as_far_from_float64_as_with_transformers(sizes, seed):
+    """Sums of log decays reach hundreds within a chunk, where a slow decay is a difference of two of them."""
+    (key_heads, heads, dk, dv, width), tokens = sizes, 200
+    qkv, g, beta, weight = (x.detach().float() for x in inputs(tokens, sizes, 1e-2, seed))
+    g = torch.where(torch.rand(tokens, heads) < 0.3, 2e3 * g, g)
+    exact = by_path([tokens], [-1], *(x.double() for x in (qkv, g, beta, weight)), sizes)[0]
+    found = ours([tokens], [-1], qkv, g, beta, weight, sizes)[0]
+    windows = torch.cat([qkv.new_zeros(width - 1, qkv.shape[1]), qkv]).unfold(0, width, 1)
+    mixed = silu((windows * weight).sum(-1))
+    q, k, v = mixed.split([key_heads * dk, key_heads * dk, heads * dv], 1)
+    q, k = (x.view(1, tokens, key_heads, dk).repeat_interleave(heads // key_heads, 2) for x in (q, k))
+    args = q, k, v.view(1, tokens, heads, dv), g[None], beta[None]
+    theirs = torch_chunk_gated_delta_rule(*args, use_qk_l2norm_in_kernel=True)[0][0]
+    assert (found - exact).abs().max() < 0.5 * (theirs - exact).abs().max()
+    assert (found - exact).abs().mean() < 0.5 * (theirs - exact).abs().mean()
 
 
 @pytest.mark.parametrize("size", [16, 32, 64])

@@ -109,9 +109,12 @@ class Exact:
         return getattr(torch, name)
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("fast", [False, True], ids=["slow", "fast"])
-def test_no_further_from_float64_than_transformers(fast, monkeypatch):
-    family, members, sizes = "qwen3_5", long_and_short(), SIZES["ratio 2, 3 taps"]
+def test_no_further_from_float64_than_transformers(fast, sizes, monkeypatch):
+    """On average over the tokens. Which of the two has the largest error is chance: it comes from the layers around the delta net
+    (with the net itself in float64 it stays), whose float32 rounding fast decays enlarge."""
+    family, members = "qwen3_5", long_and_short()
     with torch.no_grad():
         theirs = by_transformers(tiny_member(family, sizes, fast), members)
         ours = packed(tiny_member(family, sizes, fast), FAMILIES[family], members)
@@ -123,8 +126,8 @@ def test_no_further_from_float64_than_transformers(fast, monkeypatch):
             exact = by_transformers(tiny_member(family, sizes, fast).double(), members)
     assert exact.dtype == torch.float64
     error, bound = (ours - exact).abs(), (theirs - exact).abs()
-    assert error.max() <= 1.2 * bound.max() + 2e-6
-    assert error.mean() <= 1.2 * bound.mean() + 1e-6
+    assert error.mean() <= 1.1 * bound.mean() + 1e-7
+    assert error.max() <= 1.5 * bound.max() + 2e-6
 
 
 def as_double(ids, images):
