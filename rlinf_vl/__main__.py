@@ -5,15 +5,14 @@ Only what every verb needs is imported here: a mistake in a config is told withi
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from rlinf_vl import running
+from rlinf_vl.cli.parser import parse
 from rlinf_vl.config import load_config
-from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.progress import setup_logging
 from rlinf_vl.observe.spans import write_timeline
@@ -29,7 +28,8 @@ MISTAKES = dict.fromkeys(("watch", "timeline", "report"), (ValueError,)) | {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 0 on success, 2 for a mistake in what was asked, 1 for a failure."""
-    arguments = _parse(argv)
+    sys.path.append(os.getcwd())  # for module:Name; 'python -m' has it, a console command doesn't
+    arguments = parse(argv)
     mistakes = (ConfigError, *MISTAKES.get(arguments.verb, ()))
     stop_request = StopRequest()
     setup_logging()
@@ -43,86 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, mistakes) else 1
     except KeyboardInterrupt:
         return 128 + (stop_request.number or signal.SIGINT)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rlinf_vl", description="Reinforcement learning for vision-language models.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    def verb(name: str, about: str) -> Any:
-        """Returns the method that adds an argument to a new verb."""
-        return verbs.add_parser(name, help=about).add_argument
-
-    argument = verb("train", "run one experiment")
-    argument("config", help="name of a config in examples/, or a path to a YAML file")
-    argument("overrides", nargs="*", help="Hydra overrides, such as runner.max_steps=3")
-    argument("--check", action="store_true", help="only say whether it could run: config, data, model, folders")
-
-    argument = verb("eval", "measure a model: pass@k with standard errors, tables, trajectories")
-    argument("config", help="as for train")
-    argument(
-        "overrides",
-        nargs="*",
-        help="as for train; checkpoint=DIR (a run's folder, or checkpoints/global_step_N) or model=DIR",
-    )
-    argument("--samples", type=int, default=1, metavar="K", help="answers to each problem (default 1)")
-    argument(
-        "--by",
-        action="append",
-        default=[],
-        metavar="COLUMN",
-        help="a table by this column of the data; may be repeated",
-    )
-
-    argument = verb("toy", "make an embedded task's data and its warm-started checkpoint (cached)")
-    argument("name", nargs="?", choices=TOYS, default="toy", help="the task; toy unless named")
-    argument("--seed", type=int, default=None, help="seed of the checkpoint; the default is the one configs use")
-
-    argument = verb("export", "turn a checkpoint into a Hugging Face model folder")
-    argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or checkpoints/global_step_N")
-    argument("output", type=Path, help="folder to write; must be empty or absent")
-    argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="dtype of the weights")
-    argument(
-        "--adapters", action="store_true", help="write a LoRA run's adapters, for peft, instead of the merged model"
-    )
-
-    argument = verb("watch", "follow a run on this terminal")
-    argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
-    argument("--once", action="store_true", help="print one page and end")
-
-    argument = verb("timeline", "merge what every process did when into a trace for ui.perfetto.dev")
-    argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
-    argument("--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json")
-
-    argument = verb("report", "one HTML file on a run, or on several side by side")
-    argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, still going or ended")
-    argument("--output", type=Path, default=None, help="the file; the default is report.html in the first run's folder")
-
-    argument = verb("check-env", "play an environment with random and hostile answers; say what breaks its contract")
-    argument("env_class", metavar="NAME", help="as rollout.env_class: a name, module:Class or path/to/file.py:Class")
-    argument("overrides", nargs="*", metavar="key=value", help="keywords of its constructor; data.* for --data")
-    argument("--data", metavar="FILE", help="rows to start it with, as in data.train_data_paths")
-    argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="for one call (default 60)")
-
-    argument = verb("doctor", "what this machine has, and what a config would need")
-    argument("config", nargs="?", help="as for train; without one, the machine alone")
-    argument("overrides", nargs="*", help="as for train")
-
-    argument = verb("preflight", "what a config takes of each GPU's memory; needs no GPU")
-    argument("config", help="as for train")
-    argument("overrides", nargs="*", help="as for train")
-    argument("--gpus", type=int, default=1, help="GPUs in each machine (default 1)")
-    argument("--gpu-memory", type=float, default=80, metavar="GB", help="as printed on the card (default 80)")
-    argument("--nodes", type=int, default=1, help="machines (default 1)")
-
-    arguments, rest = parser.parse_known_args(argv)  # an option among a run's overrides leaves those after it over
-    takes_overrides = "overrides" in arguments
-    if dashed := [text for text in rest if text.startswith("-")] if takes_overrides else rest:
-        hint = "; overrides are written key=value, without dashes" if takes_overrides else ""
-        parser.error(f"unrecognized arguments: {' '.join(dashed)}{hint}")
-    if rest:
-        arguments.overrides += rest
-    return arguments
 
 
 def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
@@ -156,6 +76,18 @@ def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
 def _run_verb(arguments: argparse.Namespace) -> int:
     """Run a verb other than `train`; each imports what it needs."""
     match arguments.verb:
+        case "config":
+            from rlinf_vl.cli.keys import describe
+
+            print(describe(arguments.key))
+        case "new":
+            from rlinf_vl.cli.new import new
+
+            print(new(arguments.kind, arguments.name))
+        case "completion":
+            from rlinf_vl.cli.completion import script
+
+            print(script(arguments.shell))
         case "toy":
             from rlinf_vl.toy.model import toy_checkpoint_path
             from rlinf_vl.toy.task import toy_dataset_path, toy_of

@@ -95,7 +95,7 @@ def changed_keys(config: Config, path: Path) -> list[str]:
         return []
     pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(now, key)) for key in config_keys()}
     changed = {key: values for key, values in pairs.items() if values[0] != values[1]}
-    return [f"{key}: {' → '.join(textwrap.shorten(_shown(value), 200) for value in changed[key])}" for key in changed]
+    return [f"{key}: {' → '.join(textwrap.shorten(shown(value), 200) for value in changed[key])}" for key in changed]
 
 
 def examples() -> dict[str, Path]:
@@ -195,16 +195,16 @@ def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
     for key, value in written.items():
         if key in config_sections():
             keys = ", ".join(name.removeprefix(f"{key}.") for name in config_sections()[key])
-            problems[key] = f"{key}: {_shown(value)} is not a section; its keys are {keys}"
+            problems[key] = f"{key}: {shown(value)} is not a section; its keys are {keys}"
         elif key not in config_keys():
-            problems[key] = f"{key}: unknown key (value {_shown(value)});{suggestion(key)}"
+            problems[key] = f"{key}: unknown key (value {shown(value)});{suggestion(key)}"
         else:
             if type(value) is int and config_keys()[key].type == float | str:  # OmegaConf converts no unions
                 value = float(value)
             try:
                 OmegaConf.update(typed, key, value, merge=False)
             except OmegaConfBaseException:
-                problems[key] = f"{key}: {_shown(value)} is not {_type_name(config_keys()[key].type)}"
+                problems[key] = f"{key}: {shown(value)} is not {type_name(config_keys()[key].type)}"
     for key in [key for key in config_keys() if key not in problems]:
         try:
             if OmegaConf.select(typed, key, default=MISSING) == MISSING:
@@ -216,14 +216,14 @@ def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
     return list(problems.values())
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as YAML writes it, strings in quotes."""
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
-def _type_name(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join("null" if arg is type(None) else _type_name(arg) for arg in get_args(annotation))
+        return " or ".join("null" if arg is type(None) else type_name(arg) for arg in get_args(annotation))
     if get_origin(annotation) is list:
         integers = get_args(annotation) == (int,)
         return "a list of integers, such as [1, 2]" if integers else "a list of strings, such as [a, b]"

@@ -1,0 +1,65 @@
+"""`rlinf-vl new experiment|env|reward NAME`: a commented start of something of one's own."""
+
+import keyword
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from rlinf_vl.errors import ConfigError
+
+
+class Kind(NamedTuple):
+    """A template's file, and what to do with what was made of it."""
+
+    template: str
+    next_steps: str
+
+
+KINDS = {
+    "experiment": Kind(
+        "experiment.yaml.jinja",
+        "look at it:  rlinf-vl train {path} --check\nrun it:      rlinf-vl train {path}",
+    ),
+    "env": Kind(
+        "env.py.jinja",
+        "try it:  rlinf-vl check-env {path}:{name}\nuse it:  rlinf-vl train toy-grpo-cpu rollout.env_class={path}:{name}",
+    ),
+    "reward": Kind(
+        "reward.py.jinja",
+        "try it:  python {path}\nuse it:  rlinf-vl train toy-grpo-cpu 'reward.functions=[{{function: {path}:{name}}}]'",
+    ),
+}
+
+
+def new(kind: str, path: str) -> str:
+    """Write the file; returns what to do next.
+
+    Raises:
+        ConfigError: the name can't be that of a class or function, or the file is there.
+    """
+    template, next_steps = KINDS[kind]
+    ending = template.removesuffix(".jinja").partition(".")[2]
+    file = Path(path.removesuffix(f".{ending}") + f".{ending}").expanduser()
+    name = file.stem
+    if ending == "py":
+        name = name.replace("-", "_")
+        file = file.with_name(f"{name}.py")  # as it can be imported
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise ConfigError(f"{path!r}: {name!r} is no name in Python; write letters, digits and _, a letter first")
+        if kind == "env":
+            name = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    text = templates.get_template(template).render(name=name, file=file.name)
+    if not file.parent.is_dir():
+        raise ConfigError(f"{path!r}: no folder {str(file.parent)!r}; make it, or give another path")
+    try:
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"{str(file)!r} is there already; take another name, or remove it") from error
+    return f"wrote {file}\n{next_steps.format(path=file, name=name)}"

@@ -1,0 +1,114 @@
+"""What the command line says: versions, keys, starts of own files, completion."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlinf_vl.__main__ import main
+from rlinf_vl.config.keys import config_keys
+from rlinf_vl.config.load import examples
+
+
+def said(capsys, *words):
+    """Exit code, output and errors of a command."""
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+def test_versions(capsys):
+    code, text, _ = said(capsys, "--version")
+    assert code in (0, None) and re.match(
+        r"rlinf_vl \d+\.\d+\.\d+ \(Python 3\.\d+.*, torch 2\..*, transformers 5\.", text
+    )
+
+
+def test_the_help_of_train_has_every_config_and_every_key(capsys):
+    _, text, _ = said(capsys, "train", "--help")
+    assert all(re.search(rf"^  {re.escape(name)} ", text, re.MULTILINE) for name in examples())
+    words = set(text.split())
+    assert {name.rpartition(".")[2] for name in config_keys()} <= words
+
+
+def test_keys_are_shown_with_defaults_and_meaning(capsys):
+    code, text, _ = said(capsys, "config")
+    assert code == 0 and "runner.max_steps = -1\n" in text and "runner.experiment_name = (must be given)" in text
+    _, text, _ = said(capsys, "config", "algorithm.kl_penalty_type")
+    assert text.startswith("algorithm.kl_penalty_type = 'k3'\n") and "Allowed: k1, k2, k3, abs." in text
+    _, text, _ = said(capsys, "config", "actor.optim")
+    assert text.count("actor.optim.") == len([key for key in config_keys() if key.startswith("actor.optim.")])
+    _, text, _ = said(capsys, "config", "clip_ratio")
+    assert re.findall(r"^algorithm\.clip_ratio_\w+", text, re.MULTILINE) == [
+        f"algorithm.clip_ratio_{name}" for name in ("low", "high", "c")
+    ]
+    code, _, errors = said(capsys, "config", "runner.maxsteps")
+    assert code == 2 and errors.startswith("error: runner.maxsteps: unknown key; did you mean 'runner.max_steps'")
+
+
+def test_a_new_experiment_and_environment_are_sound(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, text, _ = said(capsys, "new", "experiment", "first-try")
+    assert code == 0 and text.startswith("wrote first-try.yaml\n") and "rlinf-vl train first-try.yaml" in text
+    assert said(capsys, "train", "first-try.yaml", "--check")[0] == 0
+    _, text, _ = said(capsys, "new", "env", "ask-twice")
+    assert "rollout.env_class=ask_twice.py:AskTwice" in text
+    code, text, _ = said(capsys, "check-env", "ask_twice.py:AskTwice", "tries=3")
+    assert code == 0 and "holds the contract" in text
+    assert said(capsys, "train", "toy-grpo-cpu", "rollout.env_class=ask_twice.py:AskTwice", "--check")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("experiment", "there"), "'there.yaml' is there already; take another name, or remove it"),
+        (("env", "2nd"), "'2nd': '2nd' is no name in Python"),
+        (("reward", "class"), "'class': 'class' is no name in Python"),
+        (("reward", "away/mine"), "no folder 'away'; make it"),
+    ],
+)
+def test_names_that_can_not_be(capsys, tmp_path, monkeypatch, words, reason):
+    monkeypatch.chdir(tmp_path)
+    Path("there.yaml").write_text("mine\n")
+    code, _, errors = said(capsys, "new", *words)
+    assert code == 2 and reason in errors and Path("there.yaml").read_text() == "mine\n"
+
+
+def test_a_new_reward_scores(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said(capsys, "new", "reward", "mine")[0] == 0
+    printed = subprocess.run([sys.executable, "mine.py"], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[0] == "{'score': 1.0, 'right': 1.0, 'brief': 1.0}"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("rlinf-vl prefl", {"preflight"}),
+        ("rlinf-vl train toy-grpo-cpu-l", {"toy-grpo-cpu-lora"}),
+        ("rlinf-vl train own", {"own.yaml"}),
+        ("rlinf-vl train toy-grpo-cpu runner.max_st", {"runner.max_steps="}),
+        ("rlinf-vl train toy-grpo-cpu cluster.device=c", {"cluster.device=cpu", "cluster.device=cuda"}),
+        ("rlinf-vl train toy-grpo-cpu data.shuffle=", {"data.shuffle=true", "data.shuffle=false"}),
+        ("rlinf-vl config algorithm.kl_b", {"algorithm.kl_beta"}),
+        ("rlinf-vl new re", {"reward"}),
+    ],
+)
+def test_the_shell_completes(tmp_path, line, expected):
+    (tmp_path / "own.yaml").write_text("defaults: [toy-grpo-cpu]\n")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
+    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'rlinf-vl'; from rlinf_vl.__main__ import main; main()"]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | asked, timeout=60)
+    assert {word.strip() for word in (tmp_path / "out").read_text().split("\n")} == expected
+
+
+def test_the_script_for_the_shell(capsys):
+    code, text, _ = said(capsys, "completion", "bash")
+    assert code == 0 and text.startswith('# eval "$(rlinf-vl completion bash)"')
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
