@@ -42,6 +42,11 @@ EXAMPLES_DIR = (
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 WEIGHT_SYNC_ALIASES = {"nccl": "broadcast", "cuda_ipc": "shared_memory"}  # its former values
 ON_OFF = {"True": "on", "False": "off"}  # what YAML makes of them
+_LIST_NAMES = {
+    int: "a list of integers, such as [1, 2]",
+    float: "a list of numbers, such as [0.7, 0.3]",
+    str: "a list of strings, such as [a, b]",
+}
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
 
 #: Former names of keys.
@@ -225,8 +230,7 @@ def type_name(annotation: Any) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join("null" if arg is type(None) else type_name(arg) for arg in get_args(annotation))
     if get_origin(annotation) is list:
-        integers = get_args(annotation) == (int,)
-        return "a list of integers, such as [1, 2]" if integers else "a list of strings, such as [a, b]"
+        return _LIST_NAMES[get_args(annotation)[0]]
     return _TYPE_NAMES[get_origin(annotation) or annotation]
 
 
@@ -290,4 +294,6 @@ def _normalise(config: Config, folder: Path) -> None:
         config.runner.resume_dir = _absolute(config.runner.resume_dir)
     for paths in (config.data.train_data_paths, config.data.val_data_paths):
         paths[:] = [path if path in ("", *TOYS) or "://" in path else _absolute(path) for path in paths]
+    if config.data.image_root is not None:
+        config.data.image_root = _absolute(config.data.image_root)
     config.runner.output_dir = os.path.expanduser(config.runner.output_dir)

@@ -47,18 +47,18 @@ def _values(config: Config) -> Iterator[str]:
     for name, key in config_keys().items():
         value: Any = reduce(getattr, name.split("."), config)
         allowed = key.allowed
-        if isinstance(allowed, tuple):
-            for one in value if isinstance(value, list) else [value]:
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(allowed, tuple):
                 if one not in allowed and not (isinstance(allowed, OrCode) and (is_code(one) or not allowed)):
                     own = ", module:Name, path/to/file.py:Name" if isinstance(allowed, OrCode) else ""
                     hint = nearest(one, allowed)
                     yield f"{name}: {one!r} is unknown; allowed: {', '.join(allowed)}{own};{hint}".rstrip(";")
-        elif isinstance(value, float) and not (
-            math.isfinite(value) or (allowed and allowed.may_be_infinite and value > 0)
-        ):
-            yield f"{name}: {value} must be a finite number"
-        elif allowed and value is not None and not allowed.holds(value):
-            yield f"{name}: {value} must {allowed.must}"
+            elif isinstance(one, float) and not (
+                math.isfinite(one) or (allowed and allowed.may_be_infinite and one > 0)
+            ):
+                yield f"{name}: {one} must be a finite number"
+            elif allowed and one is not None and not allowed.holds(one):
+                yield f"{name}: {one} must {allowed.must}"
 
 
 def _cluster(config: Config) -> Iterator[str]:
@@ -234,6 +234,15 @@ def _data(config: Config) -> Iterator[str]:
                 yield f"{key}: no file {path!r}{why_absent(path)}; a dataset of the hub is written hf://owner/name:split"
     if repeated := sorted({key for key in data.image_keys if data.image_keys.count(key) > 1}):
         yield f"data.image_keys: {', '.join(repeated)} named twice in {data.image_keys}; name every column once"
+    if data.weights and len(data.weights) != len(data.train_data_paths):
+        yield (
+            f"data.weights: {len(data.weights)} for {len(data.train_data_paths)} data.train_data_paths; write one for each, or []"
+        )
+    if data.image_root is not None and not os.path.isdir(data.image_root):
+        yield f"data.image_root: no folder {data.image_root!r}{why_absent(data.image_root)}; name the one that image paths start in"
+    for variant in data.prompt_variants:
+        if data.format != "folder" and "{problem}" not in variant:
+            yield f"data.prompt_variants: {variant!r} has no {{problem}}, so that no question is asked; write it where that stands"
     if low is not None and high is not None and low > high:
         yield f"data.image_min_pixels={low} exceeds data.image_max_pixels={high}; lower it"
     for host in data.image_hosts:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import ray
 
@@ -49,7 +49,7 @@ class RunState:
     """
 
     step: int = 0
-    sampler: dict[str, int] = field(default_factory=lambda: {"epoch": 0, "rows": 0})
+    sampler: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "rows": 0})
     best: dict[str, float] = field(default_factory=lambda: {"val/accuracy": -1.0, "step": 0})
     bad_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def train(
                 tasks = make_tasks("train", rows, config.algorithm.group_size, runner.seed, step)
                 batch = rollout(tasks, config, pool, learner, guard, log)
                 metrics = {"data/epoch": epoch, "data/bad_rows": count_bad_rows("train", batch.summaries, data, step)}
-                metrics |= batch.metrics | {"data/overlong_rows": data.overlong}
+                metrics |= batch.metrics | data.counts
                 metrics |= {"rollout/worker_restarts": pool.restarts, "actor/restarts": log.count("actors_restarted")}
                 gpu.to_ranks(learner)
                 metrics |= guard.check(step, batch.summaries, batch.to_score)

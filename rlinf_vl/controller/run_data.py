@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,15 +22,15 @@ SHOWN_ROWS = 5
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The rows of a run. `answers` counts the reference answers of the validation rows, `overlong` the training rows whose prompts
-    are beyond data.max_prompt_length."""
+    """The rows of a run. `answers` counts the reference answers of the validation rows; `counts` is what is known of the training
+    rows, as metrics."""
 
     sampler: EpochSampler
     val_rows: list[int]
     answers: Counter[str]
     total_steps: int
     bad_rows: BadRows
-    overlong: int = 0
+    counts: dict[str, float] = field(default_factory=dict)
 
 
 def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress: RunProgress) -> RunData:
@@ -46,12 +46,29 @@ def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress:
     bad_rows = BadRows(run_dir, data.max_bad_rows, totals)
     found = {split: check_rows(config, split, n, pool, bad_rows, progress) for split, n in totals.items()}
     kept = {split: result.kept for split, result in found.items()}
-    sampler = EpochSampler(list(kept["train"]), data.rollout_batch_size, shuffle=data.shuffle, seed=data.seed)
+    facts = found["train"].facts
+    try:
+        sampler = EpochSampler(
+            list(kept["train"]),
+            data.rollout_batch_size,
+            shuffle=data.shuffle,
+            seed=data.seed,
+            levels={row: facts[row].level for row in facts} if data.curriculum_key else None,
+            sources={row: facts[row].source for row in facts},
+            weights=data.weights,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     steps = sampler.batches_per_epoch * runner.max_epochs
     total_steps = steps if runner.max_steps < 0 else min(steps, runner.max_steps)
     answers = Counter(map(str.strip, kept["val"].values()))
-    overlong = len(found["train"].too_long) + len(found["train"].cut)
-    return RunData(sampler, list(kept["val"]), answers, total_steps, bad_rows, overlong)
+    train = found["train"]
+    counts: dict[str, float] = {"data/overlong_rows": len(train.too_long) + len(train.cut)}
+    if data.image_only_mode:
+        counts["data/text_only_rows"] = len(train.text_only)
+    if data.max_images_per_message or data.max_images_per_sample:
+        counts["data/dropped_images"] = sum(row.dropped_images for row in facts.values())
+    return RunData(sampler, list(kept["val"]), answers, total_steps, bad_rows, counts)
 
 
 def check_rows(
@@ -61,6 +78,18 @@ def check_rows(
     result = pool.filter_rows(split, range(n), partial(progress.phase, f"checking rows of {split}", total=n))
     bad, longest = result.bad, config.data.max_prompt_length
     log.info("%s: %d rows, %s, %d bad", split, n, _overlong(result, longest), len(bad))
+    if result.text_only:
+        named = ", ".join(list(result.text_only.values())[:SHOWN_ROWS])
+        log.info(
+            "%s: %d rows without an image are left out (data.image_only_mode): %s, …",
+            split,
+            len(result.text_only),
+            named,
+        )
+    if dropped := {row: facts.dropped_images for row, facts in result.facts.items() if facts.dropped_images}:
+        log.info(
+            "%s: %d images of %d rows are beyond data.max_images_per_*", split, sum(dropped.values()), len(dropped)
+        )
     if result.too_long and config.data.overlong == "error":
         raise ConfigError(
             f"data.overlong: error, and in data.{split}_data_paths {_overlong(result, longest)}; raise data.max_prompt_length (and "
@@ -95,6 +124,8 @@ def _too_few(config: Config, split: str, n: int, result: FilterResult, bad_file:
             f"{len(tokens)} have prompts of {tokens[0]} to {tokens[-1]} tokens, above "
             f"data.max_prompt_length={config.data.max_prompt_length}: raise that, and runner.seq_length, or set data.overlong=cut"
         )
+    if result.text_only:
+        why.append(f"{len(result.text_only)} have no image, and data.image_only_mode is true")
     short, lower = "nothing could be validated", ""
     if split == "train":
         short = f"data.rollout_batch_size={config.data.rollout_batch_size} needs more"

@@ -7,9 +7,12 @@ the size of what `decode` returns.
 
 import base64
 import io
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -48,8 +51,12 @@ UNREADABLE = "image file can't be read"
 def image_values(cell: Any) -> list[Any]:
     """The images of one cell of a table, in order: none for None, one for a single value, else one per element.
 
-    Lists, tuples and arrays of objects may be nested; an array of pixels is one value (which `to_image_ref` refuses).
+    Lists, tuples and arrays of objects may be nested, and a list may be written as JSON; an array of pixels is one value (which
+    `to_image_ref` refuses).
     """
+    if isinstance(cell, str) and cell.startswith("["):
+        with suppress(ValueError):
+            return image_values(json.loads(cell))
     if isinstance(cell, np.ndarray) and cell.dtype.kind in "OSU":
         cell = cell.tolist()
     if isinstance(cell, (list, tuple)):
@@ -193,6 +200,8 @@ def _from_string(text: str, root: Path | None, hosts: Sequence[str]) -> bytes:
         if (data := _base64(payload)) is None:
             raise ImageError(NOT_AN_IMAGE, f"data URI {header[:60]!r}: what follows is not base64")
         return data
+    if text[:7].lower() == "file://":
+        return _read_inside(root, unquote(urlsplit(text).path))
     if (data := _base64(text)) is not None:
         try:
             _open(data)
@@ -221,7 +230,8 @@ def _read_inside(root: Path | None, name: str) -> bytes:
         path = (root / name).resolve()
         if not path.is_relative_to(root.resolve()):
             raise ImageError(
-                "path leaves the dataset's folder", f"path {shown} leads out of the dataset's folder {root}"
+                "path leaves the dataset's folder",
+                f"path {shown} leads out of the dataset's folder {root}; name the one that all images are in as data.image_root",
             )
         if not path.is_file():  # a device or a pipe isn't one either
             raise ImageError(UNREADABLE, f"{shown} is neither base64 of an image nor a file in {root}")

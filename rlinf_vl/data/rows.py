@@ -1,14 +1,16 @@
 """One dataset row → one `Problem`: `<image>` placeholders become image parts, text around them is kept verbatim."""
 
 import json
+import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import blank_like, image_values, to_image_ref
 from rlinf_vl.data.unusable import (
     ANSWER_UNUSABLE,
@@ -19,48 +21,24 @@ from rlinf_vl.data.unusable import (
     shorten,
 )
 from rlinf_vl.data.videos import VIDEO, video_in
-from rlinf_vl.errors import nearest
-from rlinf_vl.types import Message, Problem
+from rlinf_vl.types import ImageRef, Message, Problem
+
+log = logging.getLogger(__name__)
 
 IMAGE_PLACEHOLDER = "<image>"
+#: Where a part of a message has its image.
+_IMAGE_KEYS = ("image_url", "image", "url", "path", "base64")
+#: `reward_spec.method` (SkyRL) and `reward_model.style` (verl) of rows that need no answer, as a model judges responses.
+_JUDGED = {"reward_model", "model"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFormat:
-    """How a row becomes a problem; the fields are those of `data.*`.
-
-    The prompt is a string or a list of chat messages whose content is a string or parts (`text`, `image`); `<image>` in a text
-    marks where an image stands. Without any placeholder all images stand first.
-    """
-
-    prompt_key: str = "problem"
-    answer_key: str = "answer"
-    image_keys: Sequence[str] = ("images",)
-    system_prompt: str | None = None  # replaces the row's own, and the images shown there
-    prompt_suffix: str = ""  # appended to the last message
-    blank_images: bool = False  # replace each image by a grey one of its size
-    image_hosts: Sequence[str] = ()  # which images may be fetched from
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Every column that a problem is made from → the config key that names it."""
-        prompt_and_answer = {self.prompt_key: "data.prompt_key", self.answer_key: "data.answer_key"}
-        return prompt_and_answer | dict.fromkeys(self.image_keys, "data.image_keys")
-
-    def missing_column(self, columns: Iterable[str], source: str) -> str | None:
-        """What to say of the first column that `columns` lacks, with what is near; None if all are there."""
-        there = sorted(columns)
-        for column, key in self.columns.items():
-            if column not in there:
-                said = f"{key}: column {column!r} not in {source}; columns are {', '.join(there) or 'none'}"
-                return f"{said};{nearest(column, there)}".rstrip(";")
-        return None
-
-
-def row_to_problem(row: dict[str, Any], row_id: str, form: RowFormat, root: Path | None = None) -> Problem:
+def row_to_problem(
+    row: dict[str, Any], row_id: str, form: RowFormat, root: Path | None = None, variant: int = 0
+) -> Problem:
     """The problem that a row (column → value) states; paths are relative to `root`, None for a data set of the hub.
 
-    Column `env_class` names the row's own environment, and `env_kwargs` (a mapping, or one as JSON) keywords for it.
+    Column `env_class` names the row's own environment, and `env_kwargs` (a mapping, or one as JSON) keywords for it. The question
+    is put into `form.prompt_variants[variant]`, if there are any.
 
     Raises:
         RowError: a missing column, an unusable prompt, answer, image or environment, a video, or placeholders and images unequal in
@@ -70,41 +48,96 @@ def row_to_problem(row: dict[str, Any], row_id: str, form: RowFormat, root: Path
         raise RowError(row_id, "column missing", missing)
     if video := video_in(row, form.prompt_key, form.image_keys):
         raise RowError(row_id, VIDEO, video)
-    images = []
-    for column in form.image_keys:
-        for i, value in enumerate(image_values(row[column])):
-            try:
-                images.append(to_image_ref(value, root=root, hosts=form.image_hosts))
-            except ImageError as e:
-                raise RowError(row_id, e.kind, f"column {column!r}, image {i}: {e}") from e
-    if form.blank_images:
-        images = [blank_like(image) for image in images]
+    image_root = root if form.image_root is None else Path(form.image_root)
+
+    def image_of(value: Any, place: str) -> ImageRef:
+        try:
+            return to_image_ref(value, root=image_root, hosts=form.image_hosts)
+        except ImageError as e:
+            raise RowError(row_id, e.kind, f"column {place}: {e}") from e
+
+    cells = [(column, image_values(row[column])) for column in form.image_keys]
+    images = [image_of(value, f"{column!r}, image {i}") for column, values in cells for i, value in enumerate(values)]
     try:
-        messages = _messages(row[form.prompt_key], form.prompt_key)
+        messages = _messages(row[form.prompt_key] if form.prompt_key else "", form)
     except ValueError as e:
         raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
-    if not any(_image_parts(message) for message in messages):
+    if form.prompt_variants:
+        _put_into(messages[-1]["content"], form.prompt_variants[variant])
+    parts = [part for message in messages for part in _image_parts(message)]
+    if not parts:
         first = next(message for message in messages if message["role"] == "user")
-        first["content"][:0] = [{"type": "image_url"} for _ in images]
-    places = [(message["role"], part) for message in messages for part in _image_parts(message)]
+        first["content"][:0] = parts = [{"type": "image_url"} for _ in images]
+    places = [part for part in parts if "image" not in part]
     if len(places) != len(images):
         reason = f"the prompt has {len(places)} {IMAGE_PLACEHOLDER} and the row {len(images)} images"
         raise RowError(row_id, "placeholders and images disagree", reason)
-    for (_, part), image in zip(places, images, strict=True):
+    named = iter(images)
+    shown: dict[str, ImageRef] = {}
+    for i, part in enumerate(parts):
+        own = "image" in part
+        image = image_of(part.pop("image"), f"{form.prompt_key!r}, image {i}") if own else next(named)
+        image = blank_like(image) if form.blank_images else image
+        shown[image.url] = image
         part["image_url"] = {"url": image.url}
     _add_text(messages[-1]["content"], form.prompt_suffix)
     if form.system_prompt is not None:
-        images = [image for (role, _), image in zip(places, images, strict=True) if role != "system"]
         messages = [{"role": "system", "content": []}] + [m for m in messages if m["role"] != "system"]
         _add_text(messages[0]["content"], form.system_prompt)
-    answer = _answer(row[form.answer_key], row_id, form.answer_key)
-    columns = {name: _plain(value) for name, value in row.items() if name not in (*form.columns, "env_class")}
-    env_class = _env_class(row.get("env_class"), columns, row_id, root)
-    return Problem(row_id, tuple(messages), answer, tuple(images), env_class, columns)
+    dropped = _limit_images(messages, form.max_images_per_message, form.max_images_per_sample)
+    refs = tuple(shown[part["image_url"]["url"]] for message in messages for part in _image_parts(message))
+    answer = _answer(row, row_id, form)
+    used = {form.prompt_key, *form.image_keys, "env_class"} | ({"answer"} if form.answer_key == "answer" else set())
+    columns = {name: _plain(value) for name, value in row.items() if name not in used}
+    env_class = _env_class(row.get("env_class"), columns, row_id, form, root)
+    return Problem(row_id, tuple(messages), answer, refs, env_class, columns, dropped)
 
 
-def _env_class(name: Any, columns: dict[str, Any], row_id: str, root: Path | None) -> str | None:
-    """The environment that a row names; `env_kwargs` in `columns` become a mapping, in place."""
+def at_path(row: dict[str, Any], name: str) -> Any:
+    """What stands in a column, or in a mapping (which may be JSON) in it: `reward_model.ground_truth`. None where nothing does."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for key in name.split("."):
+        if isinstance(value, str) and value.startswith("{"):
+            with suppress(ValueError):
+                value = json.loads(value)
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _limit_images(messages: list[Message], per_message: int | None, per_sample: int | None) -> int:
+    """Take images beyond the limits out of the messages, the first ones stay; returns how many."""
+    shown = dropped = 0
+    for message in messages:
+        here = 0
+        for part in _image_parts(message):
+            beyond = (per_message is not None and here >= per_message) or (
+                per_sample is not None and shown >= per_sample
+            )
+            if beyond:
+                message["content"] = [other for other in message["content"] if other is not part]
+                dropped += 1
+            else:
+                here += 1
+                shown += 1
+    return dropped
+
+
+def _put_into(parts: list[dict[str, Any]], variant: str) -> None:
+    """Put a text around what a message says, in place; images that stand first stay first."""
+    before, _, after = variant.partition("{problem}")
+    first = next((part for part in parts if part["type"] == "text"), None)
+    if first is None:
+        _add_text(parts, before)
+    else:
+        first["text"] = before + first["text"]
+    _add_text(parts, after)
+
+
+def _env_class(name: Any, columns: dict[str, Any], row_id: str, form: RowFormat, root: Path | None) -> str | None:
+    """The environment that a row names; `env_kwargs` in `columns` become a mapping, in place. What SkyRL's rows name is another
+    system's, and played by the run's own, if there is none of that name here."""
     kwargs = columns.pop("env_kwargs", None)
     if isinstance(kwargs, str):
         try:
@@ -125,6 +158,10 @@ def _env_class(name: Any, columns: dict[str, Any], row_id: str, root: Path | Non
     elif not isinstance(name, str):
         reason = f"column 'env_class' holds {_shown(name)}: expected the name of an environment"
         raise RowError(row_id, ENVIRONMENT_UNUSABLE, reason)
+    elif form.format == "openai" and ":" not in name and name not in form.environments:
+        columns["env_class"] = name
+        _warn_of_environment(name)
+        name = None
     if root is None:
         if columns.get("env_kwargs") or ":" in (name or ""):
             reason = "names code or keywords, but comes from the hub: such a row may name a registered environment only"
@@ -132,6 +169,11 @@ def _env_class(name: Any, columns: dict[str, Any], row_id: str, root: Path | Non
     elif name and (root / name.rpartition(":")[0]).is_file():
         name = str(root.absolute() / name)
     return name
+
+
+@cache
+def _warn_of_environment(name: str) -> None:
+    log.warning("rows name the environment %r, which is none of ours: they are played in rollout.env_class", name)
 
 
 def _plain(value: Any) -> Any:
@@ -143,8 +185,16 @@ def _plain(value: Any) -> Any:
     return float(str(value)) if isinstance(value, np.floating) else value
 
 
-def _messages(prompt: Any, key: str) -> list[Message]:
-    """Chat messages whose parts are texts, and images without their address."""
+def _messages(prompt: Any, form: RowFormat) -> list[Message]:
+    """Chat messages whose parts are texts and images: {"type": "image_url"}, with the image itself under "image" if the part has
+    one, and without where it is one of the row's."""
+    key = form.prompt_key
+    if not key:
+        return [{"role": "user", "content": []}]
+    if isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
+        with suppress(ValueError):
+            written = json.loads(prompt)
+            prompt = written if all("role" in message for message in written) else prompt
     if isinstance(prompt, str) and prompt.strip():
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -162,13 +212,12 @@ def _messages(prompt: Any, key: str) -> list[Message]:
                 for text in rest:
                     parts.append({"type": "image_url"})
                     _add_text(parts, text)
-            elif kind == "image" and not any(part.get(k) for k in ("image", "url", "path", "base64")):
-                parts.append({"type": "image_url"})
+            elif kind in ("image", "image_url"):
+                own = next((part[name] for name in _IMAGE_KEYS if part.get(name)), None)
+                own = own["url"] if isinstance(own, dict) and own.get("url") else own
+                parts.append({"type": "image_url"} | ({"image": own} if own else {}))
             else:
-                raise ValueError(
-                    f"column {key!r}: content part {_shown(part)} is neither text nor a placeholder {{'type': 'image'}} "
-                    "(images themselves belong in the columns of data.image_keys)"
-                )
+                raise ValueError(f"column {key!r}: content part {_shown(part)} is neither text nor an image")
         messages.append({"role": message["role"], "content": parts})
     if messages[-1]["role"] != "user":
         raise ValueError(f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'user'")
@@ -190,7 +239,14 @@ def _image_parts(message: Message) -> list[dict[str, Any]]:
     return [part for part in message["content"] if part["type"] == "image_url"]
 
 
-def _answer(value: Any, row_id: str, key: str) -> str:
+def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
+    key = form.answer_key
+    value = at_path(row, key) if key else ""
+    within = row.get(key.partition(".")[0]) if "." in key else None
+    if not key or isinstance(within, dict) and {within.get("style"), within.get("method")} & _JUDGED:
+        return "" if value is None else str(value)
+    if isinstance(value, (dict, list)) and within is not None:  # what a reward function of its own reads
+        return json.dumps(_plain(value), ensure_ascii=False)
     if value is None or not str(value).strip():
         raise RowError(row_id, "answer missing", f"column {key!r} is empty")
     if isinstance(value, str) and value.strip().lower() != "nan":  # which is how tables of strings hold a missing value

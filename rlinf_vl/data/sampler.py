@@ -1,14 +1,38 @@
-"""Which rows make up which training step: whole batches, in an order that depends on seed and epoch only."""
+"""Which rows make up which training step: whole batches, in an order that depends on seed, weights and number of the batch only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 
 class EpochSampler:
-    """Endless batches of `batch_size` rows; rows left at an epoch's end that can't fill a batch are dropped."""
+    """Endless batches of `batch_size` rows.
 
-    def __init__(self, indices: Sequence[int], batch_size: int, *, shuffle: bool, seed: int) -> None:
+    Without weights an epoch has every row once; those left at its end that can't fill a batch are dropped. With weights, source k
+    has the share weights[k] of what is handed out, to within a row or two at any time and whatever its size; each source has epochs
+    of its own, and an epoch of the run is as many batches as the rows would fill.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        levels: Mapping[int, float] | None = None,
+        sources: Mapping[int, int] | None = None,
+        weights: Sequence[float] = (),
+    ) -> None:
+        """
+        Args:
+            levels: row → what an epoch goes up in; rows of one level are shuffled, or stay in their order.
+            sources: row → its source, an index into `weights`.
+
+        Raises:
+            ValueError: too few rows, or none of a source.
+        """
         if batch_size < 1:
             raise ValueError(f"data.rollout_batch_size: {batch_size} is not positive")
         if len(indices) < batch_size:
@@ -20,23 +44,56 @@ class EpochSampler:
         self.shuffle = shuffle
         self.seed = seed
         self.batches_per_epoch = len(indices) // batch_size
+        self._levels = levels
         self._batch = 0  # batches handed out since the start, over all epochs
+        self._weights = np.asarray(weights, float) / np.sum(weights) if weights else np.ones(0)
+        of = np.array([(sources or {}).get(row, 0) for row in self.indices.tolist()])
+        self._parts = [self.indices[of == k] for k in range(len(weights))]
+        self._drawn = np.zeros(len(weights), np.int64)  # rows handed out of each source
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # source → its newest epoch, and that one's order
+        for k, part in enumerate(self._parts):
+            if not len(part):
+                raise ValueError(
+                    f"data.weights: {weights[k]:g} for source {k + 1} of data.train_data_paths, of which no row can be used"
+                )
 
     def next_batch(self) -> tuple[int, list[int]]:
         """(epoch, rows) of the next step; epochs count from 0."""
         epoch, batch = divmod(self._batch, self.batches_per_epoch)
         self._batch += 1
-        order = self.indices
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+        if len(self._parts):
+            return epoch, [self._draw() for _ in range(self.batch_size)]
+        order = self._order(self.indices, [self.seed, epoch])
         return epoch, order[batch * self.batch_size :][: self.batch_size].tolist()
 
-    def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its rows were handed out."""
-        epoch, batch = divmod(self._batch, self.batches_per_epoch)
-        return {"epoch": epoch, "rows": batch * self.batch_size}
+    def _draw(self) -> int:
+        """The next row of the source that is furthest behind its share."""
+        k = int(np.argmax(self._weights * (self._drawn.sum() + 1) - self._drawn))
+        epoch, place = divmod(int(self._drawn[k]), len(self._parts[k]))
+        if self._orders.get(k, (-1,))[0] != epoch:
+            self._orders[k] = epoch, self._order(self._parts[k], [self.seed, epoch, k])
+        self._drawn[k] += 1
+        return int(self._orders[k][1][place])
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from `state_dict()`. After a change of batch size, rows of a batch that was begun are handed out again."""
+    def _order(self, rows: np.ndarray, stream: list[int]) -> np.ndarray:
+        if self.shuffle:
+            rows = np.random.default_rng(stream).permutation(rows)
+        if self._levels is not None:
+            rows = rows[np.argsort([self._levels[row] for row in rows.tolist()], kind="stable")]
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, how many of its rows were handed out, and with weights how many of each source since the start."""
+        epoch, batch = divmod(self._batch, self.batches_per_epoch)
+        drawn = {"drawn": self._drawn.tolist()} if len(self._parts) else {}
+        return {"epoch": epoch, "rows": batch * self.batch_size, **drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`. After a change of batch size, rows of a batch that was begun are handed out again; after one
+        of the number of sources, each goes on as if it had had its share so far."""
         batches = min(state["rows"] // self.batch_size, self.batches_per_epoch)
         self._batch = state["epoch"] * self.batches_per_epoch + batches
+        drawn = state.get("drawn", ())
+        if len(drawn) != len(self._parts):
+            drawn = np.floor(self._weights * self._batch * self.batch_size)
+        self._drawn = np.asarray(drawn, np.int64)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlinf_vl.config.toys import TOYS
+from rlinf_vl.data.tables import SPLITS, read_table, rows_of_pictures, typed_columns
 from rlinf_vl.data.unusable import shorten
 
 if TYPE_CHECKING:
@@ -27,12 +28,11 @@ log = logging.getLogger(__name__)
 
 HUB_PREFIX = "hf://"
 SEEDS_PREFIX = "seeds://"
-FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
 #: Bytes of a JSON file that `peek` reads before a run; a damaged line beyond them is found when the file is loaded.
 SCANNED = 2**25
 #: Files of a folder that `peek` reads; a folder with more is left to `datasets`.
 _MOST_FILES = 64
-_VAL_SPLITS = ("validation", "val", "valid", "dev", "test", "train")
 
 
 class Peek(NamedTuple):
@@ -82,9 +82,9 @@ def open_source(name: str, split: str) -> Source:
     """Open one entry of data.train_data_paths or data.val_data_paths.
 
     Args:
-        name: a parquet, json or jsonl file; a folder of them, or one that `save_to_disk` wrote; `hf://owner/name[:split]`
-            (split train unless named); an embedded task (`TOYS`); or `seeds://N`, N rows of nothing but their number, for an
-            environment that makes its tasks from seeds.
+        name: a file of `FILE_FORMATS`; a folder of them, of images (`rlinf_vl.data.tables`), or one that `save_to_disk` wrote;
+            `hf://owner/name[:split]` (split train unless named); an embedded task (`TOYS`); or `seeds://N`, N rows of nothing but
+            their number, for an environment that makes its tasks from seeds.
         split: "train" or "val": which part of an embedded task or of a folder with several parts.
 
     Raises:
@@ -110,7 +110,11 @@ def open_source(name: str, split: str) -> Source:
     path = Path(name).expanduser()
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder (hub datasets are named {HUB_PREFIX}owner/name[:split])")
-    return Source(name, path.stem, _load(name, path, split), path if path.is_dir() else path.parent)
+    found = rows_of_pictures(path, split) if path.is_dir() else path
+    if isinstance(found, dict):
+        return Source(name, path.stem, datasets.Dataset.from_dict(found), path)
+    path, stem = found or path, path.stem
+    return Source(name, stem, _load(name, path, split), path if path.is_dir() else path.parent)
 
 
 def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
@@ -118,6 +122,8 @@ def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
 
     try:
         peek(path)
+        if FILE_FORMATS.get(path.suffix) == "csv" and path.is_file():
+            return datasets.Dataset.from_dict(typed_columns(read_table(path)))
         if path.is_file():
             return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=[str(path)], split="train")
         saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
@@ -130,7 +136,7 @@ def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
         raise ValueError(f"{name}: can't be read: {type(e).__name__}: {e}") from e
     if isinstance(loaded, datasets.Dataset):
         return loaded
-    wanted = list(loaded) if len(loaded) == 1 else ("train",) if split == "train" else _VAL_SPLITS
+    wanted = list(loaded) if len(loaded) == 1 else SPLITS[split]
     if not (found := [loaded[part] for part in wanted if part in loaded]):
         parts = ", ".join(map(str, loaded))
         raise ValueError(f"{name}: none of its parts {parts} is for {split}; name one of its files instead")
@@ -192,6 +198,10 @@ def peek(path: Path, scanned: int = SCANNED) -> Peek:
             return _peek_folder(path)
         if not path.stat().st_size:
             found = Peek([], 0)
+        elif FILE_FORMATS[path.suffix] == "csv":
+            table = read_table(path, scanned)
+            whole = path.stat().st_size <= scanned
+            found = Peek(list(table), len(next(iter(table.values()), [])) if whole else None)
         else:
             found = _peek_parquet(path) if path.suffix == ".parquet" else _peek_json(path, scanned)
     except OSError as error:
@@ -212,6 +222,12 @@ def first_rows(path: Path, columns: Sequence[str], n: int = 64) -> list[dict[str
     if path.is_dir() or path.suffix == ".json" and path.stat().st_size > SCANNED:
         return []
     rows: list[dict[str, Any]] = []
+    if FILE_FORMATS.get(path.suffix) == "csv":
+        table = read_table(path, 2**20)
+        return [
+            {name: table[name][i] for name in columns if name in table}
+            for i in range(min(n, *map(len, table.values())))
+        ]
     with path.open(encoding="utf-8-sig") as file, suppress(ValueError):  # one object over several lines
         if file.read(64).lstrip().startswith("["):
             file.seek(0)
@@ -269,9 +285,13 @@ def _columns(rows: list[Any], unit: str) -> list[str]:
 
 
 def _peek_folder(path: Path) -> Peek:
-    """The columns of a folder that `save_to_disk` wrote, and of one with files of one of our formats alone; what another
-    holds is for `datasets` to say."""
+    """The columns of a folder that `save_to_disk` wrote, of one of images, and of one with files of one of our formats alone; what
+    another holds is for `datasets` to say."""
     os.listdir(path)  # raises where it may not be read; rglob passes over that
+    if isinstance(pictures := rows_of_pictures(path, "train"), dict):
+        return Peek(list(pictures), len(pictures["label"]))
+    if pictures:
+        return peek(pictures)
     found = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     files = sorted(itertools.islice(found, _MOST_FILES))
     if not files:

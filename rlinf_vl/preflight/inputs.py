@@ -21,6 +21,7 @@ from rlinf_vl.config import Config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.cache import cache_root
+from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.sources import Peek, first_rows, peek, peek_seeds
 from rlinf_vl.data.videos import COLUMNS as VIDEO_COLUMNS
 from rlinf_vl.data.videos import video_in
@@ -82,7 +83,7 @@ def _data(config: Config) -> Iterator[str]:
                     found = seeds
                 elif os.path.exists(path):
                     found = peek(Path(path))
-                    yield from _videos(config, key, path)
+                    yield from _videos(config, key, path, found.columns or ())
             except ValueError as error:
                 yield f"{key}: {path} {error}"
             counts.append(found.rows)
@@ -95,27 +96,35 @@ def _data(config: Config) -> Iterator[str]:
             )
 
 
-def _videos(config: Config, key: str, path: str) -> Iterator[str]:
+def _videos(config: Config, key: str, path: str, columns: Sequence[str]) -> Iterator[str]:
     """Videos among the first rows, if they are more than bad rows may be."""
-    data = config.data
+    form = RowFormat.of(config.data).for_columns(columns)
     rows = []
     with suppress(Exception):  # a damaged file is told of when it is loaded
-        rows = first_rows(Path(path), (data.prompt_key, *VIDEO_COLUMNS))
-    reasons = (video_in(row, data.prompt_key, data.image_keys) for row in rows)
+        rows = first_rows(Path(path), (form.prompt_key, *VIDEO_COLUMNS))
+    reasons = (video_in(row, form.prompt_key, form.image_keys) for row in rows)
     found = {number: reason for number, reason in enumerate(reasons) if reason}
-    if len(found) > data.max_bad_rows * len(rows):
+    if len(found) > config.data.max_bad_rows * len(rows):
         number, reason = next(iter(found.items()))
         yield f"{key}: {path}: {len(found)} of the first {len(rows)} rows have a video; row {number}: {reason}"
 
 
 def _columns(config: Config, path: str, columns: Sequence[str]) -> Iterator[str]:
-    data = config.data
-    wanted = [("data.prompt_key", data.prompt_key, ""), ("data.answer_key", data.answer_key, "")]
-    wanted += [("data.image_keys", column, " or data.image_keys=[] without images;") for column in data.image_keys]
-    for key, column, otherwise in wanted:
+    form = RowFormat.of(config.data).for_columns(columns)
+    further = (
+        {}
+        if config.data.curriculum_key is None
+        else {config.data.curriculum_key.partition(".")[0]: "data.curriculum_key"}
+    )
+    missing = False
+    for column, key in (form.columns | further).items():
         if column not in columns:
+            missing = True
+            otherwise = " or data.image_keys=[] without images;" if key == "data.image_keys" else ""
             hint = f"; name one of those,{otherwise}{nearest(column, columns)}".rstrip(",;")
             yield f"{key}: column {column!r} not in {path}; columns are {', '.join(sorted(columns))}{hint}"
+    if not missing and (reason := form.missing_column(columns, path)):
+        yield reason
 
 
 def _environment(config: Config) -> Iterator[str]:

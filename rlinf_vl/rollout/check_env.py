@@ -19,8 +19,8 @@ import yaml
 
 from rlinf_vl.config import with_texts
 from rlinf_vl.data.dataset import ProblemDataset
+from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import decode
-from rlinf_vl.data.rows import RowFormat
 from rlinf_vl.data.sources import open_source
 from rlinf_vl.data.unusable import RowError, shorten
 from rlinf_vl.envs import Env, EnvMaker, StepResult
@@ -358,7 +358,9 @@ def _problems(path: str, form: dict[str, Any]) -> list[Problem]:
     """The first rows of a data set."""
     try:
         columns = open_source(path, "train").rows.column_names
-        form.setdefault("image_keys", [name for name in RowFormat().image_keys if name in columns])
+        given = RowFormat(**form)
+        if given.for_columns(columns).format == "rlinf":  # images may be left out here
+            form.setdefault("image_keys", [name for name in given.image_keys if name in columns])
         dataset = ProblemDataset([path], "train", RowFormat(**form))
     except ValueError as error:
         raise ConfigError(f"--data: {error}") from error

@@ -1,14 +1,15 @@
 """Which rows of a data set a run can use, and the parts of a rollout worker that this takes; no engine, and no Ray."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
-from rlinf_vl.data.rows import RowFormat
+from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.unusable import ANSWER_UNUSABLE, ENVIRONMENT_UNUSABLE, RowError
 from rlinf_vl.envs import EnvMaker
+from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
@@ -32,7 +33,7 @@ def processor_of(config: Config, model_path: str) -> Processor:
 def datasets_of(config: Config) -> dict[str, ProblemDataset]:
     """Split, "train" and "val" if there is one → its rows."""
     data = config.data
-    form = RowFormat(**{field.name: getattr(data, field.name) for field in fields(RowFormat)})
+    form = RowFormat.of(data, ENVIRONMENTS)
     paths = {"train": data.train_data_paths, "val": data.val_data_paths}
     return {split: ProblemDataset(named, split, form) for split, named in paths.items() if named}
 
@@ -82,5 +83,7 @@ class RowCheck:
             overlong[row] = len(whole.ids), len(whole.images) - len(cut.images)
             return len(cut.ids)
 
-        found = dataset.filter_by_length(rows, length, data.max_prompt_length)
+        found = dataset.filter_by_length(
+            rows, length, data.max_prompt_length, image_only=data.image_only_mode, level_key=data.curriculum_key
+        )
         return replace(found, cut={row: overlong[row] for row in overlong if row in found.kept})

@@ -157,7 +157,8 @@ class RolloutRank:
 
     def _problem(self, task: Task) -> Problem | Exception:
         try:
-            return self.datasets[task.split][task.row]
+            draw = task.group_seed if task.split == "train" else 0
+            return self.datasets[task.split].problem(task.row, draw)
         except Exception as error:
             return error
 

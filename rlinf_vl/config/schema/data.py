@@ -4,26 +4,45 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, OFF_OR_POSITIVE, SHARE, key
+from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, OFF_OR_POSITIVE, POSITIVE, SHARE, key
 
 
 @dataclass
 class DataConfig:
     train_data_paths: list[str] = MISSING
-    """Files (parquet, json, jsonl), HF dataset folders or hub names (hf://owner/name[:split]); or an embedded task (`toy`).
-    `seeds://N` is N rows of nothing but a number, for an environment that makes its tasks from seeds."""
+    """Files (parquet, json, jsonl, csv, tsv), HF dataset folders, folders of images, or hub names (hf://owner/name[:split]); or an
+    embedded task (`toy`). `seeds://N` is N rows of nothing but a number, for an environment that makes its tasks from seeds."""
     val_data_paths: list[str] = field(default_factory=list)
     """The same, for validation."""
+    weights: list[float] = key([], POSITIVE)
+    """Shares of the training sources in every batch, one for each of train_data_paths and independent of their sizes; they need
+    not sum to 1. []: all rows once an epoch."""
+    format: str = key("auto", ("auto", "rlinf", "verl", "openai", "trl", "openrlhf", "folder"))
+    """Whose columns rows have: rlinf (problem, answer, images; EasyR1's, too), verl, openai (SkyRL's, too), trl, openrlhf, folder
+    (pictures in folders named after what they show). auto recognises them by the columns. It names what prompt_key, answer_key
+    and image_keys leave at their defaults."""
     prompt_key: str = "problem"
-    """Column of the question; `<image>` in it marks where an image stands."""
+    """Column of the question: a text, `<image>` in it marks where an image stands, or chat messages, which may hold images."""
     answer_key: str = "answer"
-    """Column of the reference answer, with or without \\boxed{}."""
+    """Column of the reference answer, with or without \\boxed{}; a name with dots leads into a mapping
+    (reward_model.ground_truth)."""
     image_keys: list[str] = field(default_factory=lambda: ["images"])
-    """Columns that hold images, in order; [] for text only."""
+    """Columns that hold images, in order; [] for text only, or for images in chat messages."""
+    image_root: str | None = None
+    """Folder that image paths are relative to and may not leave; null: the data set's own."""
+    max_images_per_message: int | None = key(None, AT_LEAST_1)
+    """Images shown of each message, the first so many; the others are left out, and counted (data/dropped_images). null: all."""
+    max_images_per_sample: int | None = key(None, AT_LEAST_1)
+    """Images shown of each prompt, all messages together; as max_images_per_message."""
+    image_only_mode: bool = False
+    """Leave out rows without an image; they are counted (data/text_only_rows)."""
     system_prompt: str | None = None
     """System message put before every problem."""
     prompt_suffix: str = ""
     """Text appended to every question, such as the answer format asked for."""
+    prompt_variants: list[str] = field(default_factory=list)
+    """Texts around the question, with {problem} where it stands. Training draws one for each group of answers, from runner.seed, the
+    step and the row; validation always shows the first."""
     max_prompt_length: int = key(1024, AT_LEAST_1)
     """Longest prompt in tokens, image placeholders expanded."""
     overlong: str = key("drop", ("drop", "cut", "error"))
@@ -41,6 +60,9 @@ class DataConfig:
     """Shuffle the training rows anew every epoch."""
     seed: int = key(1234, NOT_NEGATIVE)
     """Seeds the order."""
+    curriculum_key: str | None = None
+    """Column of numbers, such as a difficulty: every epoch goes from small to large ones, equal ones shuffled (data.shuffle). A name
+    with dots leads into a mapping."""
     image_min_pixels: int | None = key(None, AT_LEAST_1)
     """Smallest image area after resizing; null is the checkpoint's own. One setting for engine and trainer."""
     image_max_pixels: int | None = key(None, AT_LEAST_1)

@@ -77,10 +77,11 @@ def test_long_prompts_are_told_with_their_rows_and_stop_the_run_where_they_may_n
     limit = load_config("toy-grpo-cpu").data.max_prompt_length
     cut = {3: (90, 1), 7: (70, 0)}
     data = found(tmp_path, Pool(long={}, cut=cut))
-    assert data.overlong == 2 and 3 in data.sampler.next_batch()[1]
+    assert data.counts == {"data/overlong_rows": 2} and 3 in data.sampler.next_batch()[1]
     told = f"train: 12 rows, 2 longer than data.max_prompt_length={limit} and cut to it, 1 of them without some of their images"
     assert f"{told} (row 3 has 90 tokens, row 7 has 70 tokens), 1 bad" in caplog.text
-    assert found(tmp_path, Pool()).overlong == 2 and "(row 3 has 90 tokens, row 7 has 70 tokens), 1 bad" in caplog.text
+    assert found(tmp_path, Pool()).counts["data/overlong_rows"] == 2
+    assert "(row 3 has 90 tokens, row 7 has 70 tokens), 1 bad" in caplog.text
     with pytest.raises(ConfigError) as caught:
         found(tmp_path, Pool(train=20, long=dict.fromkeys(range(2, 9), 600)), "data.overlong=error")
     assert str(caught.value) == (

@@ -16,8 +16,8 @@ from PIL import Image
 
 from rlinf_vl.data.damage import check_pixels
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
+from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import decode, image_size
-from rlinf_vl.data.rows import RowFormat
 from rlinf_vl.data.sources import SCANNED, peek
 from rlinf_vl.data.unusable import RowError
 from rlinf_vl.types import ImageRef, Problem
@@ -186,12 +186,20 @@ def test_missing_columns_are_refused_before_any_row_is_read(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
+    (tmp_path / "rows.xlsx").write_text("problem,answer\n")
     (tmp_path / "rows.csv").write_text("problem,answer\n")
+    (tmp_path / "odd.csv").write_text("problem,answer\n1 + 1?,2\n1, 2 or 3?,1\n")
+    (tmp_path / "latin.csv").write_bytes("problem,answer\n1 + 1?,zw\xf6lf\n".encode("latin-1"))
+    (tmp_path / "twice.csv").write_text("problem,answer,answer\n1 + 1?,2,2\n")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "empty").mkdir()
     for name, message in (
         ("gone.parquet", "no such file or folder"),
-        ("rows.csv", "has suffix '.csv', which is none of"),
+        ("rows.xlsx", "has suffix '.xlsx', which is none of"),
+        ("rows.csv", "is empty; write at least one row"),
+        ("odd.csv", "line 3 has 3 cells, the first line 2; put cells that have a ',' in double quotes"),
+        ("latin.csv", "line 2 is not UTF-8"),
+        ("twice.csv", "line 1 has to name every column once"),
         ("broken.parquet", "is no parquet file"),
         ("empty", "holds no files"),
     ):

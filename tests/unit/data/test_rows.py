@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from rlinf_vl.data.dataset import ProblemDataset
+from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import decode
-from rlinf_vl.data.rows import RowFormat, row_to_problem
+from rlinf_vl.data.rows import row_to_problem
 from rlinf_vl.data.unusable import RowError, kind_and_reason
 from rlinf_vl.rewards import grade_math
 from rlinf_vl.types import ImageRef, Problem
@@ -187,7 +188,7 @@ def test_unusable_answers_are_the_rows_error(value: Any) -> None:
         ([{"role": "user", "content": None}], [A], "content part"),
         ([{"role": "user", "content": " "}], [A], "no message of role 'user' says anything"),
         ([{"role": "system", "content": "x"}, {"role": "user", "content": []}], None, "says anything"),
-        ([{"role": "user", "content": [{"type": "audio"}]}], [A], "neither text nor a placeholder"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], [A], "neither text nor an image"),
         (
             [{"role": "user", "content": [{"type": "video"}]}],
             [A],
@@ -202,7 +203,16 @@ def test_unusable_answers_are_the_rows_error(value: Any) -> None:
         ([{"role": "user", "content": [{"type": "text", "text": "a<video>b"}]}], [A], "has a <video>"),
         ("Find x.", "clip.MP4", "column 'images', image 0: path 'clip.MP4' is a video's; videos are not supported"),
         ("Find x.", [A, b"\0\0\0\x20ftypisom" + bytes(40)], "image 1: .* are a video; videos are not supported"),
-        ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], [A], "data.image_keys"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+            None,
+            "column 'problem', image 0: 'a.png' is neither",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": A}]}],
+            [B],
+            "the prompt has 0 <image> and the row 1 images",
+        ),
     ],
 )
 def test_unusable_rows_name_themselves_and_the_reason(prompt: Any, images: Any, message: str) -> None:

@@ -9,8 +9,8 @@ from PIL import Image
 
 from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import ProblemDataset
+from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import decode, to_image_ref
-from rlinf_vl.data.rows import RowFormat
 from rlinf_vl.envs.geometry_tool import GeometryTool
 from rlinf_vl.envs.picture_tool import MIN_SIDE
 from rlinf_vl.rewards import GRADERS, stop_grading
