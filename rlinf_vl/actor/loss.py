@@ -35,6 +35,11 @@ def micro_batch_loss(
     n_segments = int(sequences.max()) + 1 if n else 0
     segments: Any = {"segment_ids": on_device(sequences, device), "n_segments": n_segments}
     rollout = None if batch.rollout_logprobs is None else on_device(batch.rollout_logprobs, device)
+    compared: Any = n
+    if rollout is not None and batch.corrupted is not None:
+        # Sampled on another image than it is trained on: nothing to correct, and nothing to compare.
+        corrupted = on_device(batch.corrupted, device)
+        rollout, compared = torch.where(corrupted, old_logprobs, rollout), n - corrupted.sum()
     ratio_base = rollout if algorithm.recompute_logprobs == "false" else old_logprobs
     weights, clip = None, algorithm.importance_sampling_clip
     if algorithm.importance_sampling_fix:
@@ -66,9 +71,9 @@ def micro_batch_loss(
             sums.add(f"actor/{name}", stats[name] * n, n)
     if rollout is not None:
         difference = rollout - old_logprobs
-        sums.add("actor/rollout_train_kl", difference.sum(), n)
-        sums.add("actor/rollout_train_k3", divergence(old_logprobs, rollout, mask, "k3").sum(), n)
-        sums.add("actor/rollout_train_abs_diff_mean", difference.abs().sum(), n)
+        sums.add("actor/rollout_train_kl", difference.sum(), compared)
+        sums.add("actor/rollout_train_k3", divergence(old_logprobs, rollout, mask, "k3").sum(), compared)
+        sums.add("actor/rollout_train_abs_diff_mean", difference.abs().sum(), compared)
         sums.maximum("actor/rollout_train_abs_diff_max", difference.abs().max())
     if weights is not None:
         sums.add("actor/tis_mean", weights.sum(), n)

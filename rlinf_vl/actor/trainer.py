@@ -216,13 +216,17 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, groups: Groups, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
-        """Compare the engine's logprobs of trajectories with this policy's, as they are and with blank images.
+        """Compare the engine's logprobs of trajectories with this policy's, with the images that the engine saw and with blank ones.
+        At most one trajectory of a group in a micro-batch: corrupted images are not shared.
 
         Returns, per trajectory, (group, sampled tokens, Σ|rollout - train|, the same with blank images).
         """
         seeing = self.batches.without_cache()
         blank = replace(seeing.collate, pixels=lambda image: np.zeros_like(seeing.pixels(image)))
         makers = seeing, BatchMaker(self.policy, blank, None, seeing.max_patches)
+        groups = {
+            g: replace(group, trajectories=tuple(map(group.as_seen, group.trajectories))) for g, group in groups.items()
+        }
         no_advantage = {g: [[0.0] * len(t.turns) for t in group.trajectories] for g, group in groups.items()}
         pairs = zip(*(make(mini, groups, no_advantage) for make in makers), strict=True)
         rows = []

@@ -188,6 +188,9 @@ def _algorithm(config: Config) -> Iterator[str]:
             yield f"algorithm.{key} with rollout.max_turns=1: an episode of one turn has no other credit; raise max_turns"
     if algorithm.n_minibatches >= 1 and batch % algorithm.n_minibatches:
         yield f"data.rollout_batch_size={batch} is not divisible by {parts}; change one of them"
+    corruption = algorithm.image_corruption
+    if 0 < corruption.share <= 1 and round(corruption.share * algorithm.group_size) == 0:
+        yield f"algorithm.image_corruption.share: {corruption.share:g} of {group} answers is none; raise it, or set it 0"
     if running < algorithm.group_size:
         yield f"rollout.max_running_requests={running} is less than {group}: a group is decoded together; raise it"
     if algorithm.sampling_params.temperature == 0:
@@ -205,6 +208,11 @@ def _correction(config: Config) -> Iterator[str]:
         yield (
             "algorithm.importance_sampling_fix: true with algorithm.recompute_logprobs=false: the old logprobs are the engine's "
             "own, so every weight would be 1; set recompute_logprobs=auto, or importance_sampling_fix=false"
+        )
+    if from_engine and (share := algorithm.image_corruption.share):
+        yield (
+            f"algorithm.image_corruption.share: {share:g} with algorithm.recompute_logprobs=false: the engine's logprobs are of the "
+            "corrupted images, and the update is on the clean ones; set recompute_logprobs=auto, or share=0"
         )
     for used, key, value, otherwise in (
         (tis, "importance_sampling_fix", "true", "set importance_sampling_fix=false"),

@@ -23,6 +23,7 @@ from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.data.bad_rows import check_faults
+from rlinf_vl.data.corruption import Corruption, corruption_at
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import env_metrics, summarize_rollout
 from rlinf_vl.rollout.submission import Task
@@ -90,6 +91,7 @@ def train(
     sync = log.timed("sync")(sync)
     state = resume(config, newest_checkpoint(run_dir, start), pool, learner, data, gpu, sync, log)
     guard = MismatchGuard(config, learner, log)
+    corrupt = partial(corruption_at, config.algorithm.image_corruption)
     try:
         if state.step == 0 and runner.val_before_train:
             state.metrics = validate(state, config, pool, data, log)
@@ -103,7 +105,7 @@ def train(
             log.begin_step(step)
             with log.timed("step"):
                 epoch, rows = data.sampler.next_batch()
-                tasks = make_tasks("train", rows, config.algorithm.group_size, runner.seed, step)
+                tasks = make_tasks("train", rows, config.algorithm.group_size, runner.seed, step, corrupt(step / total))
                 batch = rollout(tasks, config, pool, learner, guard, log)
                 metrics = {"data/epoch": epoch, "data/bad_rows": count_bad_rows("train", batch.summaries, data, step)}
                 metrics |= batch.metrics | data.counts
@@ -168,8 +170,11 @@ def resume(
     return state
 
 
-def make_tasks(split: str, rows: Sequence[int], samples: int, seed: int, step: int) -> list[Task]:
-    """One task per row. Random streams depend on the seed, the step (training only), the row and the sample, nothing else."""
+def make_tasks(
+    split: str, rows: Sequence[int], samples: int, seed: int, step: int, corruption: Corruption | None = None
+) -> list[Task]:
+    """One task per row; its last samples see `corruption`. Random streams depend on the seed, the step (training only), the row and
+    the sample, nothing else."""
     when = step if split == "train" else "val"
 
     def stream(*parts: object) -> int:
@@ -182,6 +187,7 @@ def make_tasks(split: str, rows: Sequence[int], samples: int, seed: int, step: i
             row=row,
             seeds=tuple(stream(seed, split, when, k, row, i) for i in range(samples)),
             group_seed=stream(seed, split, when, row, "group"),
+            corruption=corruption,
         )
         for k, row in enumerate(rows)
     ]

@@ -117,6 +117,8 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         metrics["rollout/response_length_max"] = int(lengths.max())
         metrics["rollout/truncated"] = float(np.mean([s.statuses[i] == "length" for s, i in kept]))
         metrics["rollout/cut"] = float(np.mean([s.cuts[i] > 0 for s, i in kept]))
+        if corrupted := [s.rewards[i] for s, i in kept if s.corrupted and s.corrupted[i]]:
+            metrics["reward/corrupted_mean"] = float(np.mean(corrupted))
         turns = [s.turns[i] for s, i in kept]
         metrics["rollout/turns_mean"] = float(np.mean(turns))
         metrics["rollout/turns_max"] = max(turns)

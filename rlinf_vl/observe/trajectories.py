@@ -44,6 +44,10 @@ SCHEMA = pa.schema(
         ("reward_parts", pa.string()),  # JSON
         ("metrics", pa.string()),  # JSON; what the environment measured
         ("correct", pa.bool_()),
+        (
+            "corrupted",
+            pa.bool_(),
+        ),  # it saw images that were corrupted, those above; it is trained on with the clean ones
         ("error", pa.string()),
         ("finish_reason", pa.string()),
         ("weight_versions", pa.list_(pa.int32())),
@@ -100,7 +104,9 @@ class TrajectoryStore:
         }
         for sample, t in enumerate(group.trajectories):
             own = None if advantages is None else advantages[sample]
-            self._rows.append(shared | self._row(t, group.prefix_length, own, (logprobs or {}).get(sample)))
+            self._rows.append(
+                shared | self._row(group.as_seen(t), group.prefix_length, own, (logprobs or {}).get(sample))
+            )
             self._rows[-1]["sample"] = sample
 
     def _row(
@@ -131,6 +137,7 @@ class TrajectoryStore:
             "reward_parts": json.dumps(t.reward_parts),
             "metrics": json.dumps(t.metrics),
             "correct": None if t.error else t.correct,
+            "corrupted": t.corrupted,
             "error": t.error,
             "finish_reason": t.status,
             "weight_versions": arrays.pop("versions", np.zeros(0, np.int32)),

@@ -75,6 +75,7 @@ class Collator:
         names = sampled[0][1].sequence.columns if sampled else ()
         features = np.concatenate([p.features[start:end] for p, start, end in row.segments])
         owners = np.repeat(np.array([i for i, _, _ in sampled], np.int64), [len(t) for _, _, t in sampled])
+        corrupted = np.array([member.trajectory.corrupted for member in members], bool)
         advantages = [np.array(member.advantages, np.float32) for member in members]
         assert all(len(a) == len(m.trajectory.turns) for a, m in zip(advantages, members, strict=True))
         before = np.cumsum([0, *map(len, advantages)])
@@ -100,6 +101,7 @@ class Collator:
             grids=np.array([grid for _, grid in shown.values()], np.int64).reshape(-1, 3),
             image_positions=np.flatnonzero(features >= 0),
             image_features=features[features >= 0],
+            corrupted=corrupted[owners] if corrupted.any() else None,
             run_vision=run_vision,
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rlinf_vl.data.corruption import Shown
 from rlinf_vl.envs import StepResult
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.calls import Stage
@@ -37,6 +38,7 @@ class Episode:
     request: int | None = None  # None: it was not among those that started in time
     place: int = 0
     error: Exception | None = None  # why it can't begin
+    shown: Shown | None = None  # what it sees in place of images; None: the images
 
 
 @dataclass(eq=False)
@@ -48,6 +50,7 @@ class Opening:
     episodes: list[Episode]
     requests: list[Request] = field(default_factory=list)
     answers: list["asyncio.Future[Completion]"] = field(default_factory=list)  # once they are submitted
+    shown: Shown | None = None  # of those episodes that see corrupted images
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from rlinf_vl.data.corruption import Shown
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.data.unusable import PROMPT_UNUSABLE, ImageError
 from rlinf_vl.data.videos import NO_VIDEOS, VIDEO, is_video_part
@@ -24,8 +25,9 @@ class Observation:
     images: tuple[ImageRef, ...]
 
 
-def observe(messages: Iterable[Message], problem: Problem) -> Observation:
-    """Messages with images in any form: the problem's, by address, or new ones as arrays or as `to_image_ref` takes them.
+def observe(messages: Iterable[Message], problem: Problem, shown: Shown | None = None) -> Observation:
+    """Messages with images in any form: the problem's, by address, or new ones as arrays or as `to_image_ref` takes them; with
+    `shown`, what that shows in place of each.
 
     Raises:
         ImageError: an image can't be used.
@@ -34,7 +36,7 @@ def observe(messages: Iterable[Message], problem: Problem) -> Observation:
     known = {image.url: image for image in problem.images}
     images: list[ImageRef] = []
 
-    def shown(part: Any) -> Any:
+    def plain_part(part: Any) -> Any:
         if is_video_part(part):
             raise ImageError(VIDEO, f"a content part of type {part.get('type', 'video')!r}: {NO_VIDEOS}")
         if "image" not in part and "image_url" not in part and part.get("type") not in ("image", "image_url"):
@@ -47,11 +49,11 @@ def observe(messages: Iterable[Message], problem: Problem) -> Observation:
             image = known[value]
         else:
             image = to_image_ref(Image.fromarray(value) if isinstance(value, np.ndarray) else value, root=None)
-        images.append(image)
-        return {"type": "image_url", "image_url": {"url": image.url}}
+        images.append(shown(image) if shown else image)
+        return {"type": "image_url", "image_url": {"url": images[-1].url}}
 
     plain = tuple(
-        message | {"content": list(map(shown, message["content"]))}
+        message | {"content": list(map(plain_part, message["content"]))}
         if isinstance(message["content"], (list, tuple))
         else message
         for message in messages

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from rlinf_vl.data.corruption import Corruption, Shown
 from rlinf_vl.data.unusable import TRAJECTORY_TOO_LONG, ImageError, RowError, kind_and_reason
 from rlinf_vl.engines.base import Engine, EngineDied
 from rlinf_vl.envs import EnvMaker, StepResult
@@ -111,15 +112,20 @@ class Player:
         seeds: Sequence[int],
         sampling: SamplingParams,
         group_seed: int = 0,
+        corruption: Corruption | None = None,
         patience_s: float | None = PATIENCE_S,
     ) -> Opening:
         """Start an environment for each seed, and make requests for the first answers of those that start in time.
 
-        `patience_s`: see `PATIENCE_S`; None waits for all. Cancelling it closes the environments.
+        `corruption`: of `Task`. `patience_s`: see `PATIENCE_S`; None waits for all. Cancelling it closes the environments.
         """
         goes_on = self.max_turns != 1 and self.make_env.name_of(problem) != SINGLE or self.thought_budget is not None
         names = [f"{problem.id}#{next(self._numbers)}" if goes_on else "" for _ in seeds]
         opening = Opening(problem, sampling, list(map(Episode, seeds, [group_seed] * len(seeds), names)))
+        if corruption is not None:
+            opening.shown = Shown(corruption, group_seed)
+            for episode in opening.episodes[len(seeds) - corruption.samples(len(seeds)) :]:
+                episode.shown = opening.shown
         together = opening.episodes[: self.max_concurrent]
         await self._places.take(len(together))
         loop = asyncio.get_running_loop()
@@ -166,7 +172,9 @@ class Player:
         sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
         shared = [trajectory.turns[0].start for trajectory in trajectories if trajectory.turns]
         shared += [sequences[0].shared_length(other, self.processor.image_token_id) for other in sequences[1:]]
-        return Group(group_id, opening.problem.id, min(shared, default=0), tuple(trajectories), opening.problem.answer)
+        seen = opening.shown.by_hash if opening.shown else {}
+        problem, prefix = opening.problem, min(shared, default=0)
+        return Group(group_id, problem.id, prefix, tuple(trajectories), problem.answer, seen)
 
     async def _episode(self, opening: Opening, episode: Episode) -> Trajectory:
         """Sample, step, extend; until the environment is done, the budget of tokens is used up, or something fails."""
@@ -194,7 +202,8 @@ class Player:
             fault = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
         finally:
             await self._end(episode)
-        return played.trajectory(fault, self.return_logprobs)
+        trajectory = played.trajectory(fault, self.return_logprobs)
+        return episode.shown.undone(trajectory) if episode.shown else trajectory
 
     async def _turns(self, opening: Opening, episode: Episode, played: Played) -> None:
         problem = opening.problem
@@ -219,7 +228,7 @@ class Player:
                     raise
                 raise self._fault(problem, f"shows an image that can't be used: {error}") from error
             last = len(played.turns) == self.max_turns
-            result, said = await self._step(episode.stage, heard, problem, last)
+            result, said = await self._step(episode, heard, problem, last)
             played.pay(result)
             if result.done:
                 return
@@ -241,7 +250,7 @@ class Player:
 
         try:
             await episode.stage.make(lambda: self.make_env(problem, episode.seed, episode.group_seed))
-            return await episode.stage.ask("start", problem, partial(self._seen, problem))
+            return await episode.stage.ask("start", problem, partial(self._seen, problem, episode.shown))
         except CallTimeout as error:
             raise self._fault(problem, f"did not start within {self.calls.timeout_s:g} s") from error
         except RowError:
@@ -249,10 +258,10 @@ class Player:
         except Exception as error:
             raise self._fault(problem, f"did not start: {described(error)}") from error
 
-    def _seen(self, problem: Problem, messages: Iterable[Message]) -> Observation:
+    def _seen(self, problem: Problem, shown: Shown | None, messages: Iterable[Message]) -> Observation:
         messages = list(messages)
         try:
-            return observe(messages, problem)
+            return observe(messages, problem, shown)
         except Exception as error:
             if messages == list(problem.messages):
                 raise row_error(problem, error) from error
@@ -292,7 +301,7 @@ class Player:
             opening.requests[number] = replace(request, seeds=(*request.seeds, episode.seed), sessions=sessions)
 
     async def _step(
-        self, stage: Stage, answer: str, problem: Problem, last: bool
+        self, episode: Episode, answer: str, problem: Problem, last: bool
     ) -> tuple[StepResult, Observation | None]:
         """What the environment says to an answer, as `checked` gives it, and what it shows if the episode goes on."""
 
@@ -301,12 +310,13 @@ class Player:
             if result.done or last:
                 return result, None
             try:
-                return result, observe(result.messages, problem)
+                return result, observe(result.messages, problem, episode.shown)
             except Exception as error:
                 raise self._fault(problem, f"answered what can't follow: {described(error)}") from error
 
         try:
-            return await stage.ask("step", answer, heard)
+            assert episode.stage is not None
+            return await episode.stage.ask("step", answer, heard)
         except GradingError as error:
             log.info("%s: no verdict, so the answer is wrong: %s", problem.id, error)
             return heard(StepResult((), self.reward_min, True, {"reward_parts": {UNGRADABLE: 1.0}}))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from rlinf_vl.data.corruption import Corruption
+
 #: Most seconds between two calls of `check` by a thread that waits for groups.
 CHECK_S = 0.5
 
@@ -16,6 +18,7 @@ class Task:
 
     `group_seed`: what the environments of the group have in common is drawn from it.
     `own_images`: no other row is known to show the images of this one.
+    `corruption`: how images are corrupted for some of the samples, drawn from `group_seed`; None: for none.
     """
 
     group_id: str
@@ -24,6 +27,7 @@ class Task:
     seeds: tuple[int, ...]
     own_images: bool = False
     group_seed: int = 0
+    corruption: Corruption | None = None
 
 
 class Submission:

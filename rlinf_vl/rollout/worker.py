@@ -149,7 +149,8 @@ class RolloutRank:
         """Start a task's environments; a row that can't be read makes an opening of episodes that failed."""
         sampling = self.sampling[task.split]
         if isinstance(problem, Problem):
-            opened.append(await self.player.open(problem, task.seeds, sampling, task.group_seed, **patience))
+            how = task.seeds, sampling, task.group_seed, task.corruption
+            opened.append(await self.player.open(problem, *how, **patience))
         else:
             row = Problem(self.datasets[task.split].row_id(task.row), (), "")
             opened.append(Opening(row, sampling, [Episode(seed, error=problem) for seed in task.seeds]))

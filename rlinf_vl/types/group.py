@@ -38,6 +38,9 @@ class Group:
     prefix_length: int
     trajectories: tuple[Trajectory, ...] = field(repr=False)
     answer: str = ""
+    shown: dict[str, ImageRef] = field(
+        default_factory=dict
+    )  # what its corrupted trajectories saw, by the image's own hash
 
     def __post_init__(self) -> None:
         fields, prefix = self._fields(), self.prefix
@@ -68,11 +71,16 @@ class Group:
     def with_images(self, images: Mapping[str, Any]) -> "Group":
         """The same group with these objects in place of its images, by hash."""
 
-        def changed(sequence: TokenSequence) -> TokenSequence:
-            return replace(sequence, images=tuple((images.get(i.hash, i), grid) for i, grid in sequence.images))
-
-        trajectories = (replace(t, sequences=tuple(map(changed, t.sequences))) for t in self.trajectories)
+        trajectories = (
+            replace(t, sequences=tuple(s.with_images(images) for s in t.sequences)) for t in self.trajectories
+        )
         return replace(self, trajectories=tuple(trajectories))
+
+    def as_seen(self, trajectory: Trajectory) -> Trajectory:
+        """One of its trajectories with the images that its answers were drawn on."""
+        if not trajectory.corrupted:
+            return trajectory
+        return replace(trajectory, sequences=tuple(s.with_images(self.shown) for s in trajectory.sequences))
 
     def _fields(self) -> dict[str, "_Kind"]:
         """Per-token arrays by name."""
@@ -95,16 +103,19 @@ class Group:
                 places = tuple((number[image.hash], grid) for image, grid in sequence.images)
                 sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
             turns = tuple(map(astuple, t.turns))
-            rows.append((sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics, t.cuts))
+            facts = t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics, t.cuts, t.corrupted
+            rows.append((sequences, turns, *facts))
         buffer = np.concatenate(
             [np.zeros(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in self._arrays())]
         )
         packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
-        head = (self.id, self.problem_id, self.answer, self.prefix_length)
+        head = (self.id, self.problem_id, self.answer, self.prefix_length, self.shown)
         return _load_group, (*head, self._fields(), images, tuple(rows), packed)
 
 
-def _load_group(group_id: str, problem_id: str, answer: str, prefix_length: int, fields, images, rows, packed) -> Group:
+def _load_group(
+    group_id: str, problem_id: str, answer: str, prefix_length: int, shown: dict, fields, images, rows, packed
+) -> Group:
     """The inverse of `Group.__reduce_ex__`."""
     offset = 0
 
@@ -123,10 +134,10 @@ def _load_group(group_id: str, problem_id: str, answer: str, prefix_length: int,
         for n, places in lengths:
             columns = {name: np.concatenate([prefix[name], read(kind, n)]) for name, kind in fields.items()}
             own: dict[str, Any] = {name: columns.pop(name, None) for name in ("ids", "routes", *_NOT_SAMPLED)}
-            shown = tuple((images[i], grid) for i, grid in places)
-            sequences.append(TokenSequence(**own, images=shown, columns=columns))
+            own_images = tuple((images[i], grid) for i, grid in places)
+            sequences.append(TokenSequence(**own, images=own_images, columns=columns))
         trajectories.append(Trajectory(tuple(sequences), tuple(Turn(*turn) for turn in turns), *rest))
-    return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer)
+    return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer, shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +157,7 @@ class GroupSummary:
     max_version: int
     images: int  # distinct ones of all trajectories
     patches: int  # theirs
-    image_bytes: dict[str, int]  # encoded bytes of each, by hash
+    image_bytes: dict[str, int]  # encoded bytes of each by hash, those that corrupted trajectories saw included
     array_bytes: int = 0
     object_bytes: int = 0  # in the object store: the group, and each image that no group before it had stored
     ungradable: int = 0  # responses that could not be graded within the grader's limits
@@ -160,6 +171,7 @@ class GroupSummary:
     turn_states: tuple[tuple[str, ...], ...] = ()  # `Turn.state` of each turn of each
     turn_thoughts: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # `Trajectory.turn_thoughts` of each
     cuts: tuple[int, ...] = ()  # `Trajectory.cuts` of each
+    corrupted: tuple[bool, ...] = ()  # `Trajectory.corrupted` of each
 
     @classmethod
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
@@ -183,7 +195,7 @@ class GroupSummary:
             max_version=int(seen.max()) if seen.size else -1,
             images=len(images),
             patches=sum(math.prod(grid) for _, grid in images),
-            image_bytes={image.hash: len(image.data) for image, _ in images},
+            image_bytes={i.hash: len(i.data) for i in (*(image for image, _ in images), *group.shown.values())},
             array_bytes=group.array_bytes,
             object_bytes=object_bytes,
             ungradable=sum(UNGRADABLE in t.reward_parts for t in group.trajectories),
@@ -194,4 +206,5 @@ class GroupSummary:
             turn_states=tuple(tuple(turn.state for turn in t.turns) for t in group.trajectories),
             turn_thoughts=tuple(t.turn_thoughts for t in group.trajectories),
             cuts=tuple(t.cuts for t in group.trajectories),
+            corrupted=tuple(t.corrupted for t in group.trajectories),
         )

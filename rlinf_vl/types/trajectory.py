@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,10 @@ class TokenSequence:
         arrays = {"ids": self.ids, "loss_mask": self.loss_mask, "versions": self.versions} | self.columns
         may_lack = {"logprobs": self.logprobs, "routes": self.routes}
         return arrays | {name: array for name, array in may_lack.items() if array is not None}
+
+    def with_images(self, images: Mapping[str, Any]) -> "TokenSequence":
+        """The same sequence with these objects in place of its images, by hash."""
+        return replace(self, images=tuple((images.get(image.hash, image), grid) for image, grid in self.images))
 
     def assert_images_placed(self, image_token_id: int, merge_size: int) -> None:
         """Assert that there are as many placeholder ids as the images need."""
@@ -121,6 +126,9 @@ class Trajectory:
         default_factory=dict
     )  # what the environment measured, by name: the last value of each
     cuts: int = 0  # prompts and observations of it that were cut to fit
+    #: Whether its answers were drawn on corrupted images (`algorithm.image_corruption`), which `Group.shown` has. Its sequences have
+    #: the images as they are, on which it is trained; their logprobs are those that it was sampled with.
+    corrupted: bool = False
 
     def __post_init__(self) -> None:
         for turn in self.turns:

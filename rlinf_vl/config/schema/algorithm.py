@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from rlinf_vl.config.schema.guidance import ImageCorruptionConfig
 from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, POSITIVE_OR_INFINITE, Limit, key
 
 
@@ -65,6 +66,7 @@ class AlgorithmConfig:
     """Upper bound of those weights."""
     importance_sampling_level: str = key("token", ("token", "sequence", "geometric"))
     """token, sequence (product over the response) or geometric (its per-token mean)."""
+    image_corruption: ImageCorruptionConfig = field(default_factory=ImageCorruptionConfig)
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling during validation; one response per problem."""

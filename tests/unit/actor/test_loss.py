@@ -1,6 +1,7 @@
 """What `algorithm.*` chooses arrives in the loss of a micro-batch."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,3 +57,25 @@ def test_a_sequence_is_a_trajectory_or_a_turn(changes):
     loss, _ = micro_batch_loss(logprobs, torch.zeros(4), old, Passes(), batch, algorithm, 10)
     first = -math.exp(0.3) - 1 if changes else -math.exp(0.2)
     assert loss.item() == pytest.approx((first + 2 * math.exp(-0.3)) / 10)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_tokens_sampled_on_a_corrupted_image_are_taken_as_the_trainers_own(level):
+    """Their engine's logprobs are of another image: no weight, and nothing to compare. The others are as without them."""
+    algorithm = AlgorithmConfig(importance_sampling_level=level)
+    old = torch.tensor([-1.0, -2.0, -0.5, -3.0])
+    rollout = np.array([-1.2, -1.9, -6.0, -9.0], np.float32)
+    batch = replace(
+        batch_of([0, 0, 1, 1], [1.0, 1.0, -2.0, -2.0]), rollout_logprobs=rollout,
+        corrupted=np.array([False, False, True, True]),
+    )  # fmt: skip
+    loss, sums = micro_batch_loss(old.clone().requires_grad_(), torch.zeros(4), old, Passes(), batch, algorithm, 4)
+    gaps = [0.2, -0.1]
+    weights = {"token": [math.exp(g) for g in gaps], "sequence": [math.exp(sum(gaps))] * 2}
+    weights["geometric"] = [math.exp(sum(gaps) / 2)] * 2
+    assert loss.item() == pytest.approx((4 - sum(weights[level])) / 4)
+    metrics = sums.compute()
+    assert metrics["actor/rollout_train_kl"] == pytest.approx(-sum(gaps) / 2)
+    assert metrics["actor/rollout_train_abs_diff_mean"] == pytest.approx(0.15)
+    assert metrics["actor/rollout_train_abs_diff_max"] == pytest.approx(0.2)
+    assert metrics["actor/tis_mean"] == pytest.approx((sum(weights[level]) + 2) / 4)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from episodes import encoded, picture, said
 
 from rlinf_vl.data.bad_rows import BadRows, TooManyFaults, check_faults
+from rlinf_vl.data.corruption import Corruption
 from rlinf_vl.data.unusable import ImageError, RowError
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.envs import StepResult
@@ -510,3 +512,33 @@ def test_a_video_of_an_environment_is_told(processor, env_class, part):
     (t,) = group.trajectories
     assert t.error is not None and t.error.startswith("environment: 'scripted' answered what can't follow")
     assert "videos are not supported; give frames as images" in t.error
+
+
+def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_clean_ones(processor, env_class):
+    """An environment that shows a new image later: that is corrupted, too."""
+    new = picture(48, 96, 1)
+    env_class.script = (StepResult((said("look", new),), 0.0, False), StepResult((), 1.0, True, {"correct": True}))
+    engine = Scripted(processor, ["\\boxed{18}"])
+    player = player_of(processor, engine, env_class)
+
+    async def played():
+        sampling = SamplingParams(max_new_tokens=20)
+        opening = await player.open(PROBLEM, range(4), sampling, 5, Corruption("noise", 0.5, share=0.5))
+        player.submit([opening])
+        return await player.play("g", opening)
+
+    group = asyncio.run(played())
+    summary = GroupSummary.of(group, processor.image_token_id)
+    assert summary.errors == (None,) * 4 and summary.corrupted == (False, False, True, True)
+    first = [[image.hash for image in request.images] for request in engine.requests[:2]]
+    assert first == [[SHOWN.hash], [group.shown[SHOWN.hash].hash]] != [[SHOWN.hash]] * 2, "one request for each view"
+    assert [request.seeds for request in engine.requests[:2]] == [(0, 1), (2, 3)]
+    shown = {SHOWN.hash, encoded(new).hash}
+    assert group.shown.keys() == shown and {image.hash for image, _ in group.images} == shown
+    assert group.prefix_length == len(engine.requests[0].ids), "what is trained on shares the prompt"
+    assert {group.shown[name].hash for name in shown} <= summary.image_bytes.keys()
+    seen = [[image.hash for s in group.as_seen(t).sequences for image, _ in s.images] for t in group.trajectories]
+    clean = [SHOWN.hash, encoded(new).hash]
+    assert seen == [clean] * 2 + [[group.shown[name].hash for name in clean]] * 2
+    sent = pickle.loads(pickle.dumps(group, protocol=5))
+    assert sent.shown == group.shown and [t.corrupted for t in sent.trajectories] == [False, False, True, True]
