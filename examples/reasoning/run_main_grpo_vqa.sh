@@ -9,26 +9,35 @@ mapfile -t configs < <(find "$root/examples" -name '[!_]*.yaml' -exec grep -l '^
 
 usage() {
     {
-        echo "usage: bash examples/reasoning/run_main_grpo_vqa.sh CONFIG_NAME [hydra overrides…]"
+        echo "usage: bash examples/reasoning/run_main_grpo_vqa.sh CONFIG [hydra overrides…]"
         echo
         echo "  such as: … toy-grpo-cpu runner.max_steps=20 runner.experiment_name=short"
         echo
-        echo "configs (in $root/examples):"
+        echo "CONFIG is the path of your own YAML file, or the name of one in this folder or $root/examples:"
         for path in "${configs[@]}"; do echo "  $(basename -- "$path" .yaml)"; done
     } >&2
     exit 2
 }
 if (($# == 0)); then usage; fi
-name="${1%.yaml}"
+name="$1"
 shift
-file_of() { # path of a config by its name
+file_of() { # path of a config by its name, in a folder or in the examples
+    local path
+    if [[ -f "$2/$1.yaml" ]]; then
+        echo "$2/$1.yaml"
+        return
+    fi
     for path in "${configs[@]}"; do
         if [[ "$(basename -- "$path" .yaml)" == "$1" ]]; then echo "$path"; fi
     done
 }
-config="$(file_of "$name")"
-if [[ -z "$config" ]]; then
-    printf "no config named '%s'\n\n" "$name" >&2
+if [[ "$name" == */* || -f "$name" ]]; then
+    config="${name%.yaml}.yaml"
+else
+    config="$(file_of "${name%.yaml}" "$PWD")"
+fi
+if [[ ! -f "$config" ]]; then
+    printf "no config '%s'\n\n" "$name" >&2
     usage
 fi
 
@@ -36,7 +45,9 @@ fi
 backend=""
 while [[ -z "$backend" && -n "$config" ]]; do
     backend="$(sed -nE 's/^ *rollout_backend: *([a-z]+).*/\1/p' "$config")"
-    config="$(file_of "$(sed -nE '0,/^ +- /s/^ +- *([^ ]+).*/\1/p' "$config")")"
+    base="$(sed -nE 's/^defaults: *\[ *([^], ]+).*/\1/p; t; 0,/^ *- /s/^ *- *([^ ]+).*/\1/p' "$config" | head -n 1)"
+    if [[ "$base" == "$(basename -- "$config" .yaml)" ]]; then break; fi # a circle, which the check names
+    config="$(file_of "$base" "$(dirname -- "$config")")"
 done
 for override in "$@"; do
     if [[ "$override" == rollout.rollout_backend=* ]]; then backend="${override#*=}"; fi

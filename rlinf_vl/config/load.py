@@ -5,14 +5,13 @@ Hydra composes what was written (defaults lists, override grammar); types and kn
 advise to add it with '+'.
 """
 
-import copy
 import json
 import os
 import re
 import textwrap
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -20,13 +19,13 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf_vl.code import collect_code, is_code
 from rlinf_vl.config.keys import config_keys, config_sections, suggestion
+from rlinf_vl.config.overrides import apply_overrides, leaves
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
@@ -48,9 +47,6 @@ _LIST_NAMES = {
     str: "a list of strings, such as [a, b]",
 }
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
-
-#: Former names of keys.
-RENAMED = {"rollout.env_files": "runner.code_files"}
 
 ConfigStore.instance().store(name=SCHEMA_NAME, node={})
 
@@ -76,7 +72,7 @@ def parse_config(config_name: str, overrides: Sequence[str] = ()) -> Config:
     path = _find(config_name)
     written = _compose(path)
     typed = OmegaConf.structured(Config)
-    problems = [*_override(written, overrides), *_fill(typed, written)]
+    problems = [*apply_overrides(written, overrides), *_fill(typed, written)]
     if problems:
         raise ConfigError(*problems)
     config = OmegaConf.to_object(typed)
@@ -114,12 +110,21 @@ def _is_config(path: Path) -> bool:
 
 def _find(config_name: str) -> Path:
     named = Path(os.path.expanduser(config_name))
+    if named.suffix in (".yml", ".json") and named.is_file():
+        raise ConfigError(f"config {config_name!r}: a config's file ends in .yaml; rename it to {named.stem}.yaml")
     if named.name != config_name:  # a path, not a bare name
-        if not os.path.isfile(named) or named.suffix != ".yaml":
-            raise ConfigError(f"config {config_name!r}: no such .yaml file")
-        return named.resolve()
+        path = named.with_name(named.name.removesuffix(".yaml") + ".yaml")
+        if not path.is_file():
+            there = [one.name for one in path.parent.glob("*.yaml")]
+            hint = f"its folder has {', '.join(there) or 'none'};{nearest(path.name, there)}".rstrip(";")
+            raise ConfigError(f"config {config_name!r}: no such .yaml file; {hint}")
+        return path.resolve()
     name = config_name.removesuffix(".yaml")
-    for path in (examples().get(name), Path.cwd() / f"{name}.yaml"):
+    for path in (
+        examples().get(name) if name == config_name else None,
+        Path.cwd() / f"{name}.yaml",
+        examples().get(name),
+    ):
         if path and path.is_file():
             return path.resolve()
     there = sorted({*examples(), *(path.stem for path in Path.cwd().glob("*.yaml") if _is_config(path))})
@@ -136,62 +141,28 @@ def _compose(path: Path) -> dict[str, Any]:
                 "ignore", "(?s).*Defaults list is missing `_self_`"
             )  # what it then does is what is meant
             config = compose(path.stem, overrides=[f"hydra.searchpath={folders}"])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    return dict(_leaves(OmegaConf.to_container(config, resolve=False)))
-
-
-def _leaves(written: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in written.items():
-        key = RENAMED.get(f"{prefix}{name}", f"{prefix}{name}")
-        if isinstance(value, dict) and value and key not in config_keys():
-            yield from _leaves(value, f"{key}.")
-        elif value or key not in config_sections():  # an empty section says nothing
-            yield key, value
-
-
-def _override(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Apply overrides in place; return the problems. A section given as a mapping is merged; everything else is replaced."""
-    problems = []
-    for text in overrides:
-        try:
-            override = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            reason = str(error).splitlines()[0]
-            way_out = f"write key=value, and quote '{{…}}' and '[…]'{_in_quotes(text)}"
-            problems.append(f"override {text!r}: can't be read ({reason}); {way_out}")
-            continue
-        key, value = override.key_or_group, override.value()
-        if override.is_delete():
-            problems.append(f"override {text!r}: '{key}' can't be removed; give it a value")
-        elif override.is_sweep_override():
-            way_out = "a run takes one value: quote a value with a comma in it, or write a list as [a,b]"
-            problems.append(f"override {text!r}: is a sweep; {way_out}")
-        elif key in config_sections() and isinstance(value, dict):
-            written.update(_leaves(value, f"{key}."))
-        elif mapping := next((k for k in config_keys() if key.startswith(f"{k}.") and _is_mapping(k)), None):
-            before = written.get(mapping)
-            place = written[mapping] = copy.deepcopy(before) if isinstance(before, dict) else {}
-            *within, name = key.removeprefix(f"{mapping}.").split(".")
-            for inner in within:
-                place[inner] = place = place[inner] if isinstance(place.get(inner), dict) else {}
-            place[name] = value
-        else:
-            written[key] = value
-    return problems
-
-
-def _is_mapping(key: str) -> bool:
-    return get_origin(config_keys()[key].type) is dict
-
-
-def _in_quotes(text: str) -> str:
-    """How to write an override whose value Hydra's grammar takes only in quotes of its own, such as ~/runs; "" for others."""
-    key, _, value = (part.strip() for part in text.partition("="))
-    if key not in config_keys() or not value or value[0] in "[{'\"" or '"' in value:
-        return ""
-    quoted = f"'{value}'" if "'" not in value else f'\\"{value}\\"'
-    return f'; a value of other characters than letters, digits and -_./:+%@? has quotes of its own: "{key}={quoted}"'
+    except MissingConfigException as error:
+        name = str(error.missing_cfg_file).removesuffix(".yaml")
+        there = sorted({*examples(), *(one.stem for one in path.parent.glob("*.yaml"))} - {path.stem})
+        way_out = f"there are {', '.join(there)}, and those in its folder;{nearest(name, there)}".rstrip(";")
+        raise ConfigError(f"{path}: defaults: no config {name!r}; {way_out}") from error
+    except RecursionError as error:
+        way_out = f"rename it if it builds on our {path.stem!r}" if path.stem in examples() else "take the circle out"
+        raise ConfigError(f"{path}: defaults: they lead back to this file; {way_out}") from error
+    except yaml.MarkedYAMLError as error:
+        at = error.problem_mark
+        where = f"{at.name}, line {at.line + 1}, column {at.column + 1}" if at else str(path)
+        tab = "; indent with blanks" if "\\t" in str(error.problem) else "; write it as YAML"
+        raise ConfigError(f"{where}: {error.problem}{tab}") from error
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        way_out = (
+            "; write keys with values, such as defaults: [toy-grpo-cpu]"
+            if re.search("defaults|DictConfig", reason)
+            else ""
+        )
+        raise ConfigError(f"{path}: {reason}{way_out}") from error
+    return dict(leaves(OmegaConf.to_container(config, resolve=False)))
 
 
 def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
@@ -204,8 +175,11 @@ def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
         elif key not in config_keys():
             problems[key] = f"{key}: unknown key (value {shown(value)});{suggestion(key)}"
         else:
-            if type(value) is int and config_keys()[key].type == float | str:  # OmegaConf converts no unions
+            annotation = config_keys()[key].type
+            if type(value) is int and annotation == float | str:  # OmegaConf converts no unions
                 value = float(value)
+            if get_origin(annotation) is list and _is_one(value, get_args(annotation)[0]):
+                value = [value]
             try:
                 OmegaConf.update(typed, key, value, merge=False)
             except OmegaConfBaseException:
@@ -219,6 +193,13 @@ def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
             target = re.search("key '(.+)' not found", reason)
             problems[key] = f"{key}: {reason};{suggestion(target[1])}" if target else f"{key}: {reason}"
     return list(problems.values())
+
+
+def _is_one(value: Any, element: Any) -> bool:
+    """Whether a value is one element of a list, which needs no brackets; an interpolation may be the list itself."""
+    if isinstance(value, str):
+        return element is str and bool(value) and not value.startswith("${")
+    return not isinstance(value, bool) and isinstance(value, get_origin(element) or element)
 
 
 def shown(value: Any) -> str:

@@ -134,7 +134,7 @@ def test_placement_entry_is_dropped_by_null():
         ("actor.optim.lr=fast", ["actor.optim.lr: 'fast' is not a number"]),
         ("data.shuffle=perhaps", ["data.shuffle: 'perhaps' is not true or false"]),
         ("algorithm.clip_ratio_c=x", ["algorithm.clip_ratio_c: 'x' is not a number or null"]),
-        ("data.train_data_paths=toy", ["data.train_data_paths: 'toy' is not a list of strings, such as [a, b]"]),
+        ("data.train_data_paths=3", ["data.train_data_paths: 3 is not a list of strings, such as [a, b]"]),
         ("reward.reward_type={a: 1}", ["reward.reward_type: {'a': 1} is not a string"]),
         ("cluster.component_placement=all", ["cluster.component_placement: 'all' is not a mapping"]),
         ("runner.seed=${data.sead}", ["runner.seed: Interpolation key 'data.sead' not found", "'data.seed'"]),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -325,6 +326,32 @@ def test_run_without_a_known_config(arguments: list[str], fake_python: Path):
         "usage:" in done.stderr and "\n  toy-grpo-cpu\n" in done.stderr and "qwen3-vl-2b-grpo-fsdp-geo3k" in done.stderr
     )
     assert all(name in done.stderr for name in arguments)
+
+
+@pytest.mark.parametrize(
+    "written", ["defaults: [base]\n", "defaults:\n- base\n- _self_\n", "defaults: [ base, _self_ ]\n"]
+)
+@pytest.mark.parametrize("given", ["{folder}/own.yaml", "../mine/own.yaml", "own.yaml", "own"])
+def test_run_takes_own_configs_and_their_engine(written: str, given: str, tmp_path: Path):
+    """The engine of a config that it builds on decides on the environment, which is then made (here it can't be)."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/own.yaml").write_text(f"# mine\n{written}runner:\n  max_steps: 3\n")
+    (tmp_path / "mine/base.yaml").write_text("defaults: [toy-grpo-cpu-sglang]\n")
+    shutil.copytree(ROOT / "examples", tmp_path / "root/examples")
+    (tmp_path / "root/requirements").mkdir()
+    (tmp_path / "root/requirements/install.sh").write_text("echo install $*; exit 5\n")
+    (tmp_path / "root/.venv-sglang").mkdir()
+    (tmp_path / "root/.venv-sglang/.rlinf_vl").touch()
+    command = f'cd "{tmp_path}/mine"; bash "$0" "$@"'
+    script = tmp_path / "root" / RUN.relative_to(ROOT)
+    done = subprocess.run(
+        ["bash", "-c", command, str(script), given.format(folder=f"{tmp_path}/mine")],
+        env={name: value for name, value in os.environ.items() if name != "RLINF_VL_PYTHON"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (5, "install --sglang\n"), done.stderr
 
 
 def test_run_hands_overrides_on_untouched(fake_python: Path, tmp_path: Path):

@@ -1,0 +1,179 @@
+"""Overrides of the command line: Hydra's grammar, and what to write where a shell or a habit made something else of them."""
+
+import copy
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any, get_origin
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from rlinf_vl.config.keys import config_keys, config_sections
+
+_BEGINS = re.compile(r"[+~]*[\w./@-]+=")
+_PLAIN = re.compile(r"[\w./:+%@-]+")  # what neither a shell nor Hydra's grammar takes for anything else
+
+
+def apply_overrides(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Apply overrides in place; return the problems, each with the corrected argument where there is one.
+
+    A section given as a mapping is merged; everything else is replaced.
+    """
+    problems = []
+    for words in _expanded(list(_groups(overrides))):
+        text = words[0]
+        if len(words) > 1:
+            fixed = _corrected(_joined(words))
+            rest = ", ".join(map(repr, words[1:]))
+            way_out = (
+                f"; write {fixed}" if fixed else "; write key=value, in quotes where a blank, a bracket or a comma is"
+            )
+            problems.append(f"override {text!r}: {rest} came as separate arguments{way_out}")
+            continue
+        try:
+            override = _parsed(text)
+        except HydraException as error:
+            fixed = _corrected(text)
+            reason = str(error).splitlines()[0]
+            way_out = f"write {fixed}" if fixed else "write key=value, and quote '{…}' and '[…]'"
+            problems.append(f"override {text!r}: can't be read ({reason}); {way_out}")
+            continue
+        key, value = override.key_or_group, override.value()
+        if override.is_delete():
+            problems.append(f"override {text!r}: '{key}' can't be removed; give it a value")
+        elif override.is_sweep_override():
+            fixed = _corrected(text)
+            way_out = f"write {fixed}" if fixed else "quote a value with a comma in it, or write a list as [a,b]"
+            problems.append(f"override {text!r}: is a sweep; a run takes one value: {way_out}")
+        else:
+            _set(written, key, value)
+    return problems
+
+
+def leaves(written: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested mappings."""
+    for name, value in written.items():
+        key = RENAMED.get(f"{prefix}{name}", f"{prefix}{name}")
+        if isinstance(value, dict) and value and key not in config_keys():
+            yield from leaves(value, f"{key}.")
+        elif value or key not in config_sections():  # an empty section says nothing
+            yield key, value
+
+
+#: Former names of keys.
+RENAMED = {"rollout.env_files": "runner.code_files"}
+
+
+def _set(written: dict[str, Any], key: str, value: Any) -> None:
+    if key in config_sections() and isinstance(value, dict):
+        written.update(leaves(value, f"{key}."))
+    elif mapping := next((k for k in config_keys() if key.startswith(f"{k}.") and _is_mapping(k)), None):
+        before = written.get(mapping)
+        place = written[mapping] = copy.deepcopy(before) if isinstance(before, dict) else {}
+        *within, name = key.removeprefix(f"{mapping}.").split(".")
+        for inner in within:
+            place[inner] = place = place[inner] if isinstance(place.get(inner), dict) else {}
+        place[name] = value
+    else:
+        written[key] = value
+
+
+def _is_mapping(key: str) -> bool:
+    return get_origin(config_keys()[key].type) is dict
+
+
+def _parsed(text: str) -> Override:
+    return OverridesParser.create().parse_override(text)
+
+
+def _groups(words: Sequence[str]) -> Iterator[list[str]]:
+    """Words of the command line, those together that are parts of one override: it begins with `key=` or a key."""
+    group: list[str] = []
+    for word in words:
+        is_open = group and _depth(" ".join(group)) > 0
+        if group and not is_open and (_BEGINS.match(word) or word in config_keys()):
+            yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def _depth(text: str) -> int:
+    return sum((c in "[{") - (c in "]}") for c in text)
+
+
+def _expanded(groups: list[list[str]]) -> Iterator[list[str]]:
+    """The groups, those as one that a shell made of `key={a:1,b:2}`: `key=a:1` and `key=b:2`."""
+    while groups:
+        words = groups.pop(0)
+        key, _, value = words[0].partition("=")
+        takes_braces = key in config_sections() or (key in config_keys() and "dict" in str(config_keys()[key].type))
+        while takes_braces and ":" in value and value[0] not in "{[$'\"" and groups:
+            if not groups[0][0].startswith(f"{key}=") or ":" not in groups[0][0]:
+                break
+            words = words + groups.pop(0)
+        yield words
+
+
+def _joined(words: Sequence[str]) -> str:
+    """One override of what a shell took apart."""
+    key, equals, value = words[0].partition("=")
+    if all(word.startswith(f"{key}=") for word in words):  # its braces
+        parts = [word.removeprefix(f"{key}=").replace(":", ": ", 1) for word in words]
+        bare = [part.strip("[]") for part in parts]
+        return f"{key}=[{{{', '.join(bare)}}}]" if parts[0] != bare[0] else f"{key}={{{', '.join(parts)}}}"
+    return f"{key}={' '.join(part for part in (value, *words[1:]) if part not in ('', '='))}"
+
+
+def _corrected(text: str) -> str | None:
+    """The argument to write for an override, in the quotes that a shell and Hydra's grammar ask for; None: that isn't known."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not (key in config_keys() or key in config_sections() or any(_under(key))):
+        return None
+    annotation = str(config_keys()[key].type) if key in config_keys() else ""
+    try:
+        read = yaml.safe_load(value) if value[:1] in ("[", "{") else value
+    except yaml.YAMLError:
+        return None
+    if isinstance(read, str) and "list" in annotation and "," in read:
+        read = [part.strip() for part in read.split(",")]
+    if isinstance(read, str) and not (_PLAIN.fullmatch(read) or "str" in annotation or any(_under(key))):
+        return None
+    fixed = f"{key}={_value(read)}"
+    try:
+        if _parsed(fixed).is_sweep_override():
+            return None
+    except HydraException:
+        return None
+    return in_shell(fixed)
+
+
+def _under(key: str) -> Iterator[str]:
+    return (k for k in config_keys() if key.startswith(f"{k}.") and _is_mapping(k))
+
+
+def _value(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_value(one)}' for name, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if not isinstance(value, str):
+        return yaml.safe_dump(value).partition("\n")[0]
+    if _PLAIN.fullmatch(value):
+        return value
+    quote = '"' if "'" in value else "'"
+    return f"{quote}{value.replace(quote, chr(92) + quote)}{quote}"
+
+
+def in_shell(text: str) -> str:
+    """An argument as it is written in a shell."""
+    if re.fullmatch(r"[\w./:+%@=,-]+", text):
+        return text
+    if "'" not in text:
+        return f"'{text}'"
+    return shlex.quote(text) if "!" in text else '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
