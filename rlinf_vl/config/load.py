@@ -45,6 +45,7 @@ _LIST_NAMES = {
     int: "a list of integers, such as [1, 2]",
     float: "a list of numbers, such as [0.7, 0.3]",
     str: "a list of strings, such as [a, b]",
+    dict[str, Any]: "a list of mappings, such as [{function: math}]",
 }
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
 

@@ -14,7 +14,7 @@ from typing import Any
 from rlinf_vl.code import is_code
 from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.placement import parse_placement
-from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema import Config, RewardConfig
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError, nearest
@@ -344,11 +344,31 @@ def _actor_and_reward(config: Config) -> Iterator[str]:
     if actor.fsdp_config.mixed_precision.param_dtype == "fp16":
         key = "actor.fsdp_config.mixed_precision.param_dtype"
         yield f"{key}: fp16 needs a loss scaler, and there is none: small gradients would vanish; use bf16"
+    yield from _reward_functions(reward)
     if reward.reward_max_val <= reward.reward_min_val:
         bounds = (
             f"reward.reward_max_val={reward.reward_max_val} must exceed reward.reward_min_val={reward.reward_min_val}"
         )
         yield f"{bounds}: a right answer has to pay more than a wrong one"
+
+
+def _reward_functions(reward: RewardConfig) -> Iterator[str]:
+    if reward.functions and reward.reward_type != "math":
+        yield f"reward.reward_type: {reward.reward_type!r} beside reward.functions, which replaces it; add it there instead"
+    for number, entry in enumerate(reward.functions):
+        where = f"reward.functions[{number}]"
+        for name in entry.keys() - {"function", "weight", "kwargs"}:
+            known = ("function", "weight", "kwargs")
+            yield f"{where}.{name}: unknown key; an entry has {', '.join(known)};{nearest(str(name), known)}".rstrip(
+                ";"
+            )
+        if not isinstance(entry.get("function"), str):
+            yield f"{where}.function: {entry.get('function')!r} is no name; write {{function: math}}, or path/to/file.py:name"
+        weight, kwargs = entry.get("weight", 1.0), entry.get("kwargs", {})
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            yield f"{where}.weight: {weight!r} must be a finite number"
+        if not isinstance(kwargs, dict):
+            yield f"{where}.kwargs: {kwargs!r} must be a mapping of keywords"
 
 
 def why_absent(path: str) -> str:

@@ -25,7 +25,7 @@ from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.data.bad_rows import check_faults
 from rlinf_vl.data.corruption import Corruption, corruption_at
 from rlinf_vl.errors import RunError
-from rlinf_vl.observe.metrics import env_metrics, summarize_rollout
+from rlinf_vl.observe.metrics import env_metrics, part_metrics, summarize_rollout
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, CheckpointFailed, load_state, newest_checkpoint, save_checkpoint
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
@@ -296,7 +296,8 @@ def validate(state: RunState, config: Config, pool: Pool, data: RunData, log: Ru
     if accuracy > state.best["val/accuracy"]:
         state.best = {"val/accuracy": accuracy, "step": state.step}
     logger.info("step %d: val/accuracy %.3f on %d problems", state.step, accuracy, len(correct))
-    return {"val/" + name: value for name, value in env_metrics(summaries).items()} | {
+    measured = env_metrics(summaries) | part_metrics(summaries)
+    return {"val/" + name: value for name, value in measured.items()} | {
         "val/accuracy": accuracy,
         "val/problems": len(correct),
         "val/errors": len(results) - len(correct),

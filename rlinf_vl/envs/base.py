@@ -28,6 +28,8 @@ class StepResult:
         reward: of this step, on the scale of reward_min_val…reward_max_val; the trajectory's reward is the sum.
         done: whether the episode is over.
         info: facts to record, all optional:
+            `answer` (str): of the last step: what the run's reward functions are to score; that is added to the reward, and says
+                what is correct.
             `correct` (bool): the last step's counts towards validation accuracy.
             `reward_parts` ({name: number}): summed over the steps, and shown beside the reward.
             `metrics` ({name: number}): the last value that an episode gives counts; their mean is the run's `env/NAME`.

@@ -28,10 +28,8 @@ class GeometryTool(PictureTool):
         return float(self._right(text if "\\boxed" in text else f"\\boxed{{{text}}}"))
 
     def answer(self, response: str) -> StepResult:
-        correct = self._right(response)
-        self.metrics["correct"] = float(correct)
-        reward = self.pay(self.reward_max if correct else self.reward_min)
-        return StepResult((), reward, True, {"correct": correct})
+        self.metrics["correct"] = float(self._right(response))
+        return super().answer(response)
 
     def _right(self, response: str) -> bool:
         """Grade a response; the first one is recorded, also where the grader comes to no verdict."""

@@ -1,12 +1,14 @@
 """From the name of an environment to its class, and from a problem to an environment."""
 
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from rlinf_vl.code import load_code
-from rlinf_vl.envs.base import Env, Grade
+from rlinf_vl.envs.base import Env
+from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import nearest
 from rlinf_vl.types import Problem
 
@@ -35,8 +37,8 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
 
 
 def grades_answers(cls: type) -> bool:
-    """Whether an environment asks for `grade`, and so pays by the rows' answers: then one answer for all rows is worth something."""
-    return "grade" in _parameters(cls)
+    """Whether an environment pays by the rows' answers: then one answer for all rows is worth something."""
+    return issubclass(cls, SingleTurn) or "grade" in _parameters(cls)
 
 
 def keyword_problems(cls: type, kwargs: Mapping[str, Any]) -> Iterator[str]:
@@ -62,22 +64,26 @@ class EnvMaker:
         name, kwargs: rollout.env_class and rollout.env_kwargs. A row may name another class (`Problem.env_class`), which gets none
             of `kwargs`; and a row's column `env_kwargs` has further ones, over those.
         files: runner.code_files.
+        grade: (problem, response) → whether the response is right; environments get it as a `Grade`.
     """
 
     name: str
     kwargs: Mapping[str, Any]
     files: Mapping[str, str]
-    grade: Grade
+    grade: Callable[[Problem, str], bool]
     reward_max: float
     reward_min: float
 
     def __call__(self, problem: Problem, seed: int, group_seed: int) -> Env:
         """A fresh environment for one trajectory. Raises what its constructor raises; ValueError as `check`."""
         cls, kwargs = self._class_and_keywords(problem)
-        own = {"grade": self.grade, "reward_max": self.reward_max, "reward_min": self.reward_min}
+        own = {"grade": partial(self._grade, problem), "reward_max": self.reward_max, "reward_min": self.reward_min}
         offered = own | {"seed": seed, "group_seed": group_seed}
         names = _parameters(cls)
         return cast(Env, cls(**kwargs, **{name: value for name, value in offered.items() if name in names}))
+
+    def _grade(self, problem: Problem, response: str, answer: str) -> bool:
+        return self.grade(problem if answer == problem.answer else replace(problem, answer=answer), response)
 
     def name_of(self, problem: Problem) -> str:
         return problem.env_class or self.name

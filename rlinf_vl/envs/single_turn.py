@@ -1,33 +1,29 @@
-"""One question, one response, one grade."""
+"""One question, one response, which the run's reward functions score."""
 
-from rlinf_vl.envs.base import Grade, StepResult
+from rlinf_vl.envs.base import StepResult
 from rlinf_vl.types import Message, Problem
 
 
 class SingleTurn:
-    """Pays `reward_max` for a response that `grade` finds right, `reward_min` for any other."""
+    """Ends after one response."""
 
-    def __init__(self, *, grade: Grade, reward_max: float, reward_min: float) -> None:
-        self._grade = grade
-        self._reward_max, self._reward_min = reward_max, reward_min
-        self._answer: str | None = None
+    def __init__(self) -> None:
+        self._asked = False
 
     def start(self, problem: Problem) -> list[Message]:
-        self._answer = problem.answer
+        self._asked = True
         return list(problem.messages)
 
     def step(self, response: str) -> StepResult:
-        """Grade the response; the episode is over.
+        """The response is the answer, and the episode is over.
 
         Raises:
             RuntimeError: no problem was started, or its one response was given.
         """
-        if self._answer is None:
+        if not self._asked:
             raise RuntimeError("single_turn: step() without start(): an episode takes one response")
-        correct = self._grade(response, self._answer)
-        self._answer = None
-        reward = self._reward_max if correct else self._reward_min
-        return StepResult(messages=(), reward=reward, done=True, info={"correct": correct})
+        self._asked = False
+        return StepResult((), 0.0, True, {"answer": response})
 
     def close(self) -> None:
-        self._answer = None
+        self._asked = False

@@ -151,10 +151,8 @@ For each function call, return a json object with function name and arguments wi
         return StepResult(({"role": "user", "content": parts},), self.pay(self.reward_min), False, info)
 
     def answer(self, response: str) -> StepResult:
-        """What a response without calls is worth: here it is graded, and ends the episode."""
-        correct = self.grade(response, self.problem.answer)
-        reward = self.pay(self.reward_max if correct else self.reward_min)
-        return StepResult((), reward, True, {"correct": correct})
+        """What a response without calls is worth: here what the run's reward functions say; and it ends the episode."""
+        return StepResult((), self.pay(0.0), True, {"answer": response})
 
     def pay(self, total: float) -> float:
         """The reward of this step that makes the episode worth `total` so far. A step with calls makes it worth `reward_min`, so

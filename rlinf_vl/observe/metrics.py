@@ -10,6 +10,8 @@ import torch
 from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
 
 Scalar = float | torch.Tensor
+#: What is no part of the reward's, although it is called reward/….
+OWN_REWARD_METRICS = ("reward/mean", "reward/std", "reward/accuracy", "reward/zero_std_groups", "reward/shared_states")
 
 
 class MetricSums:
@@ -129,7 +131,7 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
             metrics["rollout/answer_length_mean"] = float(said.mean())
             metrics["rollout/thoughts_closed"] = float((closing > 0).mean())
             metrics["rollout/unanswered"] = float((said == 0).mean())
-    metrics |= env_metrics(summaries)
+    metrics |= env_metrics(summaries) | part_metrics(summaries)
     if clocks := sum(s.engine_seconds[1] for s in summaries):
         metrics["rollout/engine_busy"] = sum(s.engine_seconds[0] for s in summaries) / clocks
     shown = sum(s.prompt_tokens * (1 - len(s.tokens)) + sum(s.tokens) for s in summaries)
@@ -147,9 +149,19 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
 
 def env_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     """`env/NAME`: the mean of what environments measured, over the trajectories without an error that have a value."""
+    return _means("env/", (pair for s in summaries for pair in zip(s.metrics, s.errors, strict=True)))
+
+
+def part_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
+    """`reward/PART`: the mean of each part of the reward, over the trajectories without an error that have it. A part whose name
+    is that of another metric is `reward/PART_part`."""
+    means = _means("reward/", (pair for s in summaries for pair in zip(s.parts, s.errors, strict=True)))
+    return {f"{name}_part" if name in OWN_REWARD_METRICS else name: mean for name, mean in means.items()}
+
+
+def _means(prefix: str, found: Iterable[tuple[Mapping[str, float], str | None]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
-    for summary in summaries:
-        for measured, error in zip(summary.metrics, summary.errors, strict=True):
-            for name, value in measured.items() if error is None else ():
-                values.setdefault(f"env/{name}", []).append(value)
-    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
+    for measured, error in found:
+        for name, value in measured.items() if error is None else ():
+            values.setdefault(prefix + name, []).append(value)
+    return {name: sum(of_name) / len(of_name) for name, of_name in sorted(values.items())}

@@ -31,6 +31,7 @@ from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.preflight import gpus
 from rlinf_vl.preflight.checkpoint import checkpoint
 from rlinf_vl.preflight.hub import HUB_NAME, ask_hub
+from rlinf_vl.rewards.named import NAMED
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, run_folder
 from rlinf_vl.types import Problem
 
@@ -241,5 +242,14 @@ def _gpus(config: Config) -> Iterator[str]:
         yield from error.problems
 
 
+def _rewards(config: Config) -> Iterator[str]:
+    for entry in config.reward.entries:
+        name = entry.get("function")
+        if isinstance(name, str) and name not in NAMED:
+            known = ", ".join(sorted(NAMED))
+            key = "reward.functions" if config.reward.functions else "reward.reward_type"
+            yield f"{key}: no reward function {name!r}; there are {known};{nearest(name, NAMED)}".rstrip(";")
+
+
 #: Rules that find what of the things that a config names would stop its run on this machine.
-RULES = (_data, _environment, checkpoint, _server_arguments, _folders, _object_store, _gpus)
+RULES = (_data, _environment, _rewards, checkpoint, _server_arguments, _folders, _object_store, _gpus)

@@ -117,7 +117,7 @@ class Check:
                     result = self.step(env, problem, answer(f"{begun}\n{heard}"), what)
                     if result is None:
                         return
-                    total, turns, done = total + float(result.reward), turns + 1, bool(result.done)
+                    total, turns, done = total + self.worth(result, problem), turns + 1, bool(result.done)
                     if not done:
                         heard = self.messages(result.messages, problem, f"step with {what}")
                 if heard is None:
@@ -133,6 +133,11 @@ class Check:
             pass
         except Exception as error:
             self.failed("", error)
+
+    def worth(self, result: StepResult, problem: Problem) -> float:
+        """Its reward, and what a grader finds of an answer that is left to reward functions."""
+        left = result.info.get("answer")
+        return float(result.reward) + (0.0 if left is None else float(self.make.grade(problem, left)))
 
     def after_the_end(self, env: Env) -> None:
         try:
@@ -342,7 +347,7 @@ def main(arguments: argparse.Namespace) -> int:
         played = [_PROBLEM] if arguments.data is None else _problems(arguments.data, form)
     except RowError as error:
         raise ConfigError(str(error)) from error
-    make = EnvMaker(arguments.env_class, kwargs, {}, lambda response, answer: answer in response, 1.0, 0.0)
+    make = EnvMaker(arguments.env_class, kwargs, {}, _found, 1.0, 0.0)
     check = Check(make, inspect.getfile(found), arguments.time_limit)
     check.play(played)
     print("\n".join(check.told()))
@@ -352,6 +357,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 _FORM = {one.name for one in fields(RowFormat)}
+
+
+def _found(problem: Problem, response: str) -> bool:
+    return problem.answer in response
 
 
 def _problems(path: str, form: dict[str, Any]) -> list[Problem]:

@@ -9,9 +9,11 @@ import numpy as np
 from rlinf_vl.data.corruption import Shown
 from rlinf_vl.envs import StepResult
 from rlinf_vl.models.processing import Processor
+from rlinf_vl.rewards.scoring import Answer, Score
 from rlinf_vl.rollout.calls import Stage
 from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.types import (
+    UNGRADABLE,
     Completion,
     Problem,
     Request,
@@ -65,6 +67,8 @@ class Played:
     correct: bool = False
     status: str = "error"
     cuts: int = 0  # of what was said
+    left: str | None = None  # the answer that the environment leaves to the run's reward functions
+    fault: str | None = None  # "kind: reason" why it failed
 
     def add(self, request: Request, sample: Sample, processor: Processor, piece: bool = False) -> None:
         """Add an answer, or a further piece of the last. Where its prompt goes on from the last sequence, so does that; otherwise
@@ -110,11 +114,26 @@ class Played:
             self.parts[name] = self.parts.get(name, 0.0) + part
         self.metrics |= result.info["metrics"]
         self.correct, self.status = result.info["correct"], self.turns[-1].finish_reason
+        self.left = result.info["answer"]
 
-    def trajectory(self, fault: str | None, logprobs: bool) -> Trajectory:
+    def to_score(self, processor: Processor) -> Answer:
+        """The answer that is left to reward functions."""
+        assert self.left is not None
+        whole, turn = processor.decode(self.answer), self.turns[-1]
+        sampled = self.sequences[turn.sequence].loss_mask[turn.start : turn.end]
+        response = whole if whole.endswith(self.left) else self.left  # an environment may have changed it
+        return Answer(response, self.left, tuple(self.answer[sampled].tolist()), self.status == "length")
+
+    def earn(self, score: Score) -> None:
+        """Add what reward functions give for the last answer."""
+        self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + score.reward)
+        self.parts |= score.parts | ({UNGRADABLE: float(len(score.ungraded))} if score.ungraded else {})
+        self.correct = score.correct
+
+    def trajectory(self, logprobs: bool) -> Trajectory:
         sequences = tuple(s if logprobs else replace(s, logprobs=None) for s in self.sequences)
-        if fault is not None:
-            return Trajectory(sequences, tuple(self.turns), 0.0, {}, "error", False, fault, cuts=self.cuts)
+        if self.fault is not None:
+            return Trajectory(sequences, tuple(self.turns), 0.0, {}, "error", False, self.fault, cuts=self.cuts)
         reward = sum(turn.reward for turn in self.turns)
         return Trajectory(
             sequences, tuple(self.turns), reward, self.parts, self.status, self.correct, None, self.metrics, self.cuts

@@ -63,7 +63,7 @@ def observe(messages: Iterable[Message], problem: Problem, shown: Shown | None =
 
 def checked(result: StepResult) -> StepResult:
     """The same with a finite reward, and in `info` what a trajectory keeps: correct (bool), reward_parts and metrics (finite floats
-    by name), and facts (str): `Turn.info`.
+    by name), facts (str): `Turn.info`, and answer (str or None).
 
     Raises:
         Exception: something in it is of another kind.
@@ -79,6 +79,9 @@ def checked(result: StepResult) -> StepResult:
             raise ValueError(f"it gave {name} {value}")
     if not isinstance(info.get("state", ""), str):
         raise TypeError(f"it gave the state {info['state']!r}, which is no string")
+    if not isinstance(info.get("answer"), str | None):
+        raise TypeError(f"it gave the answer {info['answer']!r}, which is no string")
     facts = {name: info[name] for name in ("tool_calls", "state") if name in info}
     kept = {**numbers, "correct": bool(info.get("correct", False)), "facts": json.dumps(facts) if facts else ""}
+    kept["answer"] = info.get("answer")
     return replace(result, reward=reward, done=bool(result.done), info=kept)

@@ -10,7 +10,7 @@ Invariants:
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -21,6 +21,7 @@ from rlinf_vl.envs import EnvMaker, StepResult
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import span
 from rlinf_vl.rewards import GradingError
+from rlinf_vl.rewards.scoring import Answer, Score
 from rlinf_vl.rollout.answers import Answers, RolloutFault
 from rlinf_vl.rollout.busy import BusyTime
 from rlinf_vl.rollout.calls import Calls, CallTimeout, Places, Stage, described, done
@@ -37,7 +38,6 @@ from rlinf_vl.types import (
     Problem,
     Request,
     SamplingParams,
-    Trajectory,
 )
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Player:
         make_env: (problem, seed, group_seed) → a new environment.
         seq_length: most tokens of an episode; `max_prompt_length`: most tokens that it may begin with.
         reward_min: reward of a response that can't be graded.
+        score: the scores of a group's answers to a problem, of those that environments leave to the run's reward functions.
         return_logprobs: whether trajectories have the engine's logprobs.
         max_turns: most answers of an episode.
         max_concurrent: most episodes under way; a group that starts takes places for all its members at once.
@@ -80,6 +81,7 @@ class Player:
     episode_timeout_s: float | None = None
     thought_budget: ThoughtBudget | None = None
     overlong: str = "drop"
+    score: Callable[[Problem, Sequence[Answer]], Awaitable[Sequence[Score]]] | None = None
 
     @cached_property
     def calls(self) -> Calls:
@@ -164,11 +166,15 @@ class Player:
         """
         plays = [asyncio.ensure_future(self._episode(opening, episode)) for episode in opening.episodes]
         try:
-            trajectories = await asyncio.gather(*plays)
+            played = await asyncio.gather(*plays)
+            await self._score(opening.problem, [p for p in played if p.fault is None and p.left is not None])
         finally:
             for running in (*plays, *opening.answers):
                 running.cancel()
             await asyncio.gather(*plays, return_exceptions=True)
+        trajectories = [p.trajectory(self.return_logprobs) for p in played]
+        pairs = zip(opening.episodes, trajectories, strict=True)
+        trajectories = [episode.shown.undone(t) if episode.shown else t for episode, t in pairs]
         sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
         shared = [trajectory.turns[0].start for trajectory in trajectories if trajectory.turns]
         shared += [sequences[0].shared_length(other, self.processor.image_token_id) for other in sequences[1:]]
@@ -176,10 +182,24 @@ class Player:
         problem, prefix = opening.problem, min(shared, default=0)
         return Group(group_id, problem.id, prefix, tuple(trajectories), problem.answer, seen)
 
-    async def _episode(self, opening: Opening, episode: Episode) -> Trajectory:
+    async def _score(self, problem: Problem, played: Sequence[Played]) -> None:
+        """Have the answers scored that environments have left to the run's reward functions."""
+        if not played:
+            return
+        assert self.score is not None, "an environment leaves its answer to reward functions, and there are none"
+        for one, score in zip(
+            played, await self.score(problem, [p.to_score(self.processor) for p in played]), strict=True
+        ):
+            for reason in score.ungraded:
+                log.info("%s: no verdict, which scores 0: %s", problem.id, reason)
+            if score.fault is not None:
+                one.fault = f"{ENVIRONMENT_FAULT}: the reward function {score.fault}"
+                log.warning("%s: %s", problem.id, one.fault)
+            one.earn(score)
+
+    async def _episode(self, opening: Opening, episode: Episode) -> Played:
         """Sample, step, extend; until the environment is done, the budget of tokens is used up, or something fails."""
         played = Played()
-        fault: str | None = None
         try:
             if episode.starting is not None:
                 await episode.starting
@@ -199,11 +219,10 @@ class Player:
             if isinstance(error, CallTimeout):
                 error = self._fault(opening.problem, f"did not answer within {self.calls.timeout_s:g} s")
             log.warning("%s: %s", opening.problem.id, described(error))
-            fault = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
+            played.fault = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
         finally:
             await self._end(episode)
-        trajectory = played.trajectory(fault, self.return_logprobs)
-        return episode.shown.undone(trajectory) if episode.shown else trajectory
+        return played
 
     async def _turns(self, opening: Opening, episode: Episode, played: Played) -> None:
         problem = opening.problem

@@ -12,7 +12,9 @@ from rlinf_vl.envs import EnvMaker
 from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rewards import GRADERS, REFERENCE_CHECKS, GradingError
+from rlinf_vl.rewards import GradingError
+from rlinf_vl.rewards.named import NAMED
+from rlinf_vl.rewards.scoring import Scorer, make_scorer
 from rlinf_vl.rollout.player import SINGLE
 from rlinf_vl.rollout.prompts import Prompts
 from rlinf_vl.types import Problem, Request
@@ -38,12 +40,15 @@ def datasets_of(config: Config) -> dict[str, ProblemDataset]:
     return {split: ProblemDataset(named, split, form) for split, named in paths.items() if named}
 
 
-def env_maker_of(config: Config) -> EnvMaker:
-    rollout, reward = config.rollout, config.reward
+def scorer_of(config: Config) -> Scorer:
+    reward = config.reward
+    return make_scorer(reward.entries, reward_max=reward.reward_max_val, reward_min=reward.reward_min_val)
+
+
+def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:
+    rollout, reward, scorer = config.rollout, config.reward, scorer or scorer_of(config)
     rewards: dict[str, Any] = {"reward_max": reward.reward_max_val, "reward_min": reward.reward_min_val}
-    return EnvMaker(
-        rollout.env_class, rollout.env_kwargs, config.runner.code_files, GRADERS[reward.reward_type], **rewards
-    )
+    return EnvMaker(rollout.env_class, rollout.env_kwargs, config.runner.code_files, scorer.grade, **rewards)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class RowCheck:
 
         `see` is told the problem of each row that is one, and its prompt before it is cut; its images may turn out to be damaged."""
         data, overlong = self.config.data, dict[int, tuple[int, int]]()
-        check = REFERENCE_CHECKS.get(self.config.reward.reward_type)
+        named = (NAMED.get(entry["function"]) for entry in self.config.reward.entries)
+        checks = [reward.check for reward in named if reward and reward.check]
 
         def length(row: int, problem: Problem) -> int:
             try:
@@ -70,7 +76,7 @@ class RowCheck:
             except ValueError as e:
                 raise RowError(problem.id, ENVIRONMENT_UNUSABLE, str(e)) from e
             try:  # another environment may read the answer otherwise than the grader does
-                if check and self.make_env.name_of(problem) == SINGLE:
+                for check in checks if self.make_env.name_of(problem) == SINGLE else ():
                     check(problem.answer)
             except GradingError as e:
                 raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e

@@ -21,7 +21,7 @@ from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rollout.busy import LapClock
 from rlinf_vl.rollout.player import SINGLE, Episode, Opening, Player
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.row_check import RowCheck, datasets_of, env_maker_of, processor_of
+from rlinf_vl.rollout.row_check import RowCheck, datasets_of, env_maker_of, processor_of, scorer_of
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.runtime.ray_process import own_process, where
@@ -62,11 +62,12 @@ class RolloutRank:
             reads_images = self.processor.family.vision_tower is not None
             warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length, reads_images)
         self.prefilled_tokens = self.engine.prefilled_tokens  # when the last group was done
+        scorer = scorer_of(config)
         self.player = Player(
             self.engine,
             self.renderer,
             self.processor,
-            env_maker_of(config),
+            env_maker_of(config, scorer),
             seq_length=config.runner.seq_length,
             max_prompt_length=config.data.max_prompt_length,
             reward_min=config.reward.reward_min_val,
@@ -77,6 +78,7 @@ class RolloutRank:
             turn_timeout_s=config.rollout.turn_timeout,
             episode_timeout_s=config.rollout.episode_timeout,
             overlong=config.data.overlong,
+            score=scorer,
             thought_budget=ThoughtBudget(self.renderer, thinking.budget) if thinking.budget else None,
         )
         self.clock = LapClock(self.player.busy.seconds)

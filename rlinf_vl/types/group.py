@@ -172,6 +172,7 @@ class GroupSummary:
     turn_thoughts: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # `Trajectory.turn_thoughts` of each
     cuts: tuple[int, ...] = ()  # `Trajectory.cuts` of each
     corrupted: tuple[bool, ...] = ()  # `Trajectory.corrupted` of each
+    parts: tuple[dict[str, float], ...] = ()  # `Trajectory.reward_parts` of each, but for `UNGRADABLE`
 
     @classmethod
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
@@ -207,4 +208,7 @@ class GroupSummary:
             turn_thoughts=tuple(t.turn_thoughts for t in group.trajectories),
             cuts=tuple(t.cuts for t in group.trajectories),
             corrupted=tuple(t.corrupted for t in group.trajectories),
+            parts=tuple(
+                {name: part for name, part in t.reward_parts.items() if name != UNGRADABLE} for t in group.trajectories
+            ),
         )

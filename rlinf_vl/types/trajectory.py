@@ -115,8 +115,8 @@ class Trajectory:
 
     sequences: tuple[TokenSequence, ...] = field(repr=False)  # none if it failed before a token was sampled
     turns: tuple[Turn, ...]
-    reward: float  # what the environment paid, scaled to reward_min_val … reward_max_val
-    reward_parts: dict[str, float]  # what the environment says the reward is made of, by name
+    reward: float  # what the environment and the reward functions paid, scaled to reward_min_val … reward_max_val
+    reward_parts: dict[str, float]  # what the environment and the reward functions say it is made of, by name
     status: str  # "stop" (an end token), "length" (cut by max_new_tokens) or "error"
     correct: bool = False  # whether the answer was graded right, before scaling; validation accuracy is its mean
     #: "kind: reason" if the row, the engine or the environment failed (`ENGINE_FAULT`, `ENVIRONMENT_FAULT`; any other kind is

@@ -16,9 +16,10 @@ from rlinf_vl.config.schema.actor import (
     VlmConfig,
 )
 from rlinf_vl.config.schema.algorithm import AlgorithmConfig, SamplingConfig
-from rlinf_vl.config.schema.data import DataConfig, RewardConfig
+from rlinf_vl.config.schema.data import DataConfig
 from rlinf_vl.config.schema.guidance import ImageCorruptionConfig
 from rlinf_vl.config.schema.limits import Limit
+from rlinf_vl.config.schema.reward import RewardConfig
 from rlinf_vl.config.schema.rollout import RolloutConfig
 from rlinf_vl.config.schema.runner import ClusterConfig, RunnerConfig
 

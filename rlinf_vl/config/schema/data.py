@@ -1,4 +1,4 @@
-"""Keys of `data` and `reward`: rows, prompts, images, the grader."""
+"""Keys of `data`: rows, prompts, images."""
 
 from dataclasses import dataclass, field
 
@@ -75,13 +75,3 @@ class DataConfig:
     max_bad_rows: float = key(0.05, SHARE)
     """Share of a split's rows, 0 to 1, that may be unusable (each is listed with its reason in bad_rows.jsonl of the run
     folder); beyond it the run stops and says why. 0 stops at the first, 1 never."""
-
-
-@dataclass
-class RewardConfig:
-    reward_type: str = key("math", ("math",))
-    """Grader: math (rlinf_vl.rewards.grade_math on the last \\boxed{})."""
-    reward_max_val: float = 1.0
-    """Reward of a right answer."""
-    reward_min_val: float = 0.0
-    """Reward of a wrong one."""

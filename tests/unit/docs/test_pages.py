@@ -18,7 +18,7 @@ from rlinf_vl.config import config_keys, load_config
 from rlinf_vl.config.keys import config_sections
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.observe.trajectories import SCHEMA
-from rlinf_vl.rewards import GRADERS
+from rlinf_vl.rewards.named import NAMED
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -106,7 +106,7 @@ def test_links_lead_somewhere(page: Path):
 @pytest.fixture
 def registries():
     """As they were, afterwards."""
-    saved = [(registry, dict(registry)) for registry in (GRADERS, FAMILIES)]
+    saved = [(registry, dict(registry)) for registry in (NAMED, FAMILIES)]
     yield
     for registry, content in saved:
         registry.clear()
@@ -138,7 +138,7 @@ def test_python_examples_run(example: str, working_folder: Path, registries: Non
 
 def test_there_is_an_example_of_every_extension():
     text = "\n".join(fences(ROOT / "docs/extending.md", "python"))
-    for mark in ("class Brief", "GRADERS[", "aggregate(", "EngineDied", "FAMILIES[", "Trackers("):
+    for mark in ("class Brief", "NAMED[", "aggregate(", "EngineDied", "FAMILIES[", "Trackers("):
         assert mark in text
 
 

@@ -42,7 +42,7 @@ def function(): pass
 
 
 def maker(name, files=None, kwargs=None):
-    return EnvMaker(name, kwargs or {}, files or {}, lambda response, answer: answer in response, 2.0, -1.0)
+    return EnvMaker(name, kwargs or {}, files or {}, lambda problem, response: problem.answer in response, 2.0, -1.0)
 
 
 @pytest.fixture

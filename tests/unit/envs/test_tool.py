@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from rlinf_vl.envs import StepResult
 from rlinf_vl.envs.tool import ToolEnv, parse_tool_calls
 from rlinf_vl.types import Problem
 
@@ -174,7 +175,7 @@ def test_what_is_recorded_of_calls():
         {"name": "multiply", "arguments": {"a": 3}},
         {"name": "fail", "arguments": {}, "error": "KeyError: 'no fuel'"},
     ]
-    assert env.step("42").info == {"metrics": {"tool_calls": 2.0, "tool_errors": 1.0}, "correct": True}
+    assert env.step("42").info == {"metrics": {"tool_calls": 2.0, "tool_errors": 1.0}, "answer": "42"}
 
 
 def test_a_turn_has_so_many_calls():
@@ -192,10 +193,10 @@ def test_thoughts_hold_no_calls():
 
 
 def test_an_episode_cut_short_is_worth_a_wrong_answer():
-    for end, worth in ((["42"], 1.0), (["41"], -1.0), ([], -1.0)):
+    for end, worth in ((["42"], 0.0), ([], -1.0)):  # to which reward functions add what the answer is worth
         env = desk()
         assert sum(env.step(said).reward for said in [call("multiply", a=1), call("fail"), *end]) == worth
-    assert desk().step("42").reward == 1.0
+    assert desk().step("42") == StepResult((), 0.0, True, {"answer": "42", "metrics": dict(desk().metrics)})
 
 
 @pytest.mark.parametrize(

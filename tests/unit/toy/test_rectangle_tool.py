@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlinf_vl.config.toys import TOYS
-from rlinf_vl.rewards import GRADERS
+from rlinf_vl.rewards import math_verdict
 from rlinf_vl.toy import drawings, files
 from rlinf_vl.toy.rectangle_tool import TOY, RectangleTool, demonstrate
 from rlinf_vl.types import Problem
@@ -18,7 +18,7 @@ CALL = '<tool_call>{"name":"multiply","arguments":{"a":3,"b":6}}</tool_call>'
 
 
 def env_of(**kwargs) -> RectangleTool:
-    env = RectangleTool(**{"grade": GRADERS["math"], "reward_max": 1.0, "reward_min": 0.0} | kwargs)
+    env = RectangleTool(**{"grade": math_verdict, "reward_max": 1.0, "reward_min": 0.0} | kwargs)
     assert env.start(PROBLEM) == list(PROBLEM.messages)
     return env
 

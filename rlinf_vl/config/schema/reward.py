@@ -1,0 +1,25 @@
+"""Keys of `reward`: what an answer is worth."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlinf_vl.config.schema.limits import OrCode, key
+
+
+@dataclass
+class RewardConfig:
+    reward_type: str = key("math", OrCode())
+    """What scores an answer: a name in docs/rewards.md (math, exact, choice, …), or a function of yours, as module:name or
+    path/to/file.py:name. The short form of reward.functions with one entry, and without a meaning beside that."""
+    functions: list[dict[str, Any]] = key([], OrCode())
+    """Several of them, added up: a list of {function, weight: 1.0, kwargs: {}}, such as [{function: math}, {function: format,
+    weight: 0.1}]. kwargs are further keywords of the function. The first that judges answers says what is correct (val/accuracy)."""
+    reward_max_val: float = 1.0
+    """Reward of a score of 1, such as that of a right answer; reward_min_val + (reward_max_val - reward_min_val) · score."""
+    reward_min_val: float = 0.0
+    """Reward of a score of 0, such as that of a wrong answer."""
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """What scores answers, in the form of `functions`."""
+        return self.functions or [{"function": self.reward_type}]

@@ -1,0 +1,128 @@
+"""From the answers of a group to their rewards: several functions, weighted and added up, each kept by name.
+
+A function comes to a `Result` for each answer, or to none: a `GradingError` is a verdict of 0, and counted; any other error (a judge
+that can't be reached) is no fault of the answer, whose trajectory is then not trained on.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+from rlinf_vl.rewards.grading_pool import GradingError
+from rlinf_vl.rewards.named import NAMED
+from rlinf_vl.types import Problem
+
+#: A function's value from which on it finds an answer correct, unless it says so itself.
+RIGHT = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is scored: the last response of an episode."""
+
+    response: str  # whole, thoughts included
+    said: str  # what it says behind its thoughts
+    ids: tuple[int, ...] = ()  # token ids that were sampled for it
+    truncated: bool = False  # it ended at the limit of tokens
+
+
+class Result(NamedTuple):
+    """What a function says of an answer."""
+
+    value: float | None  # None: it says nothing, and weighs nothing
+    parts: Mapping[str, float] = {}  # what else it gave, by name
+    correct: bool | None = None  # whether it finds the answer right; None: see `RIGHT`
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """
+    Attributes:
+        reward: on the scale of reward_min_val … reward_max_val.
+        parts: each function's value, unweighted, by the function's name; what else it gave as `function.name`.
+        correct: as the first function that judges answers says.
+        ungraded: why functions came to no verdict.
+        fault: why there is no score at all.
+    """
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    correct: bool = False
+    ungraded: tuple[str, ...] = ()
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A function in its place among the others; `begin` scores the answers to a problem without being waited for."""
+
+    name: str
+    weight: float
+    judges: bool  # whether it judges answers, and not just their form
+    begin: Callable[[Problem, Sequence[Answer]], Sequence["Future[Result]"]]
+
+
+class Scorer:
+    """The reward functions of a run."""
+
+    def __init__(self, parts: Sequence[Part], reward_max: float, reward_min: float) -> None:
+        self.parts = parts
+        self._max, self._min = reward_max, reward_min
+
+    async def __call__(self, problem: Problem, answers: Sequence[Answer]) -> list[Score]:
+        """The scores of a group's answers, in their order."""
+        begun = [part.begin(problem, answers) for part in self.parts]
+        waited = map(asyncio.wrap_future, chain.from_iterable(begun))
+        await asyncio.gather(*waited, return_exceptions=True)
+        return [self._combine(of_answer) for of_answer in zip(*begun, strict=True)]
+
+    def grade(self, problem: Problem, response: str) -> bool:
+        """Whether a response is correct, for an environment that has to know it at once; in any thread but an event loop's.
+
+        Raises:
+            GradingError: a function came to no verdict.
+            RuntimeError: there is no score.
+        """
+        score = self._combine([part.begin(problem, [Answer(response, response)])[0] for part in self.parts])
+        if score.fault:
+            raise RuntimeError(score.fault)
+        if score.ungraded:
+            raise GradingError("; ".join(score.ungraded))
+        return score.correct
+
+    def _combine(self, futures: Sequence["Future[Result]"]) -> Score:
+        total, parts, correct, ungraded = 0.0, dict[str, float](), None, list[str]()
+        for part, future in zip(self.parts, futures, strict=True):
+            try:
+                result = future.result()
+            except GradingError as error:
+                ungraded.append(f"{part.name}: {error}")
+                result = Result(0.0, correct=False if part.judges else None)
+            except Exception as error:
+                return Score(self._min, fault=f"{part.name}: {type(error).__name__}: {error}")
+            if result.value is not None:
+                total += part.weight * result.value
+                parts[part.name] = result.value
+            parts |= {f"{part.name}.{name}": value for name, value in result.parts.items()}
+            if correct is None and result.correct is not None:
+                correct = result.correct
+            elif correct is None and part.judges and result.value is not None:
+                correct = result.value >= RIGHT
+        return Score(self._min + (self._max - self._min) * total, parts, bool(correct), tuple(ungraded))
+
+
+def make_scorer(functions: Sequence[Mapping[str, Any]], *, reward_max: float, reward_min: float) -> Scorer:
+    """The scorer of `reward.functions`."""
+    threads = ThreadPoolExecutor(thread_name_prefix="rewards")
+    parts = []
+    for entry in functions:
+        named = NAMED[entry["function"]]
+
+        def begin(problem: Problem, answers: Sequence[Answer], function=named.function) -> "list[Future[Result]]":
+            return [threads.submit(lambda a=a: Result(float(function(a.said, problem.answer)))) for a in answers]
+
+        parts.append(Part(entry["function"], float(entry.get("weight", 1.0)), named.judges, begin))
+    return Scorer(parts, reward_max, reward_min)
