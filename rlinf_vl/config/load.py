@@ -68,8 +68,8 @@ def load_config(config_name: str, overrides: Sequence[str] = (), further: Sequen
     return config
 
 
-def parse_config(config_name: str, overrides: Sequence[str] = ()) -> Config:
-    """`load_config` without validation: what a config says, whether or not it can work."""
+def parse_config(config_name: str, overrides: Sequence[str | tuple[str, Any]] = ()) -> Config:
+    """`load_config` without validation: what a config says, whether or not it can work. An override may be (key, value), too."""
     path = _find(config_name)
     written = _compose(path)
     typed = OmegaConf.structured(Config)

@@ -17,13 +17,14 @@ _BEGINS = re.compile(r"[+~]*[\w./@-]+=")
 _PLAIN = re.compile(r"[\w./:+%@-]+")  # what neither a shell nor Hydra's grammar takes for anything else
 
 
-def apply_overrides(written: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Apply overrides in place; return the problems, each with the corrected argument where there is one.
+def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str, Any]]) -> list[str]:
+    """Apply overrides in place, texts and then those that are (key, value); return the problems, each with the corrected argument
+    where there is one.
 
     A section given as a mapping is merged; everything else is replaced.
     """
     problems = []
-    for words in _expanded(list(_groups(overrides))):
+    for words in _expanded(list(_groups([text for text in overrides if isinstance(text, str)]))):
         text = words[0]
         if len(words) > 1:
             fixed = _corrected(_joined(words))
@@ -50,6 +51,9 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str]) -> list[s
             problems.append(f"override {text!r}: is a sweep; a run takes one value: {way_out}")
         else:
             _set(written, key, value)
+    for pair in overrides:
+        if not isinstance(pair, str):
+            _set(written, *pair)
     return problems
 
 

@@ -1,9 +1,10 @@
-"""What a person sees of a run: one live line on a terminal, one log line per step elsewhere."""
+"""What a person sees of a run: one live line on a terminal, a bar and a table in a notebook, one log line per step elsewhere."""
 
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
+from rlinf_vl.observe.notebook import NotebookProgress, in_notebook
 from rlinf_vl.observe.status import StatusFile, last_words
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,23 @@ def setup_logging(level: int = logging.INFO, console: Console | None = None) -> 
     logging.getLogger("rlinf_vl").setLevel(level)
 
 
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """`setup_logging` for a run within a program of somebody else's: not where that has set up its own; gone afterwards. A notebook
+    shows the run's progress, and of the log what is a warning."""
+    root, own = logging.getLogger(), logging.getLogger("rlinf_vl")
+    level = own.level
+    setting_up = not root.handlers
+    if setting_up:
+        setup_logging(logging.WARNING if in_notebook() else logging.INFO)
+    try:
+        yield
+    finally:
+        if setting_up:
+            root.handlers = [handler for handler in root.handlers if handler.get_name() != __name__]
+            own.setLevel(level)
+
+
 class RunProgress:
     """Progress of a run, on the terminal and in `status`. A context manager: call `begin` once the run's length is known,
     `update` after every step, `phase` when another part of the run begins.
@@ -76,6 +95,7 @@ class RunProgress:
             console=self._console,
             disable=not self._console.is_terminal,
         )
+        self._notebook = NotebookProgress() if in_notebook() else None
         self._task = self._live.add_task("run", total=0, completed=0, summary="", phase="start-up")
 
     def __enter__(self) -> Self:
@@ -91,6 +111,9 @@ class RunProgress:
         elif error is not None:
             self.end, self.reason = "failed", last_words(error)
         self._tell(state=self.end, reason=self.reason, phase="")
+        if self._notebook is not None:
+            said = (self.reason or self.end).splitlines()[0]
+            self._notebook.end(self._step, self._total, said if said.startswith(self.end) else f"{self.end}: {said}")
 
     def _tell(self, **changes: Any) -> None:
         if self._status is not None:
@@ -111,6 +134,8 @@ class RunProgress:
         self._tell(phase=name, progress=None if total is None else {"done": done, "total": total})
         name = name if total is None else f"{name}: {done} of {total}"
         self._live.update(self._task, phase=name)
+        if self._notebook is not None:
+            self._notebook.show(self._step, self._total, name)
         if not self._console.is_terminal:
             logger.debug("step %d/%d: %s", self._step, self._total, name)
 
@@ -121,19 +146,23 @@ class RunProgress:
         self._ends.append(time.monotonic())
         if "val/accuracy" in metrics:
             self._validation["val/accuracy"] = metrics["val/accuracy"]
-        summary = self._summary(self._validation | dict(metrics))
+        figures = self._figures(self._validation | dict(metrics))
+        summary = "  ".join(f"{name} {figure}" for name, figure in figures.items())
         self._live.update(self._task, completed=step, summary=summary)
+        if self._notebook is not None:
+            self._notebook.show(step, self._total, "", figures)
         if not self._console.is_terminal:
             logger.info("step %d/%d  %s", step, self._total, summary)
 
-    def _summary(self, metrics: Mapping[str, float]) -> str:
-        parts = []
+    def _figures(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """What is shown of a step, by the names of `_SHOWN`, and the time that is left."""
+        figures: dict[str, str] = {}
         for label, names, form in _SHOWN:
-            known = [metrics[name] for name in names if name in metrics]
-            parts += [f"{label} {form.format(float(value))}" for value in known[:1]]
+            if known := [metrics[name] for name in names if name in metrics]:
+                figures[label] = form.format(float(known[0]))
         seconds = metrics.get("time/step")
         if len(self._ends) > 1:  # the mean from end to end, so without start-up
             seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         if seconds is not None and self._step < self._total:
-            parts.append(f"left {timedelta(seconds=round(seconds * (self._total - self._step)))}")
-        return "  ".join(parts)
+            figures["left"] = str(timedelta(seconds=round(seconds * (self._total - self._step))))
+        return figures

@@ -1,0 +1,218 @@
+"""rlinf_vl from Python: `train`, what is in a run's folder (`Run`), and a trained policy to ask (`load_policy`)."""
+
+import hashlib
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rlinf_vl.running
+from rlinf_vl.code import CodeError, pickled
+from rlinf_vl.config.load import parse_config
+from rlinf_vl.config.schema import Config
+from rlinf_vl.config.validate import validate_config
+from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.observe.progress import shown_log
+from rlinf_vl.observe.status import read_status
+from rlinf_vl.runtime.files import read_lines, write_aside
+from rlinf_vl.runtime.run_folder import checkpoint_at, run_folder
+from rlinf_vl.runtime.stop_request import StopRequest
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas
+
+Function = Callable[..., Any] | str | Mapping[str, Any]
+
+#: Stands for the path of rows that are given as an object, until the run's folder is known.
+_GIVEN = "given"
+#: runner.save_interval of a run that would save nothing: its last step is saved all the same.
+_ONLY_AT_THE_END = 2**31 - 1
+#: Rows that are in memory at once while a data set is written, images included.
+_ROWS_AT_ONCE = 256
+
+
+def train(
+    config: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] | None = None,
+    *,
+    reward: Function | Sequence[Function] | None = None,
+    env: type | str | None = None,
+    train_dataset: "datasets.Dataset | Sequence[Mapping[str, Any]] | str | Path | Sequence[str | Path] | None" = None,
+    val_dataset: "datasets.Dataset | Sequence[Mapping[str, Any]] | str | Path | Sequence[str | Path] | None" = None,
+) -> "Run":
+    """Run one experiment in this process, and show how it gets on: on a terminal, in a notebook or in a log.
+
+    The first Ctrl-C (or "interrupt the kernel") stops the run with a checkpoint, and `Run.state` is "stopped"; `runner.resume_dir:
+    auto` goes on. The second one ends it at once: KeyboardInterrupt. Ray is started once in a process: further runs use what a run,
+    or a `ray.init` of your own, has started. The run's config.yaml holds what was given here, functions included.
+
+    Args:
+        config: an example's name, or the path of a YAML file.
+        overrides: as on the command line (`["runner.max_steps=3"]`), or as a mapping (`{"runner.max_steps": 3}`).
+        reward: what answers are worth, over the config's `reward.functions`: a function, a name that the config could have, a
+            mapping {"function": either, "weight": 1.0, "kwargs": {}}; or a list of these, which are added up.
+        env: a class with the methods of `rlinf_vl.envs.Env`, or a name that `rollout.env_class` could have.
+        train_dataset, val_dataset: rows in any form of `data.format`, with images as PIL images, bytes or paths; or what
+            `data.train_data_paths` could name. Rows are written once to `datasets/` in `runner.output_dir`.
+
+    A config that saves nothing (`runner.save_interval: -1`) saves the last step, so that there is a `Run.model_path`.
+
+    Raises:
+        ConfigError: with every mistake in what is asked.
+        RunError: the run can't go on; its folder says why.
+    """
+    from rlinf_vl.preflight.inputs import RULES, packages_missing
+
+    pairs: list[str | tuple[str, Any]] = []
+    pairs += overrides.items() if isinstance(overrides, Mapping) else overrides or ()
+    files: dict[str, str] = {}
+    if env is not None:
+        pairs.append(("rollout.env_class", env if isinstance(env, str) else _pickled("env", env, files)))
+    if reward is not None:
+        given = [reward] if isinstance(reward, str | Mapping) or callable(reward) else reward
+        pairs.append(("reward.functions", [_function(one, files) for one in given]))
+    rows: dict[str, Any] = {}
+    for split, dataset in (("train", train_dataset), ("val", val_dataset)):
+        if dataset is not None:
+            paths = _paths(dataset)
+            rows |= {} if paths else {split: dataset}
+            pairs.append((f"data.{split}_data_paths", paths or [_GIVEN]))
+    made = parse_config(str(config), pairs)
+    made.runner.code_files |= files
+    if made.runner.save_interval == -1:
+        made.runner.save_interval = _ONLY_AT_THE_END
+    if len(rows) == sum(map(bool, (made.data.train_data_paths, made.data.val_data_paths))):
+        made.data.image_root = (
+            made.data.image_root or os.getcwd()
+        )  # paths in rows of a program are relative to its folder
+    for split, dataset in rows.items():
+        getattr(made.data, f"{split}_data_paths")[:] = [_write_rows(dataset, made, split)]
+    validate_config(made, (packages_missing, *RULES))
+    stop = StopRequest()
+    with stop.installed(), shown_log():
+        stopped_by = rlinf_vl.running.train(made, stop, keep_ray=True)
+    if stopped_by == signal.SIGTERM:  # which was for the whole process
+        signal.raise_signal(signal.SIGTERM)
+    return Run(run_folder(made))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run by its folder: one that `train` has returned, or any other, still going or ended."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+
+    @property
+    def metrics(self) -> "pandas.DataFrame":
+        """One row for each step (the index), one column for each metric of docs/metrics.md; NaN where a step has no such value."""
+        import pandas
+
+        path = self.folder / "metrics.jsonl"
+        rows = read_lines(path)[0] if path.exists() else []
+        return pandas.DataFrame(
+            {row["step"]: row for row in rows}.values(), columns=None if rows else ["step"]
+        ).set_index("step")
+
+    @property
+    def state(self) -> str:
+        """starting, running, done, stopped, failed or gone, as in its status.json; "" if that can't be read."""
+        return str(read_status(self.folder).get("state", ""))
+
+    @property
+    def model_path(self) -> Path:
+        """The newest checkpoint as a folder that transformers loads, LoRA merged; written when it is first asked for.
+
+        Raises:
+            RunError: the run has no checkpoint.
+        """
+        from rlinf_vl.controller.export import config_of, export_checkpoint
+
+        try:
+            checkpoint = checkpoint_at(self.folder)
+        except FileNotFoundError as error:
+            raise RunError(f"{error}; set runner.save_interval") from None
+        path = self.folder / "models" / checkpoint.name
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            with write_aside(path) as aside:
+                export_checkpoint(checkpoint, aside, config_of(checkpoint).rollout.model.precision)
+        return path
+
+    def report(self, *others: "Run | str | Path", output: str | Path | None = None) -> Path:
+        """Write one HTML file on the run, or on several side by side, and return its path: `output`, or a name in the folder."""
+        from rlinf_vl.report import build_report
+
+        folders = [self.folder, *(Path(one.folder if isinstance(one, Run) else one) for one in others)]
+        return build_report(folders, Path(output) if output is not None else None)
+
+
+def _function(given: Function, files: dict[str, str]) -> dict[str, Any]:
+    """An entry of `reward.functions`."""
+    entry = dict(given) if isinstance(given, Mapping) else {"function": given}
+    if callable(entry.get("function")):
+        entry["function"] = _pickled("reward", entry["function"], files)
+    return entry
+
+
+def _pickled(what: str, given: Any, files: dict[str, str]) -> str:
+    """The name of an object that travels in `files`."""
+    try:
+        name, path, text = pickled(given)
+    except CodeError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    stem, others = path.removesuffix(".pkl"), count(2)
+    while files.get(path, text) != text:  # two functions may have one name
+        path = f"{stem}-{next(others)}.pkl"
+    files[path] = text
+    return f"{path}:{name.rpartition(':')[2]}"
+
+
+def _paths(dataset: Any) -> list[str]:
+    """The paths that these are; none if they are rows."""
+    given = [dataset] if isinstance(dataset, str | Path) else dataset
+    there = isinstance(given, Iterable) and not hasattr(given, "features")
+    return [str(path) for path in given] if there and all(isinstance(one, str | Path) for one in given) else []
+
+
+def _write_rows(given: Any, config: Config, split: str) -> str:
+    """Write rows as a parquet file, images included, and return its path; the same rows have the same file."""
+    import datasets
+    from datasets.table import embed_table_storage
+    from pyarrow.parquet import ParquetWriter
+
+    if not isinstance(given, datasets.Dataset):
+        if not isinstance(given, Sequence) or not all(isinstance(row, Mapping) for row in given):
+            of = f"; name a split: {split}_dataset={type(given).__name__}[…]" if isinstance(given, Mapping) else ""
+            raise ConfigError(
+                f"{split}_dataset: an object of type {type(given).__name__} is no datasets.Dataset, no list of dicts and no path{of}"
+            )
+        try:
+            given = datasets.Dataset.from_list([dict(row) for row in given])
+        except Exception as error:  # Arrow's own, of many kinds
+            raise ConfigError(
+                f"{split}_dataset: the rows make no table ({type(error).__name__}: {error}); give all of them the same columns, "
+                "with values of one type in each"
+            ) from error
+    if not len(given):
+        raise ConfigError(f"{split}_dataset: has no rows")
+    folder = run_folder(config).parent / "datasets"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
+        with ParquetWriter(file, given.features.arrow_schema) as writer:
+            for table in given.with_format("arrow").iter(_ROWS_AT_ONCE):
+                writer.write_table(embed_table_storage(table))
+        file.flush()
+        with open(file.name, "rb") as written:
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
+    path = folder / f"{split}-{digest[:12]}.parquet"
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+    return str(path)

@@ -1,0 +1,147 @@
+"""A trained policy in this process, to be asked: `load_policy(folder).generate(messages)`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from rlinf_vl.api import Run
+from rlinf_vl.config.toys import TOYS
+from rlinf_vl.controller.export import restore
+from rlinf_vl.engines.torch.engine import TorchEngine
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.models.families import Family, family_of
+from rlinf_vl.models.loading import DTYPES, load_model
+from rlinf_vl.models.lora import merge_adapters
+from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.preflight.hub import HUB_NAME
+from rlinf_vl.rollout.observation import observe
+from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.runtime.run_folder import STATE_FILE, checkpoints
+from rlinf_vl.toy.model import toy_checkpoint_path
+from rlinf_vl.types import Message, Problem, Request, SamplingParams
+
+#: Prompts decoded at once.
+MAX_RUNNING = 64
+ADAPTERS = "adapter_config.json"
+
+
+class Policy:
+    """A model that answers messages, by the engine, the chat template and the image processing that it was trained with."""
+
+    def __init__(
+        self, model: PreTrainedModel, family: Family, processor: Processor, *, device: str, thinking: str = "auto"
+    ) -> None:
+        self._processor = processor
+        self._renderer = Renderer(processor, thinking)
+        self._engine = TorchEngine(
+            model,
+            family,
+            banned=processor.banned_ids(model.config.get_text_config().vocab_size),
+            pixels=PixelCache(processor.pixels),
+            image_token_id=processor.image_token_id,
+            merge_size=processor.merge_size,
+            max_running=MAX_RUNNING,
+            device=device,
+        )
+
+    def generate(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        n: int | None = None,
+        max_new_tokens: int = 512,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+    ) -> Any:
+        """The answer to messages as text, special tokens left out; with `n`, a list of so many.
+
+        Args:
+            messages: in OpenAI's form, {"role", "content"}; content is a text, or a list of parts: {"type": "text", "text": …},
+                {"type": "image", "image": a PIL image, bytes, an array or a file's path} and {"type": "image_url", "image_url":
+                {"url": a data URI or a file's path}}. A text alone is one message of the user.
+            temperature: 0 is greedy. The same `seed` draws the same answers.
+
+        Raises:
+            ValueError: the messages or their images make no prompt.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        said = observe([_with_files(message) for message in messages], Problem("", (), ""))
+        ids, grids = self._renderer.prompt(said.messages, said.images)
+        sampling = SamplingParams(temperature, top_p, top_k, max_new_tokens, self._processor.stop_ids)
+        seeds = tuple(range(seed, seed + (n or 1)))
+        (completion,) = self._engine.generate([Request(ids, said.images, grids, sampling, seeds)])
+        texts = [self._processor.decode(sample.ids) for sample in completion.samples]
+        return texts[0] if n is None else texts
+
+    def close(self) -> None:
+        """Give its memory back."""
+        self._engine.close()
+
+
+def load_policy(folder: "str | Path | Run", *, device: str | None = None, dtype: str | None = None) -> Policy:
+    """Load a policy to ask it.
+
+    Args:
+        folder: a run or its folder (its newest checkpoint), one of its checkpoints/global_step_N, a model folder that `export` wrote
+            or transformers loads, a folder of peft's adapters, a model's name on the hub, or an embedded task's (`toy`).
+        device: cpu or cuda; by default cuda where there is one.
+        dtype: fp32, bf16 or fp16; by default bf16 on cuda and fp32 on the cpu.
+
+    Raises:
+        ConfigError: nothing of that kind is there.
+    """
+    path = Path(folder.folder if isinstance(folder, Run) else folder).expanduser()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = DTYPES[dtype or ("bf16" if device == "cuda" else "fp32")]
+    more: dict[str, Any] = {}
+    thinking = "auto"
+    if (path / STATE_FILE).is_file() or checkpoints(path):
+        model, family, base, config = restore(path)
+        merge_adapters(model)
+        more = {"min_pixels": config.data.image_min_pixels, "max_pixels": config.data.image_max_pixels}
+        more["trust_remote_code"] = config.rollout.model.trust_remote_code
+        thinking = config.rollout.thinking.mode
+    else:
+        base = _base(str(folder), path)
+        family = family_of("auto", base)
+        model: Any = load_model(base, family, DTYPES["fp32"])
+        if base != str(path) and (path / ADAPTERS).is_file():
+            model = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
+    return Policy(model.to(wanted), family, Processor(base, family, **more), device=device, thinking=thinking)
+
+
+def _base(name: str, path: Path) -> str:
+    """What transformers loads for a name: a folder, or a name on the hub; of adapters, that of the model below them."""
+    if name in TOYS:
+        return str(toy_checkpoint_path(name))
+    if (path / "config.json").is_file():
+        return str(path)
+    if (path / ADAPTERS).is_file():
+        return json.loads((path / ADAPTERS).read_text())["base_model_name_or_path"]
+    if not path.exists() and HUB_NAME.fullmatch(name):
+        return name
+    raise ConfigError(
+        f"load_policy: {name!r} is no run's folder with a checkpoint (runner.save_interval writes them), no "
+        f"checkpoints/global_step_N, no model folder (config.json), no adapters ({ADAPTERS}) and no name on the hub"
+    )
+
+
+def _with_files(message: Message) -> Message:
+    """The same message with the bytes of the files that its images name."""
+    if isinstance(message["content"], str):
+        return message
+    parts = []
+    for part in message["content"]:
+        value: Any = part.get("image_url", part.get("image"))
+        value = value.get("url") if isinstance(value, Mapping) else value
+        is_path = isinstance(value, Path) or isinstance(value, str) and len(value) < 4096 and Path(value).is_file()
+        parts.append({"type": "image", "image": Path(value).read_bytes()} if is_path else part)
+    return message | {"content": parts}
