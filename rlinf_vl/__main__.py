@@ -123,6 +123,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.rollout import check_env
 
             return check_env.main(arguments)
+        case "check-data":
+            from rlinf_vl.check_data import main
+
+            return main.main(arguments)
         case "doctor":
             from rlinf_vl.preflight import doctor
 

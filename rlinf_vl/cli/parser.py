@@ -104,6 +104,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("--data", metavar="FILE", help="rows to start it with, as in data.train_data_paths")
     argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="for one call (default 60)")
 
+    argument = verb("check-data", "read a data set whole: what is in it, what is damaged, what limits would leave out")
+    _config_and_overrides(
+        argument,
+        config_help="; or a file, folder or hf://owner/name of data (rollout.model.model_path=… counts tokens)",
+    )
+    argument("--output", type=Path, metavar="FILE.html", help="the page; the figures go beside it as FILE.json")
+    argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
+
     argument = verb("doctor", "what this machine has, and what a config would need")
     _config_and_overrides(argument, nargs="?", config_help="; without one, the machine alone")
 

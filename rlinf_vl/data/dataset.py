@@ -2,12 +2,13 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rlinf_vl.config.schema.data import DataConfig
 from rlinf_vl.data.damage import check_pixels
 from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.rows import at_path, row_to_problem
@@ -91,12 +92,16 @@ class ProblemDataset:
 
     def problem(self, i: int, draw: int = 0) -> Problem:
         """`self[i]` with its question in the text that this draw, any number from 0, stands for among data.prompt_variants."""
+        row, k = self.raw(i), self.source_of(i)
+        form, root = self._forms[k], self._sources[k].root
+        return row_to_problem(row, self._ids[i], form, root, draw % max(1, len(form.prompt_variants)))
+
+    def raw(self, i: int) -> dict[str, Any]:
+        """The columns of row i as they are stored. Raises IndexError: no such row."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         k = self.source_of(i)
-        source, form = self._sources[k], self._forms[k]
-        row = source.row(i - self._ends[k] + len(source.rows), self._columns[k])
-        return row_to_problem(row, self._ids[i], form, source.root, draw % max(1, len(form.prompt_variants)))
+        return self._sources[k].row(i - self._ends[k] + len(self._sources[k].rows), self._columns[k])
 
     def source_of(self, i: int) -> int:
         """Which of the sources row i is from."""
@@ -164,3 +169,10 @@ def _level(problem: Problem, key: str | None) -> float:
     raise RowError(
         problem.id, "curriculum unusable", f"data.curriculum_key: column {key!r} holds {value!r}, not a number"
     )
+
+
+def open_datasets(data: DataConfig, environments: Collection[str]) -> dict[str, ProblemDataset]:
+    """Split, "train" and "val" if there is one → its rows; `environments`: of `RowFormat`. Raises ValueError as `ProblemDataset`."""
+    form = RowFormat.of(data, environments)
+    paths = {"train": data.train_data_paths, "val": data.val_data_paths}
+    return {split: ProblemDataset(named, split, form) for split, named in paths.items() if named}

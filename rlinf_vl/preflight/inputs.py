@@ -253,3 +253,5 @@ def _rewards(config: Config) -> Iterator[str]:
 
 #: Rules that find what of the things that a config names would stop its run on this machine.
 RULES = (_data, _environment, _rewards, checkpoint, _server_arguments, _folders, _object_store, _gpus)
+#: Those on the data, the graders and the model whose tokens are counted.
+DATA_RULES = (_data, _rewards, checkpoint)

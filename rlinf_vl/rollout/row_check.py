@@ -6,10 +6,8 @@ from typing import Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
-from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.unusable import ANSWER_UNUSABLE, ENVIRONMENT_UNUSABLE, RowError
 from rlinf_vl.envs import EnvMaker
-from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rewards import GradingError
@@ -32,14 +30,6 @@ def processor_of(config: Config, model_path: str) -> Processor:
     )
 
 
-def datasets_of(config: Config) -> dict[str, ProblemDataset]:
-    """Split, "train" and "val" if there is one → its rows."""
-    data = config.data
-    form = RowFormat.of(data, ENVIRONMENTS)
-    paths = {"train": data.train_data_paths, "val": data.val_data_paths}
-    return {split: ProblemDataset(named, split, form) for split, named in paths.items() if named}
-
-
 def scorer_of(config: Config) -> Scorer:
     reward = config.reward
     return make_scorer(reward.entries, reward_max=reward.reward_max_val, reward_min=reward.reward_min_val)
@@ -53,19 +43,20 @@ def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:
 
 @dataclass(frozen=True)
 class RowCheck:
-    """What of a config decides whether a row can be used."""
+    """What of a config decides whether a row can be used. Without `prompts` the length of its prompt does not matter."""
 
     config: Config
-    prompts: Prompts
+    prompts: Prompts | None
     make_env: EnvMaker
 
     def filter(
-        self, dataset: ProblemDataset, rows: Sequence[int], see: Callable[[int, Problem, Request], None]
+        self, dataset: ProblemDataset, rows: Sequence[int], see: Callable[[int, Problem, Request | None], None]
     ) -> FilterResult:
         """Which of `rows` can be used, graded, and have a prompt within data.max_prompt_length, expanded ids counted, or cut to that
         (data.overlong; one that is to be dropped is bad where data.filter_prompt_by_length is false).
 
-        `see` is told the problem of each row that is one, and its prompt before it is cut; its images may turn out to be damaged."""
+        `see` is told the problem of each row that is one, in each of its wordings, and its prompt before it is cut; its images may
+        turn out to be damaged."""
         data, overlong = self.config.data, dict[int, tuple[int, int]]()
         named = (NAMED.get(entry["function"]) for entry in self.config.reward.entries)
         checks = [reward.check for reward in named if reward and reward.check]
@@ -80,6 +71,9 @@ class RowCheck:
                     check(problem.answer)
             except GradingError as e:
                 raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
+            if self.prompts is None:
+                see(row, problem, None)
+                return 0
             whole = self.prompts.of_row(problem, any_length=True)
             see(row, problem, whole)
             counted = data.overlong == "error" or data.overlong == "drop" and data.filter_prompt_by_length

@@ -13,15 +13,16 @@ import torch
 from transformers import AutoConfig
 
 from rlinf_vl.config.schema import Config
-from rlinf_vl.data.dataset import FilterResult
+from rlinf_vl.data.dataset import FilterResult, open_datasets
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.engines.make import make_engine, warm_up
+from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.models.loading import DTYPES, weight_shapes
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rollout.busy import LapClock
 from rlinf_vl.rollout.player import SINGLE, Episode, Opening, Player
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.row_check import RowCheck, datasets_of, env_maker_of, processor_of, scorer_of
+from rlinf_vl.rollout.row_check import RowCheck, env_maker_of, processor_of, scorer_of
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.runtime.ray_process import own_process, where
@@ -53,7 +54,7 @@ class RolloutRank:
         thinking = config.rollout.thinking
         self.renderer = Renderer(self.processor, thinking.mode)
         self.engine = make_engine(config, model_path, self.processor, device)
-        self.datasets = datasets_of(config)
+        self.datasets = open_datasets(config.data, ENVIRONMENTS)
         sampling = {"train": config.algorithm.sampling_params, "val": config.algorithm.val_sampling_params}
         self.sampling = {
             split: SamplingParams(**asdict(keys), stop_ids=self.processor.stop_ids) for split, keys in sampling.items()
@@ -103,7 +104,7 @@ class RolloutRank:
         stands for each of its images."""
         images: dict[int, set[int]] = {}
 
-        def see(row: int, problem: Problem, request: Request) -> None:
+        def see(row: int, problem: Problem, request: Request | None) -> None:
             images[row] = {int(image.hash[:15], 16) for image in problem.images}
 
         check = RowCheck(self.config, self.player.prompts, self.player.make_env)

@@ -30,6 +30,7 @@ ROOMS = {
     "rollout": {"config", "data", "engines", "envs", "models", "observe", "rewards", "runtime", "transport"},
     "actor": {"algorithms", "config", "models", "observe", "packing", "runtime", "transport"},
     "toy": {"config", "data", "envs", "models", "runtime"},
+    "check_data": {"config", "data", "envs", "models", "preflight", "rollout", "runtime", "toy"},
     "report": {"config", "observe", "runtime"},
     "preflight": {
         "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "transport",

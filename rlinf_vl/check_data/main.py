@@ -1,0 +1,85 @@
+"""The verb `check-data`: look at every row, print what was found, and write it as JSON and as a page with pictures."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rlinf_vl.check_data.look import look_at
+from rlinf_vl.check_data.page import write_page
+from rlinf_vl.check_data.summary import Split, render, summarize
+from rlinf_vl.config import Config, load_config
+from rlinf_vl.config.toys import TOYS
+from rlinf_vl.data.dataset import open_datasets
+from rlinf_vl.data.sources import FILE_FORMATS, HUB_PREFIX
+from rlinf_vl.envs.registry import ENVIRONMENTS
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.preflight.inputs import DATA_RULES
+from rlinf_vl.runtime.files import write_aside
+from rlinf_vl.runtime.run_folder import run_folder
+
+#: The config that data is read by where none is named, and what of it doesn't matter then.
+_ANY = "toy-grpo-cpu"
+_UNASKED = ("data.val_data_paths=[]", "data.rollout_batch_size=1")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """`python -m rlinf_vl check-data CONFIG|DATA`: exit code 0 if training would take the data, 1 if it would not."""
+    begun = time.monotonic()
+    config, counts_tokens = _config(arguments)
+    try:
+        datasets = open_datasets(config.data, ENVIRONMENTS)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    rows = {split: len(dataset) for split, dataset in datasets.items()}
+    if "val" in rows and config.data.val_samples >= 0:
+        rows["val"] = min(rows["val"], config.data.val_samples)
+    model = config.rollout.model.model_path if counts_tokens else None
+    path = model
+    if model in TOYS:
+        from rlinf_vl.toy.model import toy_checkpoint_path
+
+        path = str(toy_checkpoint_path(model))
+    workers = arguments.workers or len(os.sched_getaffinity(0))
+    with _progress(sum(rows.values())) as progress:
+        found = look_at(config, path, rows, workers, progress)
+    paths = {"train": config.data.train_data_paths, "val": config.data.val_data_paths}
+    splits = [
+        Split(name, paths[name], [dataset.row_id(i) for i in range(rows[name])], *found[name])
+        for name, dataset in datasets.items()
+    ]
+    figures = summarize(splits, config, model, time.monotonic() - begun)
+    page = arguments.output or run_folder(config).parent / "check-data" / f"{config.runner.experiment_name}.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with write_aside(page.with_suffix(".json"), durable=False) as aside:
+        aside.write_text(json.dumps(figures, ensure_ascii=False, indent=1), encoding="utf-8", errors="replace")
+    write_page(page, splits, datasets, figures)
+    print(f"{render(figures)}\n\n{page} has pictures, {page.with_suffix('.json').name} beside it every row")
+    return 1 if figures["refused"] else 0
+
+
+def _config(arguments: argparse.Namespace) -> tuple[Config, bool]:
+    """The config that is named, or one for data that is, and whether it names the model whose tokens are counted."""
+    name, overrides = arguments.config, arguments.overrides
+    is_data = name.startswith(HUB_PREFIX) or Path(name).is_dir() or Path(name).suffix in FILE_FORMATS
+    if not is_data:
+        return load_config(name, overrides, DATA_RULES), True
+    has_model = any(text.startswith("rollout.model.model_path=") for text in overrides)
+    named = [f'data.train_data_paths=["{name}"]', f'runner.experiment_name="{Path(name).stem}"']
+    given = [*named, *_UNASKED, *overrides]
+    return load_config(_ANY, given, DATA_RULES), has_model
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    columns = (TextColumn("checking rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda n: bar.advance(task, n)
