@@ -56,6 +56,9 @@ def test_rows_are_answered_and_one_that_can_not_be_read_is_a_group_with_the_reas
                 raise OSError("disk gone")
             return rank_dataset[i]
 
+        def problem(self, i, draw):
+            return self[i]
+
         def row_id(self, i):
             return f"rows:{i}"
 
