@@ -41,6 +41,7 @@ from workload import SHAPES, Workload, drawn_problems, geo3k_problems, make_work
 from rlinf_vl.actor.batches import BatchMaker
 from rlinf_vl.actor.mesh import Mesh, join_ranks
 from rlinf_vl.actor.trainer import Trainer
+from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import (
     ActorConfig,
     ActorModelConfig,
@@ -79,8 +80,10 @@ def make_trainer(folder: Path, processor: Processor, args: argparse.Namespace, d
         ),
         optim=OptimConfig(lr=0.0),
     )
-    algorithm = AlgorithmConfig(
-        clip_ratio_low=CLIP[0], clip_ratio_high=CLIP[1], kl_beta=KL_BETA, importance_sampling_clip=TIS_CLIP
+    algorithm = with_presets(
+        AlgorithmConfig(
+            clip_ratio_low=CLIP[0], clip_ratio_high=CLIP[1], kl_beta=KL_BETA, importance_sampling_clip=TIS_CLIP
+        )
     )
     return Trainer(
         load,
@@ -123,7 +126,7 @@ def logprobs(trainer: Trainer, plan: StepPlan, groups: list[Group]) -> torch.Ten
 def plan_of(groups: list[Group], args: argparse.Namespace, *, ranks: int = 1, share: bool = True) -> StepPlan:
     return plan_step(
         [GroupSummary.of(g, image_token_id=-1) for g in groups],
-        AlgorithmConfig(),
+        with_presets(AlgorithmConfig()),
         ranks=ranks,
         budget=args.budget,
         micro_batch_size=None,

@@ -234,10 +234,13 @@ def tiny_collator(**settings):
 def tiny_trainer(mesh, load=tiny_policy, *, actor=None, algorithm=None, max_tokens: int = 400, **collator):
     """A `Trainer` of the tiny model in float32 (`actor` may say otherwise), for a run of one step."""
     from rlinf_vl.actor.trainer import Trainer
+    from rlinf_vl.config.presets import with_presets
     from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
 
     if actor is None:
         actor = ActorConfig()
         actor.fsdp_config.mixed_precision.param_dtype = "fp32"
     collate = tiny_collator(**collator)
-    return Trainer(load, collate, mesh, actor, algorithm or AlgorithmConfig(), max_tokens=max_tokens, total_steps=1)
+    return Trainer(
+        load, collate, mesh, actor, algorithm or with_presets(AlgorithmConfig()), max_tokens=max_tokens, total_steps=1
+    )

@@ -22,6 +22,7 @@ def trained_step(processes: RankProcesses, layout: Layout, kind: str = "mixed"):
 def train(layout: Layout, kind: str):
     """One rank's step: its part of the metrics, the whole new weights, the cached features by image."""
     from rlinf_vl.actor.mesh import Mesh
+    from rlinf_vl.config.presets import with_presets
     from rlinf_vl.config.schema import (
         ActorConfig,
         ActorModelConfig,
@@ -44,22 +45,24 @@ def train(layout: Layout, kind: str):
             policy.model.model.visual.load_state_dict(trained.state_dict())
         return policy
 
-    algorithm = AlgorithmConfig(
-        n_minibatches=layout.minibatches,
-        loss_agg_func=layout.aggregation,
-        clip_ratio_low=0.2,
-        clip_ratio_high=0.28,
-        clip_ratio_c=3.0,
-        kl_beta=layout.kl_beta,
-        entropy_bonus=0.01,
-        importance_sampling_fix=layout.tis_clip is not None,
-        importance_sampling_clip=layout.tis_clip or 0.0,
-        importance_sampling_level=layout.tis_level,
-        recompute_logprobs=layout.old_logprobs,
-        loss_type=layout.loss,
-        credit=layout.credit,
-        turn_discount=layout.discount,
-        state_advantage_weight=layout.state_weight,
+    algorithm = with_presets(
+        AlgorithmConfig(
+            n_minibatches=layout.minibatches,
+            loss_agg_func=layout.aggregation,
+            clip_ratio_low=0.2,
+            clip_ratio_high=0.28,
+            clip_ratio_c=3.0,
+            kl_beta=layout.kl_beta,
+            entropy_bonus=0.01,
+            importance_sampling_fix=layout.tis_clip is not None,
+            importance_sampling_clip=layout.tis_clip or 0.0,
+            importance_sampling_level=layout.tis_level,
+            recompute_logprobs=layout.old_logprobs,
+            loss_type=layout.loss,
+            credit=layout.credit,
+            turn_discount=layout.discount,
+            state_advantage_weight=layout.state_weight,
+        )
     )
     fsdp = FsdpConfig(
         gradient_checkpointing=layout.checkpointing,

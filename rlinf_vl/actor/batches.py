@@ -20,6 +20,9 @@ from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch
 
 T = TypeVar("T")
+#: Of each turn of a trajectory, by its group's number and its index: Σ KL of its sampled tokens; and of the KL from each of them on
+#: to the trajectory's end, the sum and the sum of squares.
+TurnKl = dict[tuple[int, int], list[tuple[float, float, float]]]
 #: Of each turn of each trajectory of each group, by the group's number.
 Advantages = Mapping[int, Sequence[Sequence[float]]] | Sequence[Sequence[Sequence[float]]]
 
@@ -32,6 +35,16 @@ def prefetched(items: Iterable[T]) -> Iterator[T]:
         while (item := coming.result()) is not None:
             coming = thread.submit(next, source, None)
             yield item
+
+
+def turn_kl(kl: np.ndarray, batch: MicroBatch, turns: int) -> tuple[np.ndarray, list[tuple[float, float, float]]]:
+    """From the KL of each sampled token of a micro-batch, float64 [R]: that from it on to its trajectory's end, itself included,
+    [R]; and for each of the `turns` of the micro-batch what `TurnKl` has."""
+    whole = np.cumsum(kl)
+    ends = np.searchsorted(batch.trajectories, batch.trajectories, side="right") - 1
+    later = whole[ends] - whole + kl
+    sums = (np.bincount(batch.turns, values, turns).tolist() for values in (kl, later, later**2))
+    return later, list(zip(*sums, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

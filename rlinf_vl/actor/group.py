@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.actor.batches import RankMiniBatch, TurnKl
 from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import RunError
@@ -88,6 +88,7 @@ class ActorGroup:
         minibatches: Sequence[Sequence[RankMiniBatch]],
         advantages: Sequence[Sequence[Sequence[float]]],
         recorded: Collection[int] = (),
+        kl_scale: float = 0.0,
     ) -> tuple[dict[str, float], list[ray.ObjectRef]]:
         """Train `step` on the fetched groups; `minibatches` are those of `fetch_groups`.
 
@@ -97,13 +98,20 @@ class ActorGroup:
         for rank, share in zip(self.ranks, self._shares, strict=True):
             mine = [mini[share] for mini in minibatches]
             update = rank.update.options(num_returns=2)
-            pending.append(update.remote(step, mine, advantages, frozenset(recorded)))
+            pending.append(update.remote(step, mine, advantages, frozenset(recorded), kl_scale))
         metrics = MetricSums.merged(self.wait([state for state, _ in pending])).compute()
         if "actor/tis_square" in metrics:
             square = metrics.pop("actor/tis_square")
             # Kish's effective sample size as a share of the tokens: (Σw)² / (n Σw²)
             metrics["actor/tis_ess"] = metrics["actor/tis_mean"] ** 2 / square if square > 0 else 0.0
         return metrics, [logprobs for _, logprobs in pending]
+
+    def reference_kl(self, minibatches: Sequence[Sequence[RankMiniBatch]]) -> TurnKl:
+        """`Trainer.reference_kl` of all that the ranks are about to train on; `minibatches` are those of `fetch_groups`."""
+        pending = []
+        for rank, share in zip(self.ranks, self._shares, strict=True):
+            pending.append(rank.reference_kl.remote([mini[share] for mini in minibatches]))
+        return {trajectory: turns for found in self.wait(pending) for trajectory, turns in found.items()}
 
     def score(self, minibatch: Sequence[RankMiniBatch]) -> list[tuple[int, int, float, float]]:
         """`Trainer.score` of every trajectory that `minibatch[share]` names; its groups are fetched."""

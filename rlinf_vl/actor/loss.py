@@ -1,5 +1,6 @@
 """The loss of one micro-batch, as `algorithm.*` says, and its part of the step's metrics."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from rlinf_vl.actor.terms import Passes, extra_terms
 from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
 from rlinf_vl.config.schema import AlgorithmConfig
+from rlinf_vl.errors import RunError
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.types import MicroBatch
@@ -20,6 +22,7 @@ def micro_batch_loss(
     batch: MicroBatch,
     algorithm: AlgorithmConfig,
     denominator: int,
+    loss_code: Callable[..., torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, MetricSums]:
     """This micro-batch's share of the mini-batch loss (a scalar), and its part of the metrics.
 
@@ -28,6 +31,10 @@ def micro_batch_loss(
         old_logprobs: float32 [R], detached, of the weights before the first optimizer step.
         passes: what further passes over the same tokens say, for `extra_terms`.
         denominator: the mini-batch's, a count over all its micro-batches and ranks.
+        loss_code: what `algorithm.loss_type` names where that is code.
+
+    Raises:
+        RunError: that code fails.
     """
     n, device = len(logprobs), logprobs.device
     mask = torch.ones(n, dtype=torch.bool, device=device)
@@ -47,27 +54,36 @@ def micro_batch_loss(
         level = algorithm.importance_sampling_level
         weights = importance_weights(old_logprobs, rollout, mask, clip=clip, level=level, **segments)
     assert ratio_base is not None, "validation asks for rollout.return_logprobs"
-    per_token, stats = policy_loss(
-        logprobs,
-        ratio_base,
-        on_device(batch.advantages, device),
-        mask,
-        clip_low=algorithm.clip_ratio_low,
-        clip_high=algorithm.clip_ratio_high,
-        clip_c=algorithm.clip_ratio_c,
-        weights=weights,
-        level="geometric" if algorithm.loss_type == "gspo" else "token",
-        **segments,
-    )
+    try:
+        per_token, stats = policy_loss(
+            logprobs,
+            ratio_base,
+            on_device(batch.advantages, device),
+            mask,
+            clip_low=algorithm.clip_ratio_low,
+            clip_high=algorithm.clip_ratio_high,
+            clip_c=algorithm.clip_ratio_c,
+            weights=weights,
+            loss_type=loss_code or algorithm.loss_type,
+            tau_pos=algorithm.tau_pos,
+            tau_neg=algorithm.tau_neg,
+            **segments,
+        )
+    except Exception as error:  # whatever code of the user does
+        if loss_code is None:
+            raise
+        raise RunError(f"algorithm.loss_type: {algorithm.loss_type} failed: {type(error).__name__}: {error}") from error
     sums = MetricSums()
     for name, weight, values in extra_terms(logprobs, entropy, passes, algorithm):
         per_token = per_token + weight * values if weight else per_token
         sums.add(name, values.detach().sum(), n)
-    loss = aggregate(per_token, mask, mode=algorithm.loss_agg_func, denominator=denominator, **segments)
+    assert algorithm.loss_agg_func is not None
+    mode = algorithm.loss_agg_func.removesuffix("-norm")  # the constant length is in the denominator
+    loss = aggregate(per_token, mask, mode=mode, denominator=denominator, **segments)
     if not n:
         return loss, sums
     for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):
-        if name != "dual_clip_fraction" or algorithm.clip_ratio_c is not None:
+        if name in stats and (name != "dual_clip_fraction" or algorithm.clip_ratio_c is not None):
             sums.add(f"actor/{name}", stats[name] * n, n)
     if rollout is not None:
         difference = rollout - old_logprobs

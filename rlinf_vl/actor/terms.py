@@ -30,6 +30,6 @@ def extra_terms(
     """The terms that are added to the policy's loss, differentiable in `logprobs` and `entropy`, float32 [R]."""
     mask = torch.ones_like(logprobs, dtype=torch.bool)
     yield "actor/entropy", -algorithm.entropy_bonus, entropy
-    if passes.reference is not None:
+    if passes.reference is not None and algorithm.kl_penalty_type is not None:
         kl = divergence(passes.reference, logprobs, mask, algorithm.kl_penalty_type)
         yield "actor/ref_kl", algorithm.kl_beta, kl

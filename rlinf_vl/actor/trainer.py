@@ -7,7 +7,6 @@ The loss is a sum over micro-batches and ranks of terms whose denominators are g
 micro-batch. So neither loss nor gradient depends on how trajectories are packed or who trains them.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +18,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlinf_vl.actor import checkpoint
-from rlinf_vl.actor.batches import Advantages, BatchMaker, RankMiniBatch
+from rlinf_vl.actor.batches import Advantages, BatchMaker, RankMiniBatch, TurnKl, turn_kl
 from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all
 from rlinf_vl.actor.offload import Offload
+from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
 from rlinf_vl.actor.terms import Passes
-from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config, OptimConfig
-from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import DTYPES, PARTS, checkpoint_blocks, load_model, part_of, vocab_size
+from rlinf_vl.algorithms import divergence
+from rlinf_vl.code import is_code, load_code
+from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config
+from rlinf_vl.config.schema.algorithm import LOSS
+from rlinf_vl.models.families import VisionFeatures, family_of
+from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, load_model, part_of, vocab_size
 from rlinf_vl.models.lora import adapters_off, engine_weights, is_adapter, train_parts, with_adapter
 from rlinf_vl.models.mixture import ExpertLoad
-from rlinf_vl.models.nf4 import dense, is_quantized, shape_of
+from rlinf_vl.models.nf4 import dense, shape_of
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.vision_cache import VisionCache
@@ -37,7 +40,7 @@ from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.spans import span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.transport.buckets import fingerprint
-from rlinf_vl.types import Group
+from rlinf_vl.types import Group, MicroBatch
 
 Groups = Mapping[int, Group]
 #: Group → index of a trajectory in it → float32 [sampled tokens].
@@ -57,14 +60,18 @@ class Trainer:
         *,
         max_tokens: int,
         total_steps: int,
+        loss: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         """`load` reads the model in a dtype, on the CPU: once for the policy, and again for a reference when the policy is sharded,
         so that a host need not have both whole. `collate` makes pixels. `max_tokens`: of a micro-batch, and so of the images that
-        are encoded at once. `total_steps`: of the run, for the learning rate."""
+        are encoded at once. `total_steps`: of the run, for the learning rate. `loss`: the code that `algorithm.loss_type` names."""
         self.mesh = mesh
         self.actor = actor
         self.algorithm = algorithm
         self.total_steps = total_steps
+        self.loss = loss
+        #: By mini-batch and micro-batch of the step to come, old logprobs and the KL from each token on: see `reference_kl`.
+        self.before: list[list[tuple[torch.Tensor, np.ndarray]]] = []
         self.frozen_differ = False  # from those of the engines' first weights
         computes = DTYPES[actor.fsdp_config.mixed_precision.param_dtype]  # what never changes is stored as it computes
         self.policy = self._sharded(load(computes if actor.model.is_lora else torch.float32), frozen=False)
@@ -107,29 +114,33 @@ class Trainer:
         minibatches: Sequence[RankMiniBatch],
         advantages: Advantages,
         recorded: Collection[int] = (),
+        kl_scale: float = 0.0,
     ) -> tuple[MetricSums, Logprobs]:
         """Train on this rank's mini-batches of `groups`, one optimizer step each. Returns its part of the metrics, and the old
-        logprobs of what it has trained on of the groups `recorded`."""
+        logprobs of what it has trained on of the groups `recorded`. `kl_scale`: how much of the KL from a token on to its
+        trajectory's end, as `reference_kl` has found it, is subtracted from the token's advantage."""
         sums, seen = MetricSums(), dict[int, dict[int, torch.Tensor]]()
         with span("images"):
             self.batches.prepare(groups.values())
         with span("old logprobs"):
-            old = self._logprobs_before(groups, minibatches, advantages)
+            old = [[logprobs for logprobs, _ in mini] for mini in self.before]
+            old = old or self._logprobs_before(groups, minibatches, advantages)
         gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
         for m, mini in enumerate(minibatches):
             load, balance = self._expert_load(), self._balance(groups, mini, advantages)
             for i, (batch, features) in enumerate(self.batches(mini, groups, advantages)):
+                if kl_scale:
+                    later = (kl_scale * self.before[m][i][1]).astype(np.float32)
+                    batch = replace(batch, advantages=batch.advantages - later)
                 passes = Passes()
-                if self.reference is not None:
-                    with torch.no_grad(), span("reference"), adapters_off(self.reference.model):
-                        # another model: it chooses its experts by itself
-                        passes = Passes(reference=self.reference(replace(batch, routes=None), features)[0])
+                if self.algorithm.kl_placement == "loss" and self.reference is not None:
+                    passes = Passes(reference=self._reference_logprobs(self.reference, batch, features))
                 reduce_in_backward(self.policy, not gathers_once or i == len(mini.micro_batches) - 1)
                 with span("forward", micro_batch=i):
                     logprobs, entropy = self.policy(batch, features, load, balance)
                 before = old[m][i] if old[m] else logprobs.detach()
                 loss, part = micro_batch_loss(
-                    logprobs, entropy, before, passes, batch, self.algorithm, mini.denominator
+                    logprobs, entropy, before, passes, batch, self.algorithm, mini.denominator, self.loss
                 )
                 with span("backward", micro_batch=i):
                     (loss * self.mesh.size).backward()  # FSDP2 averages gradients; the loss is a sum over ranks
@@ -143,20 +154,56 @@ class Trainer:
                 sums.merge(self._optimize())
             if load is not None:
                 sums.merge(self._expert_metrics(load))
+        self.before = []
         sums.add("actor/lr", self.scheduler.get_last_lr()[0], 1)
         return sums, {group: {i: x.cpu().numpy() for i, x in parts.items()} for group, parts in seen.items()}
 
+    @torch.no_grad()
+    def _reference_logprobs(
+        self, reference: PolicyModel, batch: MicroBatch, features: VisionFeatures | None
+    ) -> torch.Tensor:
+        with span("reference"), adapters_off(reference.model):
+            # another model: it chooses its experts by itself
+            return reference(replace(batch, routes=None), features)[0]
+
+    @torch.no_grad()
+    def reference_kl(self, groups: Groups, minibatches: Sequence[RankMiniBatch]) -> TurnKl:
+        """KL(policy‖reference) of this rank's part of what `update` is about to train on, of the weights as they are, in nats. What
+        `update` needs of it stays in `before`."""
+        assert self.reference is not None and self.algorithm.kl_penalty_type is not None
+        none = {g: [[0.0] * len(t.turns) for t in group.trajectories] for g, group in groups.items()}
+        with span("images"):
+            self.batches.prepare(groups.values())
+        with span("old logprobs"):
+            old = self._logprobs_before(groups, minibatches, none, first=0)
+        self.before, found = [], {}
+        for mini, logprobs in zip(minibatches, old, strict=True):
+            self.before.append([])
+            for i, (batch, features) in enumerate(self.batches(mini, groups, none)):
+                reference = self._reference_logprobs(self.reference, batch, features)
+                mask = torch.ones_like(reference, dtype=torch.bool)
+                kl = divergence(reference, logprobs[i], mask, self.algorithm.kl_penalty_type).double().cpu().numpy()
+                turns = [len(groups[item.group].trajectories[item.index].turns) for item in mini.micro_batches[i]]
+                later, of_turns = turn_kl(kl, batch, sum(turns))
+                self.before[-1].append((logprobs[i], later))
+                ends = np.cumsum(turns)
+                for item, end, n in zip(mini.micro_batches[i], ends, turns, strict=True):
+                    found[item.group, item.index] = of_turns[end - n : end]
+        return found
+
     def _logprobs_before(
-        self, groups: Groups, minibatches: Sequence[RankMiniBatch], advantages: Advantages
+        self, groups: Groups, minibatches: Sequence[RankMiniBatch], advantages: Advantages, first: int | None = None
     ) -> list[list[torch.Tensor]]:
-        """Logprobs of the weights as they are, for every micro-batch of every mini-batch; [] where no pass is needed.
+        """Logprobs of the weights as they are, for every micro-batch of every mini-batch from the `first` on; [] where no
+        pass is needed.
 
         The first optimizer step starts from these very weights, so its own forward gives them: `auto` makes the pass for the
         mini-batches behind it only, `true` for all, `false` (the engine's logprobs stand in) for none. Dropout is for gradients
         alone, so with it the step's own forward gives no old logprobs.
         """
         auto = 0 if self.actor.model.is_lora and self.actor.model.lora.dropout else 1
-        first = {"true": 0, "auto": auto, "false": len(minibatches)}[self.algorithm.recompute_logprobs]
+        if first is None:
+            first = {"true": 0, "auto": auto, "false": len(minibatches)}[self.algorithm.recompute_logprobs]
         self.policy.eval()
         with torch.no_grad():
             old = [
@@ -288,77 +335,6 @@ class Trainer:
         return fingerprint(p.to_local() if isinstance(p, DTensor) else p for p in frozen)
 
 
-def parts_table(policy: PolicyModel, mesh: Mesh, actor: ActorConfig) -> str:
-    """What is trained, a line a part, one for what is quantized in it and one for its adapters: parameters, dtypes, over how many
-    ranks they are sharded (1: each rank has all), learning rate."""
-    rates = learning_rates(actor.optim)
-    lines = [f"{'part':<23}{'parameters':>14}{'trained':>14}  weights, compute  ranks  learning rate"]
-    for part in PARTS:
-        named = [(n, p) for n, p in policy.model.named_parameters() if part_of(n, policy.family) == part]
-        for what in ("", " in nf4", " adapters"):
-            own = [p for name, p in named if _kind(name, p) == what]
-            if not own:
-                continue
-            trained = sum(p.numel() for p in own if p.requires_grad)
-            stored = "nf4" if what == " in nf4" else str(own[0].dtype).removeprefix("torch.")
-            dtypes = f"{stored}, {actor.fsdp_config.mixed_precision.param_dtype}"
-            rate = f"{rates[part]:g}" if trained else "frozen"
-            total = sum(shape_of(p).numel() for p in own)
-            shards = 1 if stored == "nf4" else mesh.sharding.size()
-            lines.append(f"{part + what:<23}{total:>14,}{trained:>14,}  {dtypes:<16}  {shards:>5}  {rate:>13}")
-    return "\n".join(lines)
-
-
-def _kind(name: str, weight: torch.Tensor) -> str:
-    return " adapters" if is_adapter(name) else " in nf4" if is_quantized(weight) else ""
-
-
-def learning_rates(optim: OptimConfig) -> dict[str, float]:
-    """Peak learning rate of each of `PARTS`."""
-    own = {"projector": optim.projector_lr, "vision_tower": optim.vision_tower_lr}
-    return {part: own.get(part) or optim.lr for part in PARTS}
-
-
-def make_optimizer(policy: PolicyModel, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters, each part at its learning rate; weight decay spares vectors (norms and biases)."""
-    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
-    for name, p in policy.model.named_parameters():
-        if p.requires_grad:
-            groups.setdefault((part_of(name, policy.family), p.ndim > 1), []).append(p)
-    rates = learning_rates(optim)
-    return torch.optim.AdamW(
-        [
-            {"params": groups[part, decays], "lr": rates[part], "weight_decay": optim.weight_decay if decays else 0.0}
-            for part in PARTS
-            for decays in (True, False)
-            if (part, decays) in groups
-        ],
-        lr=optim.lr,
-        betas=(optim.adam_beta1, optim.adam_beta2),
-        eps=optim.adam_eps,
-        fused=True,
-    )
-
-
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total: int, done: int = 0
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """Learning-rate factor per optimizer step of `total`, of which `done` were taken before: linear warm-up, then
-    `optim.lr_scheduler` down to `optim.min_lr_ratio`. A second scheduler of an optimizer starts from the first one's peak."""
-
-    def factor(step: int) -> float:
-        if step < optim.lr_warmup_steps:
-            return (step + 1) / (optim.lr_warmup_steps + 1)
-        progress = min(1.0, (step - optim.lr_warmup_steps) / max(1, total - optim.lr_warmup_steps))
-        if optim.lr_scheduler == "linear":
-            return 1 - (1 - optim.min_lr_ratio) * progress
-        if optim.lr_scheduler == "cosine":
-            return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-        return 1.0
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=done - 1)
-
-
 def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) -> Trainer:
     """The trainer of a run, its models read from `model_path`. Collective."""
     rollout, actor, max_tokens = config.rollout.model, config.actor, config.runner.max_tokens_per_mbs
@@ -386,4 +362,9 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
         pad_to=None if actor.model.variable_seq_lengths else max_tokens,
         share_prompts=actor.share_prompts,
     )
-    return Trainer(load, collate, mesh, actor, config.algorithm, max_tokens=max_tokens, total_steps=total_steps)
+    name, loss = config.algorithm.loss_type, None
+    if is_code(name):
+        loss = load_code(name, {}, config.runner.code_files, what="loss", signature=LOSS)
+    return Trainer(
+        load, collate, mesh, actor, config.algorithm, max_tokens=max_tokens, total_steps=total_steps, loss=loss
+    )

@@ -11,9 +11,10 @@ import ray
 import torch
 import torch.distributed as dist
 
-from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.actor.batches import RankMiniBatch, TurnKl
 from rlinf_vl.actor.mesh import Mesh, join_ranks
-from rlinf_vl.actor.trainer import Logprobs, Trainer, load_trainer, parts_table
+from rlinf_vl.actor.optimizer import parts_table
+from rlinf_vl.actor.trainer import Logprobs, Trainer, load_trainer
 from rlinf_vl.config.schema import Config
 from rlinf_vl.models.families.family import same_name
 from rlinf_vl.models.loading import DTYPES
@@ -80,14 +81,18 @@ class ActorRank:
         minibatches: Sequence[RankMiniBatch],
         advantages: Sequence[Sequence[Sequence[float]]],
         recorded: frozenset[int],
+        kl_scale: float,
     ) -> tuple[dict, Logprobs]:
         """`Trainer.update` on the fetched groups, which are then released. Returns the state of its metrics, and logprobs."""
         profile = self.config.runner.profile
         profiled = step in profile.steps and self.rank in profile.ranks
         with profiler(run_folder(self.config), step, self.rank) if profiled else nullcontext():
-            sums, logprobs = self.trainer.update(self.groups, minibatches, advantages, recorded)
+            sums, logprobs = self.trainer.update(self.groups, minibatches, advantages, recorded, kl_scale)
         self.groups = {}
         return sums.state(), logprobs
+
+    def reference_kl(self, minibatches: Sequence[RankMiniBatch]) -> TurnKl:
+        return self.trainer.reference_kl(self.groups, minibatches)
 
     def score(self, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
         return self.trainer.score(self.groups, mini)

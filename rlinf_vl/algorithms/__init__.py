@@ -6,7 +6,7 @@ are the segments of `segment_ids` (integers of the mask's shape; one id is one s
 or, without it, the rows of a 2-D tensor and the whole of a 1-D one. float16 and bfloat16 are computed in float32.
 """
 
-from rlinf_vl.algorithms.advantages import group_advantages
+from rlinf_vl.algorithms.advantages import advantages, group_advantages, token_moments, token_normalized
 from rlinf_vl.algorithms.aggregation import AGGREGATION_MODES, aggregate
 from rlinf_vl.algorithms.credit import discounted_returns, gigpo_advantages, turn_advantages
 from rlinf_vl.algorithms.divergence import DIVERGENCE_ESTIMATORS, divergence
@@ -16,6 +16,7 @@ __all__ = [
     "AGGREGATION_MODES",
     "DIVERGENCE_ESTIMATORS",
     "IMPORTANCE_LEVELS",
+    "advantages",
     "aggregate",
     "discounted_returns",
     "divergence",
@@ -23,5 +24,7 @@ __all__ = [
     "group_advantages",
     "importance_weights",
     "policy_loss",
+    "token_moments",
+    "token_normalized",
     "turn_advantages",
 ]

@@ -1,6 +1,6 @@
 """Advantages from rewards."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
@@ -56,6 +56,72 @@ def group_advantages(
     lowest = zeros.scatter_reduce(0, index, r, "amin", include_self=False)
     tied = (highest == lowest)[index]
     return advantages.masked_fill(tied, 0.0).to(rewards.dtype)
+
+
+def token_normalized(values: torch.Tensor, tokens: torch.Tensor, *, normalize: bool = True) -> torch.Tensor:
+    """REINFORCE++: values of samples against mean and deviation over all tokens of the batch.
+
+        μ = Σ_i n_i·x_i / Σ_i n_i;  σ² = Σ_i n_i·(x_i - μ)² / (Σ_i n_i - 1);  A_i = (x_i - μ) / √(σ² + 1e-8)
+
+    Values that all tie get exactly 0. Without `normalize`, nothing is divided.
+
+    Args:
+        values: float `[N]`: rewards, or rewards minus their groups' means (REINFORCE++ with baseline).
+        tokens: `[N]`, n_i: sampled tokens of each.
+
+    Returns:
+        `[N]`, dtype and device of `values`.
+
+    Source: Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization" (2025).
+    """
+    x, n = values.detach().double(), tokens.double()
+    if not len(x) or x.max() == x.min():
+        return torch.zeros_like(values)
+    mean, deviation = token_moments(n.sum(), (n * x).sum(), lambda mean: (n * (x - mean).square()).sum())
+    return ((x - mean) / (deviation if normalize else 1.0)).to(values.dtype)
+
+
+def token_moments(
+    n: torch.Tensor, total: torch.Tensor, squares: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation (n - 1, with 1e-8 below the root) over `n` tokens; `squares` sums their squared distances to the mean."""
+    mean = total / n.clamp(min=1)
+    return mean, (squares(mean) / (n - 1).clamp(min=1) + 1e-8).sqrt()
+
+
+def advantages(
+    kind: str | Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | Iterable[Hashable],
+    tokens: torch.Tensor,
+    *,
+    normalize: bool,
+) -> torch.Tensor:
+    """The advantages that `algorithm.adv_type` names, or that a function `(rewards, group_ids, tokens)` returns.
+
+    Args:
+        rewards, group_ids: see `group_advantages`. A function gets group ids as int64 numbers from 0 on, by first appearance.
+        tokens: int64 `[N]`, sampled tokens of each.
+
+    Returns:
+        `[N]`, dtype and device of `rewards`.
+
+    Raises:
+        ValueError: as `group_advantages`; or a function's result isn't one finite number for each reward.
+    """
+    if callable(kind):
+        number: dict[Hashable, int] = {}
+        index = torch.tensor([number.setdefault(g, len(number)) for g in listed("group_ids", group_ids, rewards)])
+        found = torch.as_tensor(kind(rewards.clone(), index, tokens.clone())).to(rewards)
+        if found.shape != rewards.shape or not torch.isfinite(found).all():
+            raise ValueError(f"must return {len(rewards)} finite numbers, one for each reward; returned {found}")
+        return found.detach()
+    if kind == "reinforce_plus_plus":
+        return token_normalized(rewards, tokens, normalize=normalize)
+    if kind == "reinforce_plus_plus_baseline":
+        centered = group_advantages(rewards, group_ids, normalize=False)
+        return token_normalized(centered, tokens, normalize=normalize)
+    return group_advantages(rewards, group_ids, normalize=normalize, leave_one_out=kind == "rloo")
 
 
 def listed(name: str, ids: torch.Tensor | Iterable[Hashable], rewards: torch.Tensor) -> list[Hashable]:

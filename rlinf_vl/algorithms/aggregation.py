@@ -23,7 +23,8 @@ def aggregate(
     - `token-mean`: sum over tokens / number of masked tokens. Every token weighs the same (DAPO).
     - `seq-mean-token-mean`: sum over sequences of their token mean / number of sequences. Every sequence weighs the
       same (GRPO). A sequence's own token count is taken inside this call: a sequence must not be split over calls.
-    - `seq-mean-token-sum`: sum over sequences of their token sum / number of sequences (Dr. GRPO up to a constant).
+    - `seq-mean-token-sum`: sum over sequences of their token sum / number of sequences; with a `denominator` that is this number
+      times a constant length, Dr. GRPO.
 
     Only sequences with at least one masked token count as sequences.
 

@@ -3,7 +3,8 @@
 Turns are the elements of 1-D tensors, those of a trajectory in order of time; trajectories may stand in any order.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import torch
 
@@ -45,9 +46,8 @@ def turn_advantages(
     group_ids: Ids,
     *,
     discount: float = 1.0,
-    normalize: bool = True,
-    leave_one_out: bool = False,
-    eps: float = 1e-6,
+    compare: Callable[..., torch.Tensor] = group_advantages,
+    **options: Any,
 ) -> torch.Tensor:
     """Each turn's return against those of the same turn of its group's other trajectories.
 
@@ -62,6 +62,7 @@ def turn_advantages(
     Args:
         rewards, trajectory_ids, discount: see `discounted_returns`.
         group_ids: `[N]`, the group of each turn's trajectory.
+        compare: gets the returns, an id of each turn's group and number, and `options`.
 
     Returns:
         `[N]`, dtype and device of `rewards`.
@@ -81,7 +82,7 @@ def turn_advantages(
     for trajectory, group in zip(listed("trajectory_ids", trajectory_ids, rewards), groups, strict=True):
         seen[trajectory] = number = seen.get(trajectory, -1) + 1
         keys.append((group, number))
-    return group_advantages(returns, keys, normalize=normalize, leave_one_out=leave_one_out, eps=eps).to(rewards.dtype)
+    return compare(returns, keys, **options).to(rewards.dtype)
 
 
 def gigpo_advantages(
@@ -92,9 +93,7 @@ def gigpo_advantages(
     *,
     weight: float,
     discount: float = 1.0,
-    normalize: bool = True,
-    leave_one_out: bool = False,
-    eps: float = 1e-6,
+    **options: Any,
 ) -> torch.Tensor:
     """GiGPO: how good the episode was in its group, plus how good the turn was among those that answered to the same state.
 
@@ -110,6 +109,7 @@ def gigpo_advantages(
         states: `[N]`, the state that each turn answered to; None for one without a name. Equal states of different groups are
             different ones.
         weight: the paper's ω, >= 0 (there: 1, with a discount of 0.95).
+        options: of `group_advantages`.
 
     Returns:
         `[N]`, dtype and device of `rewards`.
@@ -136,6 +136,5 @@ def gigpo_advantages(
     keys = [
         (t,) if state is None else (group, state) for t, (group, state) in enumerate(zip(groups, named, strict=True))
     ]
-    options = {"normalize": normalize, "leave_one_out": leave_one_out, "eps": eps}
     episode = group_advantages(totals, [group for _, group in pairs], **options)[whose]
     return (episode + weight * group_advantages(returns, keys, **options)).to(rewards.dtype)

@@ -1,14 +1,15 @@
 """The policy-gradient loss per token, and the importance weights for what the engine sampled otherwise than the trainer."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, segment_sums, zero_outside
 from rlinf_vl.algorithms.divergence import MAX_LOG_RATIO, divergence
 
-RATIO_LEVELS = ("token", "geometric")
 IMPORTANCE_LEVELS = ("token", "sequence", "geometric")
+LOSS_TYPES = ("actor", "gspo", "cispo", "sapo")
 
 
 def policy_loss(
@@ -17,52 +18,62 @@ def policy_loss(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
     clip_c: float | None = None,
     weights: torch.Tensor | None = None,
-    level: str = "token",
+    loss_type: str | Callable[..., torch.Tensor] = "actor",
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
     segment_ids: torch.Tensor | None = None,
     n_segments: int | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The clipped surrogate of PPO, optionally dual-clipped and importance-weighted.
+    """The policy-gradient loss per token, optionally importance-weighted.
 
-        Δ = logprobs - old_logprobs;  ρ = exp(Δ) of each token (level "token": PPO), or
-        ρ = exp(mean of Δ over the sequence), the same for each of its tokens (level "geometric": GSPO)
-        L = max(-A·ρ, -A·clip(ρ, 1 - clip_low, 1 + clip_high))
-        with clip_c, where A < 0:  L = min(L, -A·clip_c)
+        Δ = logprobs - old_logprobs;  ρ = exp(Δ);  c(ρ) = clip(ρ, 1 - clip_low, 1 + clip_high)
+
+        actor:  L = max(-A·ρ, -A·c(ρ));  with clip_c, where A < 0:  L = min(L, -A·clip_c)
+        gspo:   the same with ρ = exp(mean of Δ over the sequence) for each of its tokens
+        cispo:  L = -A·c(ρ)·logprobs, c(ρ) without a gradient
+        sapo:   L = -A·(4/τ)·sigmoid(τ·(ρ - 1)),  τ = tau_pos where A > 0, else tau_neg
         result: weights · L
 
-    Where clipping binds the gradient is 0; elsewhere ∂L/∂Δ = -A·ρ·weights. With "geometric", sequences must not be split over
-    calls, and ρ stays so close to 1 that GSPO clips at a few 1e-4.
+    At ρ = 1 all of them have the gradient -A·weights. Where `actor` or `gspo` clips, it is 0; `cispo` bounds it, and `sapo` lets it
+    fade. For "gspo", sequences must not be split over calls.
 
     Args:
         logprobs: float `[T]` or `[B, T]`, of the policy being trained; the only input that gets a gradient.
         old_logprobs: same shape, of the policy at the start of the step.
         advantages: anything that broadcasts to that shape: `[T]`, `[B, T]`, or `[B, 1]` for one per row.
         mask: bool, same shape as `logprobs`.
-        clip_low, clip_high: >= 0; ρ is clipped to [1 - clip_low, 1 + clip_high].
-        clip_c: > 1, or None for no dual clip.
+        clip_low, clip_high: >= 0; needed by all but "sapo".
+        clip_c: > 1, or None for no dual clip; of "actor" and "gspo".
         weights: broadcasts like `advantages`; None is 1.
+        loss_type: or a function `(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high)` that returns L, of the
+            shape of `logprobs`; what it returns outside of the mask does not count.
         segment_ids, n_segments: see `aggregate`.
 
     Returns:
         The loss per token (same shape, float32 or wider, 0 outside the mask), and detached scalar tensors over the
-        masked tokens (all 0 if there are none): `clip_fraction`, the share whose clipped branch is the larger;
-        `dual_clip_fraction`, the share capped by clip_c; `ratio_mean`; `ratio_max`; `approx_kl`, the mean k3 estimate of
-        KL(old‖new). The log of ρ is capped at 20 (`MAX_LOG_RATIO`).
+        masked tokens (all 0 if there are none): `clip_fraction`, the share whose clipped branch counts; `dual_clip_fraction`, the
+        share capped by clip_c; `ratio_mean`; `ratio_max`; `approx_kl`, the mean k3 estimate of KL(old‖new). "sapo" and functions
+        have neither of the first two. The log of ρ is capped at 20 (`MAX_LOG_RATIO`).
 
     Raises:
-        ValueError: shapes that don't fit, a clip out of range, an unknown level.
+        ValueError: shapes that don't fit, a clip out of range, an unknown loss.
 
     Sources: Schulman et al., "Proximal Policy Optimization Algorithms" (2017); Ye et al., "Mastering Complex Control in
     MOBA Games with Deep Reinforcement Learning" (2020) for the dual clip; Yu et al., "DAPO" (2025) for two bounds; Zheng et
-    al., "Group Sequence Policy Optimization" (2025) for the ratio of a sequence.
+    al., "Group Sequence Policy Optimization" (2025); MiniMax, "MiniMax-M1" (2025) for CISPO; Gao et al., "Soft Adaptive Policy
+    Optimization" (2025).
     """
-    check_allowed("level", level, RATIO_LEVELS)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    if not (clip_low >= 0 and clip_high >= 0):
-        raise ValueError(f"clip_low and clip_high must be >= 0, got {clip_low} and {clip_high}")
+    if not callable(loss_type):
+        check_allowed("loss_type", loss_type, LOSS_TYPES)
+        if loss_type != "sapo" and not (
+            clip_low is not None and clip_low >= 0 and clip_high is not None and clip_high >= 0
+        ):
+            raise ValueError(f"clip_low and clip_high must be >= 0, got {clip_low} and {clip_high}")
     if clip_c is not None and not clip_c > 1:
         raise ValueError(f"clip_c must be > 1 or None, got {clip_c}")
     new = zero_outside(logprobs, mask)
@@ -70,19 +81,32 @@ def policy_loss(
     advantage = zero_outside(_broadcast("advantages", advantages, mask), mask)
 
     log_ratio = new - old
-    if level == "geometric":
+    if loss_type == "gspo":
         index, sums, tokens = segment_sums(log_ratio, mask, segment_ids, n_segments)
         log_ratio = (sums / tokens.clamp(min=1)).to(log_ratio.dtype)[index]
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-    unclipped = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
-    binds = clipped > unclipped
-    loss = torch.where(binds, clipped, unclipped)
-    dual = torch.zeros_like(mask)
-    if clip_c is not None:
-        cap = -advantage * clip_c
-        dual = (advantage < 0) & (loss > cap)
-        loss = torch.where(dual, cap, loss)
+    shares: dict[str, torch.Tensor] = {}
+    if callable(loss_type):
+        loss = loss_type(new, old, advantage, segment_ids, clip_low, clip_high)
+        if not isinstance(loss, torch.Tensor) or loss.shape != mask.shape:
+            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(
+                f"must return the loss of each token, a tensor of shape {tuple(mask.shape)}; returned {found}"
+            )
+    elif loss_type == "sapo":
+        tau = torch.where(advantage > 0, tau_pos, tau_neg)
+        loss = -advantage * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
+    else:
+        assert clip_low is not None and clip_high is not None
+        clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+        if loss_type == "cispo":
+            loss, shares["clip_fraction"] = -advantage * clipped.detach() * new, clipped != ratio
+        else:
+            shares["clip_fraction"] = binds = -advantage * clipped > -advantage * ratio
+            loss = -advantage * torch.where(binds, clipped, ratio)
+            cap = -advantage * (math.inf if clip_c is None else clip_c)
+            shares["dual_clip_fraction"] = dual = (advantage < 0) & (loss > cap)
+            loss = torch.where(dual, cap, loss)
     if weights is not None:
         loss = loss * zero_outside(_broadcast("weights", weights, mask), mask)
     loss = loss.where(mask, 0.0)
@@ -90,9 +114,7 @@ def policy_loss(
     with torch.no_grad():
         count = mask.sum().clamp(min=1)
         masked_ratio = zero_outside(ratio, mask)
-        stats = {
-            "clip_fraction": (binds & mask).sum() / count,
-            "dual_clip_fraction": (dual & mask).sum() / count,
+        stats = {name: (binds & mask).sum() / count for name, binds in shares.items()} | {
             "ratio_mean": masked_ratio.sum() / count,
             "ratio_max": masked_ratio.max() if mask.numel() else masked_ratio.sum(),
             "approx_kl": divergence(logprobs, old_logprobs, mask, "k3").sum() / count,

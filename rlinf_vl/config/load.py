@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlinf_vl.code import collect_code, is_code
 from rlinf_vl.config.keys import config_keys, config_sections, suggestion
 from rlinf_vl.config.overrides import apply_overrides, leaves
+from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
@@ -258,7 +259,8 @@ def _normalise(config: Config, folder: Path) -> None:
     """One spelling for every meaning, in place. `folder`: the config's, in which relative paths are looked for, too."""
     algorithm = config.algorithm
     algorithm.recompute_logprobs = algorithm.recompute_logprobs.lower()  # YAML's true arrives as "True"
-    algorithm.kl_penalty_type = KL_ALIASES.get(algorithm.kl_penalty_type, algorithm.kl_penalty_type)
+    algorithm.kl_penalty_type = KL_ALIASES.get(algorithm.kl_penalty_type or "", algorithm.kl_penalty_type)
+    with_presets(algorithm)
     rollout = config.rollout
     rollout.weight_sync = WEIGHT_SYNC_ALIASES.get(rollout.weight_sync, rollout.weight_sync)
     rollout.thinking.mode = ON_OFF.get(rollout.thinking.mode, rollout.thinking.mode)

@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from rlinf_vl.config.keys import config_keys, config_sections
+from rlinf_vl.config.presets import PRESETS
 
 _BEGINS = re.compile(r"[+~]*[\w./@-]+=")
 _PLAIN = re.compile(r"[\w./:+%@-]+")  # what neither a shell nor Hydra's grammar takes for anything else
@@ -21,9 +22,11 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str
     """Apply overrides in place, texts and then those that are (key, value); return the problems, each with the corrected argument
     where there is one.
 
-    A section given as a mapping is merged; everything else is replaced.
+    A section given as a mapping is merged; everything else is replaced. A key that brings others (`presets`) and is changed brings
+    them in place of what the YAML says, too.
     """
-    problems = []
+    problems, given = [], set[str]()
+    chosen = {key: written.get(f"algorithm.{key}", config_keys()[f"algorithm.{key}"].default) for key in PRESETS}
     for words in _expanded(list(_groups([text for text in overrides if isinstance(text, str)]))):
         text = words[0]
         if len(words) > 1:
@@ -50,10 +53,14 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str
             way_out = f"write {fixed}" if fixed else "quote a value with a comma in it, or write a list as [a,b]"
             problems.append(f"override {text!r}: is a sweep; a run takes one value: {way_out}")
         else:
-            _set(written, key, value)
+            given |= _set(written, key, value)
     for pair in overrides:
         if not isinstance(pair, str):
-            _set(written, *pair)
+            given |= _set(written, *pair)
+    for key, before in chosen.items():
+        if (now := written.get(f"algorithm.{key}", before)) != before:
+            for brought in {f"algorithm.{name}" for name in PRESETS[key].get(str(now), {})} - given:
+                written.pop(brought, None)
     return problems
 
 
@@ -71,10 +78,13 @@ def leaves(written: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 RENAMED = {"rollout.env_files": "runner.code_files"}
 
 
-def _set(written: dict[str, Any], key: str, value: Any) -> None:
+def _set(written: dict[str, Any], key: str, value: Any) -> set[str]:
+    """Set a key, or those of a section; returns which."""
     if key in config_sections() and isinstance(value, dict):
-        written.update(leaves(value, f"{key}."))
-    elif mapping := next((k for k in config_keys() if key.startswith(f"{k}.") and _is_mapping(k)), None):
+        own = dict(leaves(value, f"{key}."))
+        written.update(own)
+        return set(own)
+    if mapping := next((k for k in config_keys() if key.startswith(f"{k}.") and _is_mapping(k)), None):
         before = written.get(mapping)
         place = written[mapping] = copy.deepcopy(before) if isinstance(before, dict) else {}
         *within, name = key.removeprefix(f"{mapping}.").split(".")
@@ -83,6 +93,7 @@ def _set(written: dict[str, Any], key: str, value: Any) -> None:
         place[name] = value
     else:
         written[key] = value
+    return {key}
 
 
 def _is_mapping(key: str) -> bool:

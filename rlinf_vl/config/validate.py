@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
-from rlinf_vl.code import is_code
+from rlinf_vl.code import CodeError, check_code, is_code
 from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.placement import parse_placement
-from rlinf_vl.config.schema import Config, RewardConfig
+from rlinf_vl.config.schema import AlgorithmConfig, Config, RewardConfig
+from rlinf_vl.config.schema.algorithm import ADVANTAGE, LOSS
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError, nearest
@@ -159,16 +160,33 @@ def _lengths(config: Config) -> Iterator[str]:
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, batch, running = config.algorithm, config.data.rollout_batch_size, config.rollout.max_running_requests
     group, parts = f"algorithm.group_size={algorithm.group_size}", f"algorithm.n_minibatches={algorithm.n_minibatches}"
-    if algorithm.group_size == 1:
+    for name, what, signature in (("adv_type", "advantage", ADVANTAGE), ("loss_type", "loss", LOSS)):
+        if is_code(value := getattr(algorithm, name)):
+            try:
+                check_code(value, {}, config.runner.code_files, what=what, signature=signature)
+            except CodeError as error:
+                yield f"algorithm.{name}: {error}"
+    in_groups = not is_code(algorithm.adv_type) and algorithm.adv_type != "reinforce_plus_plus"  # code may do otherwise
+    if algorithm.group_size == 1 and in_groups:
         yield (
             f"algorithm.group_size: 1 with algorithm.adv_type={algorithm.adv_type} makes every advantage zero (the baseline is the "
-            "group's own rewards); use at least 2"
+            "group's own rewards); use at least 2, or adv_type=reinforce_plus_plus"
         )
-    if algorithm.kl_beta > 0 and algorithm.kl_penalty_type == "k1":
+    if algorithm.kl_beta > 0 and algorithm.kl_placement == "loss" and algorithm.kl_penalty_type == "k1":
         yield (
             "algorithm.kl_penalty_type: k1 (kl) in the loss has an expected gradient of exactly zero, so that algorithm.kl_beta="
-            f"{algorithm.kl_beta:g} would add noise and pull nowhere (k1 belongs in the reward); use k2 or k3"
+            f"{algorithm.kl_beta:g} would add noise and pull nowhere; use k2 or k3, or kl_placement=reward, where k1 belongs"
         )
+    if algorithm.kl_placement == "reward" and not algorithm.kl_beta:
+        yield "algorithm.kl_placement: reward with algorithm.kl_beta=0 subtracts nothing; set kl_beta > 0, or kl_placement=loss"
+    for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
+        used = algorithm.loss_type != "sapo" and (name != "clip_ratio_c" or algorithm.loss_type in ("actor", "gspo"))
+        if not used and getattr(algorithm, name) is not None:
+            yield (
+                f"algorithm.{name}: {getattr(algorithm, name):g} clips nothing with algorithm.loss_type={algorithm.loss_type}; "
+                "leave it null, or choose another loss"
+            )
+    yield from _overlong(algorithm)
     weight, one_turn = algorithm.state_advantage_weight, config.rollout.max_turns == 1
     if weight and algorithm.credit == "turn":
         yield (
@@ -179,6 +197,11 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.turn_discount: {algorithm.turn_discount:g} with algorithm.credit=trajectory discounts nothing; set "
             "credit=turn, state_advantage_weight > 0, or turn_discount=1"
+        )
+    if weight and algorithm.adv_type not in ("grpo", "dr_grpo", "rloo"):
+        yield (
+            f"algorithm.state_advantage_weight: {weight:g} compares turns with others of their state, which algorithm.adv_type="
+            f"{algorithm.adv_type} does not; use grpo, dr_grpo or rloo"
         )
     for key, used in (
         ("credit: turn", algorithm.credit == "turn"),
@@ -198,6 +221,23 @@ def _algorithm(config: Config) -> Iterator[str]:
             "algorithm.sampling_params.temperature: 0 must be > 0: the policy is trained at the temperature it was sampled with, "
             "and greedy groups have no spread"
         )
+
+
+def _overlong(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """What answers that are cut, and groups that tie, may be asked."""
+    overlong, longest = algorithm.overlong, algorithm.sampling_params.max_new_tokens
+    if overlong.buffer and longest and overlong.buffer >= longest:
+        yield (
+            f"algorithm.overlong.buffer: {overlong.buffer} leaves no response of algorithm.sampling_params.max_new_tokens={longest} "
+            "unpunished; lower it"
+        )
+    if overlong.filter and algorithm.kl_placement == "reward":
+        yield (
+            "algorithm.overlong.filter: true with algorithm.kl_placement=reward: what is left out of the loss has no KL; "
+            "set one of them otherwise"
+        )
+    if algorithm.dynamic_sampling.enable and algorithm.group_size == 1:
+        yield "algorithm.dynamic_sampling.enable: true with algorithm.group_size=1: a group of one ties with itself; set it false"
 
 
 def _correction(config: Config) -> Iterator[str]:

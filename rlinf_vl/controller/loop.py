@@ -4,7 +4,6 @@ The loop sees numbers (`GroupSummary`) and references, never a pixel or a token:
 the actor ranks through the object store, and weights travel back.
 """
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,18 +14,19 @@ from typing import Any, Self
 import ray
 
 from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.code import is_code, load_code
 from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema.algorithm import ADVANTAGE
+from rlinf_vl.controller.draw import draw, make_tasks
 from rlinf_vl.controller.mismatch import MismatchGuard
 from rlinf_vl.controller.parts import Learner, Pool
 from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
-from rlinf_vl.controller.step_plan import StepPlan, plan_step
+from rlinf_vl.controller.step_plan import Estimator, StepPlan, plan_step, with_kl
 from rlinf_vl.data.bad_rows import check_faults
-from rlinf_vl.data.corruption import Corruption, corruption_at
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import env_metrics, part_metrics, summarize_rollout
-from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, CheckpointFailed, load_state, newest_checkpoint, save_checkpoint
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.types import GroupSummary
@@ -91,7 +91,6 @@ def train(
     sync = log.timed("sync")(sync)
     state = resume(config, newest_checkpoint(run_dir, start), pool, learner, data, gpu, sync, log)
     guard = MismatchGuard(config, learner, log)
-    corrupt = partial(corruption_at, config.algorithm.image_corruption)
     try:
         if state.step == 0 and runner.val_before_train:
             state.metrics = validate(state, config, pool, data, log)
@@ -104,19 +103,17 @@ def train(
             stop.check()
             log.begin_step(step)
             with log.timed("step"):
-                epoch, rows = data.sampler.next_batch()
-                tasks = make_tasks("train", rows, config.algorithm.group_size, runner.seed, step, corrupt(step / total))
-                batch = rollout(tasks, config, pool, learner, guard, log)
-                metrics = {"data/epoch": epoch, "data/bad_rows": count_bad_rows("train", batch.summaries, data, step)}
+                batch = rollout(step, config, pool, learner, data, guard, log)
+                metrics = {"data/bad_rows": count_bad_rows("train", batch.generated, data, step)}
                 metrics |= batch.metrics | data.counts
                 metrics |= {"rollout/worker_restarts": pool.restarts, "actor/restarts": log.count("actors_restarted")}
                 gpu.to_ranks(learner)
                 metrics |= guard.check(step, batch.summaries, batch.to_score)
-                metrics |= update(step, batch, pool, learner, log)
+                metrics |= update(step, batch, config, pool, learner, log)
                 state.step = step
                 state.sampler = data.sampler.state_dict()
                 state.metrics = metrics
-                log.ledger.append(step, {"groups": [task.group_id for task in tasks], "rows": rows})
+                log.ledger.append(step, batch.ledger)
                 count_bad_steps(state, runner.max_bad_steps, newest_checkpoint(run_dir, start), log)
                 synced = due(runner.weight_sync_interval, step, total)
                 gpu.to_engines(learner, partial(sync, step) if synced else None)
@@ -170,50 +167,32 @@ def resume(
     return state
 
 
-def make_tasks(
-    split: str, rows: Sequence[int], samples: int, seed: int, step: int, corruption: Corruption | None = None
-) -> list[Task]:
-    """One task per row; its last samples see `corruption`. Random streams depend on the seed, the step (training only), the row and
-    the sample, nothing else."""
-    when = step if split == "train" else "val"
-
-    def stream(*parts: object) -> int:
-        return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
-
-    return [
-        Task(
-            group_id=f"{split}-{step}-{k}",
-            split=split,
-            row=row,
-            seeds=tuple(stream(seed, split, when, k, row, i) for i in range(samples)),
-            group_seed=stream(seed, split, when, row, "group"),
-            corruption=corruption,
-        )
-        for k, row in enumerate(rows)
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Finished groups in the order of their tasks, and the plan of which rank trains and scores what."""
+    """Finished groups, and the plan of which rank trains and scores what. `generated` has the groups that were dropped, too."""
 
     summaries: list[GroupSummary]
     groups: list[ray.ObjectRef]
     plan: StepPlan
     to_score: list[tuple[RankMiniBatch, ...]]
     metrics: dict[str, float]
+    generated: list[GroupSummary]
+    ledger: dict[str, list]
 
 
 def rollout(
-    tasks: list[Task], config: Config, pool: Pool, learner: Learner, guard: MismatchGuard, log: RunLog
+    step: int, config: Config, pool: Pool, learner: Learner, data: RunData, guard: MismatchGuard, log: RunLog
 ) -> Rollout:
     """Generate, plan, and let the ranks fetch their groups. A fetched group outlives its worker; one that is lost before that is
     sampled again."""
     with log.timed("generate"):
-        results = pool.submit(tasks).results()
+        drawn = draw(step, config, pool, data, log)
+        dropped = [summary for _, (summary, _) in drawn.dropped]
+        tasks, results = map(list, zip(*drawn.kept, strict=True))
         while True:
             summaries, groups = map(list, zip(*results, strict=True))
-            check_errors(summaries, log)
+            generated = summaries + dropped
+            check_errors(generated, log)
             plan = plan_of(summaries, config, learner)
             to_score = guard.plan(log.step, summaries)
             lost = learner.fetch_groups([*plan.minibatches, *to_score], groups)
@@ -222,8 +201,9 @@ def rollout(
             log.event("groups_lost", f"{len(lost)} groups died with their worker; sampled again")
             for k, result in zip(lost, pool.submit([tasks[k] for k in lost]).results(), strict=True):
                 results[k] = result
-    metrics = plan.metrics | summarize_rollout(summaries, log.timings["time/generate"])
-    return Rollout(summaries, groups, plan, to_score, metrics)
+    pool.release(dropped)
+    metrics = drawn.metrics | plan.metrics | summarize_rollout(generated, log.timings["time/generate"])
+    return Rollout(summaries, groups, plan, to_score, metrics, generated, drawn.ledger)
 
 
 def plan_of(summaries: Sequence[GroupSummary], config: Config, learner: Learner) -> StepPlan:
@@ -236,6 +216,15 @@ def plan_of(summaries: Sequence[GroupSummary], config: Config, learner: Learner)
         micro_batch_size=None if runner.enable_dynamic_batch_size else config.actor.micro_batch_size,
         share_prompts=config.actor.share_prompts,
         prices=learner.prices,
+        estimator=estimator_of(config),
+    )
+
+
+def estimator_of(config: Config) -> Estimator | None:
+    """The code that `algorithm.adv_type` names; None where it names none."""
+    name = config.algorithm.adv_type
+    return (
+        load_code(name, {}, config.runner.code_files, what="advantage", signature=ADVANTAGE) if is_code(name) else None
     )
 
 
@@ -254,14 +243,19 @@ def count_bad_rows(split: str, summaries: Sequence[GroupSummary], data: RunData,
     return data.bad_rows.counts()[split]
 
 
-def update(step: int, batch: Rollout, pool: Pool, learner: Learner, log: RunLog) -> dict[str, float]:
+def update(step: int, batch: Rollout, config: Config, pool: Pool, learner: Learner, log: RunLog) -> dict[str, float]:
     """Train on the batch, record some of its groups, and release the others."""
-    advantages = batch.plan.advantages
+    plan, metrics = batch.plan, dict[str, float]()
     chosen = log.recorder.choose("train", step, len(batch.groups))
     with log.timed("train"):
-        metrics, logprobs = learner.update(step, batch.plan.minibatches, advantages, chosen)
+        if config.algorithm.kl_placement == "reward":
+            kl = learner.reference_kl(plan.minibatches)
+            plan = with_kl(plan, batch.summaries, config.algorithm, kl, estimator_of(config))
+            metrics |= plan.metrics
+        learned, logprobs = learner.update(step, plan.minibatches, plan.advantages, chosen, plan.kl_scale)
+    metrics |= learned
     metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
-    pool.release(log.recorder.record("train", batch.summaries, batch.groups, chosen, advantages, logprobs))
+    pool.release(log.recorder.record("train", batch.summaries, batch.groups, chosen, plan.advantages, logprobs))
     return metrics
 
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import ray
 
-from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.actor.batches import RankMiniBatch, TurnKl
 from rlinf_vl.rollout.submission import Submission, Task
 from rlinf_vl.types import GroupSummary, Prices
 
@@ -33,12 +33,14 @@ class Learner(Protocol):
         self, minibatches: Sequence[Sequence[RankMiniBatch]], groups: Sequence[ray.ObjectRef]
     ) -> list[int]: ...
     def score(self, minibatch: Sequence[RankMiniBatch]) -> list[tuple[int, int, float, float]]: ...
+    def reference_kl(self, minibatches: Sequence[Sequence[RankMiniBatch]]) -> TurnKl: ...
     def update(
         self,
         step: int,
         minibatches: Sequence[Sequence[RankMiniBatch]],
         advantages: Sequence[Sequence[Sequence[float]]],
         recorded: Collection[int],
+        kl_scale: float,
     ) -> tuple[dict[str, float], list[ray.ObjectRef]]: ...
     def save(self, folder: str) -> None: ...
     def load(self, folder: str, step: int) -> None: ...

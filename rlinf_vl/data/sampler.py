@@ -1,4 +1,4 @@
-"""Which rows make up which training step: whole batches, in an order that depends on seed, weights and number of the batch only."""
+"""Which rows make up which training step, in an order that depends on seed and weights only."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,11 +7,11 @@ import numpy as np
 
 
 class EpochSampler:
-    """Endless batches of `batch_size` rows.
+    """Endless rows.
 
-    Without weights an epoch has every row once; those left at its end that can't fill a batch are dropped. With weights, source k
-    has the share weights[k] of what is handed out, to within a row or two at any time and whatever its size; each source has epochs
-    of its own, and an epoch of the run is as many batches as the rows would fill.
+    Without weights an epoch has every row once; those left at its end that can't fill a batch of `batch_size` are dropped. With
+    weights, source k has the share weights[k] of what is handed out, to within a row or two at any time and whatever its size; each
+    source has epochs of its own, and an epoch of the run is as many batches as the rows would fill.
     """
 
     def __init__(
@@ -45,34 +45,41 @@ class EpochSampler:
         self.seed = seed
         self.batches_per_epoch = len(indices) // batch_size
         self._levels = levels
-        self._batch = 0  # batches handed out since the start, over all epochs
+        self._taken = 0  # rows handed out since the start, over all epochs
         self._weights = np.asarray(weights, float) / np.sum(weights) if weights else np.ones(0)
         of = np.array([(sources or {}).get(row, 0) for row in self.indices.tolist()])
         self._parts = [self.indices[of == k] for k in range(len(weights))]
         self._drawn = np.zeros(len(weights), np.int64)  # rows handed out of each source
-        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # source → its newest epoch, and that one's order
+        self._orders: dict[
+            int, tuple[int, np.ndarray]
+        ] = {}  # source, or -1 without weights → its newest epoch, and that one's order
         for k, part in enumerate(self._parts):
             if not len(part):
                 raise ValueError(
                     f"data.weights: {weights[k]:g} for source {k + 1} of data.train_data_paths, of which no row can be used"
                 )
 
-    def next_batch(self) -> tuple[int, list[int]]:
-        """(epoch, rows) of the next step; epochs count from 0."""
-        epoch, batch = divmod(self._batch, self.batches_per_epoch)
-        self._batch += 1
-        if len(self._parts):
-            return epoch, [self._draw() for _ in range(self.batch_size)]
-        order = self._order(self.indices, [self.seed, epoch])
-        return epoch, order[batch * self.batch_size :][: self.batch_size].tolist()
+    @property
+    def _epoch(self) -> int:
+        """Rows of an epoch of the run."""
+        return self.batches_per_epoch * self.batch_size
 
-    def _draw(self) -> int:
-        """The next row of the source that is furthest behind its share."""
-        k = int(np.argmax(self._weights * (self._drawn.sum() + 1) - self._drawn))
-        epoch, place = divmod(int(self._drawn[k]), len(self._parts[k]))
+    def next_rows(self, n: int) -> tuple[int, list[int]]:
+        """The epoch that they begin in, counted from 0, and the next `n` rows, beyond that epoch's end if need be."""
+        epoch = self._taken // self._epoch
+        return epoch, [self._next() for _ in range(n)]
+
+    def _next(self) -> int:
+        """The next row; with weights, of the source that is furthest behind its share."""
+        k, rows, (epoch, place), stream = -1, self.indices, divmod(self._taken, self._epoch), []
+        if self._parts:
+            k = int(np.argmax(self._weights * (self._drawn.sum() + 1) - self._drawn))
+            rows, stream = self._parts[k], [k]
+            epoch, place = divmod(int(self._drawn[k]), len(rows))
+            self._drawn[k] += 1
         if self._orders.get(k, (-1,))[0] != epoch:
-            self._orders[k] = epoch, self._order(self._parts[k], [self.seed, epoch, k])
-        self._drawn[k] += 1
+            self._orders[k] = epoch, self._order(rows, [self.seed, epoch, *stream])
+        self._taken += 1
         return int(self._orders[k][1][place])
 
     def _order(self, rows: np.ndarray, stream: list[int]) -> np.ndarray:
@@ -84,16 +91,15 @@ class EpochSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, how many of its rows were handed out, and with weights how many of each source since the start."""
-        epoch, batch = divmod(self._batch, self.batches_per_epoch)
+        epoch, rows = divmod(self._taken, self._epoch)
         drawn = {"drawn": self._drawn.tolist()} if len(self._parts) else {}
-        return {"epoch": epoch, "rows": batch * self.batch_size, **drawn}
+        return {"epoch": epoch, "rows": rows, **drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`. After a change of batch size, rows of a batch that was begun are handed out again; after one
-        of the number of sources, each goes on as if it had had its share so far."""
-        batches = min(state["rows"] // self.batch_size, self.batches_per_epoch)
-        self._batch = state["epoch"] * self.batches_per_epoch + batches
+        """Go on from `state_dict()`, with another batch size, too. After a change of the number of sources, each goes on as if it
+        had had its share so far."""
+        self._taken = state["epoch"] * self._epoch + min(state["rows"], self._epoch)
         drawn = state.get("drawn", ())
         if len(drawn) != len(self._parts):
-            drawn = np.floor(self._weights * self._batch * self.batch_size)
+            drawn = np.floor(self._weights * self._taken)
         self._drawn = np.asarray(drawn, np.int64)

@@ -3,7 +3,13 @@
 from dataclasses import dataclass, field
 
 from rlinf_vl.config.schema.guidance import ImageCorruptionConfig
-from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, POSITIVE_OR_INFINITE, Limit, key
+from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INFINITE, Limit, OrCode, key
+
+#: How code that these two name is called.
+ADVANTAGE = "advantage(rewards, group_ids, tokens)"
+LOSS = "loss(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high)"
+ADV_TYPES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+LOSS_TYPES = ("actor", "gspo", "cispo", "sapo")
 
 
 @dataclass
@@ -20,21 +26,47 @@ class SamplingConfig:
 
 
 @dataclass
+class DynamicSamplingConfig:
+    enable: bool = False
+    """Replace groups whose rewards all tie, which teach nothing, by groups of further rows (DAPO)."""
+    max_rounds: int = key(4, AT_LEAST_1)
+    """Rollouts of one step, the first included. Each asks for as many rows as should fill what is missing; after the last one, tied
+    groups fill it."""
+
+
+@dataclass
+class OverlongConfig:
+    buffer: int = key(0, NOT_NEGATIVE)
+    """DAPO's soft punishment: the last so many tokens before max_new_tokens cost ever more of the reward; 0 is off."""
+    penalty: float = key(1.0, NOT_NEGATIVE)
+    """What a response of max_new_tokens costs."""
+    filter: bool = False
+    """Leave responses that max_new_tokens has cut out of the loss; their rewards stay in their groups' baselines."""
+
+
+@dataclass
 class AlgorithmConfig:
-    adv_type: str = key("grpo", ("grpo", "rloo"))
-    """grpo: reward minus the group's mean. rloo: reward minus the mean of the group's others. Either is divided by the group's
-    standard deviation if normalize_advantages; RLOO as published is not."""
-    loss_type: str = key("actor", ("actor", "gspo"))
+    adv_type: str = key("grpo", OrCode(ADV_TYPES))
+    """grpo: reward minus the group's mean, over its standard deviation. dr_grpo: without that division, and with a constant length
+    below the loss. rloo: reward minus the mean of the group's others. reinforce_plus_plus: reward, normalised over all tokens of
+    the rollout; reinforce_plus_plus_baseline: the same of reward minus the group's mean. docs/algorithms.md has formulas, and what
+    each sets of the keys that are null."""
+    loss_type: str = key("actor", OrCode(LOSS_TYPES))
     """actor: the clipped policy-gradient loss of PPO, dual-clipped when clip_ratio_c is set. gspo: the same with one ratio for a
-    whole sequence, the geometric mean of its tokens', which stays close to 1: clip_ratio_low and _high are then about 3e-4."""
-    loss_agg_func: str = key("token-mean", ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"))
-    """token-mean, seq-mean-token-mean or seq-mean-token-sum, over the whole mini-batch."""
+    whole sequence, the geometric mean of its tokens'. cispo: REINFORCE weighted by the clipped ratio. sapo: a soft gate in place of
+    the clip. docs/algorithms.md has formulas, and what each sets of the keys that are null."""
+    loss_agg_func: str | None = key(
+        None, ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+    )
+    """token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm (that divided by max_new_tokens), over the
+    whole mini-batch. null: as loss_type or adv_type says, else token-mean."""
     group_size: int = key(8, AT_LEAST_1)
     """Responses sampled per problem (G)."""
     n_minibatches: int = key(1, AT_LEAST_1)
     """Optimizer steps per rollout batch."""
-    normalize_advantages: bool = True
-    """Divide by the group's sample standard deviation (n - 1)."""
+    normalize_advantages: bool | None = None
+    """Divide by the sample standard deviation (n - 1): of the group, or of all tokens (reinforce_plus_plus). null: as adv_type
+    says."""
     credit: str = key("trajectory", ("trajectory", "turn"))
     """What is compared within a group. trajectory: whole episodes by their reward; each turn has its trajectory's advantage. turn:
     equal turn numbers by what was paid from there on; each turn then is a sequence of its own, also in loss_agg_func, gspo and
@@ -44,17 +76,25 @@ class AlgorithmConfig:
     state_advantage_weight: float = key(0.0, NOT_NEGATIVE)
     """GiGPO's ω: adds so much of a turn's advantage among those of its group that answered to the same state, by its return; each
     turn then is a sequence of its own. For environments that name states; 0 is off."""
-    clip_ratio_low: float = key(0.2, NOT_NEGATIVE)
-    """The probability ratio is clipped below at 1 - this."""
-    clip_ratio_high: float = key(0.2, NOT_NEGATIVE)
-    """The probability ratio is clipped above at 1 + this."""
+    clip_ratio_low: float | None = key(None, NOT_NEGATIVE)
+    """The probability ratio is clipped below at 1 - this. null: as loss_type says (0.2; gspo 3e-4; cispo 1, that is never)."""
+    clip_ratio_high: float | None = key(None, NOT_NEGATIVE)
+    """The probability ratio is clipped above at 1 + this. null: as loss_type says (0.2; gspo 4e-4; cispo 4); DAPO has 0.28."""
     clip_ratio_c: float | None = key(None, Limit("be > 1, or null for no dual clip", lambda x: x > 1))
     """Dual clip (> 1): bounds the loss of negative advantages at -c·A; null is off."""
     kl_beta: float = key(0.0, NOT_NEGATIVE)
-    """Weight of KL(policy‖reference) in the loss; 0 loads no reference model."""
-    kl_penalty_type: str = key("k3", ("k1", "k2", "k3", "abs"))
-    """Estimator of that KL, by what its gradient in the loss descends on: k2 (mse) KL(policy‖reference), k3 (low_var_kl)
-    KL(reference‖policy), abs their total variation. k1 (kl) has an expected gradient of zero there, and is refused."""
+    """Weight of KL(policy‖reference); 0 loads no reference model."""
+    kl_placement: str = key("loss", ("loss", "reward"))
+    """Where that KL counts. loss: added to it. reward: subtracted from it, token by token, before advantages are computed, by the
+    logprobs of the weights before the step."""
+    kl_penalty_type: str | None = key(None, ("k1", "k2", "k3", "abs"))
+    """Estimator of that KL; null is k3 in the loss, k1 in the reward. In the loss, by what its gradient descends on: k2 (mse)
+    KL(policy‖reference), k3 (low_var_kl) KL(reference‖policy), abs their total variation; k1 (kl) has an expected gradient of zero
+    there, and is refused."""
+    tau_pos: float = key(1.0, POSITIVE)
+    """SAPO's temperature where the advantage is positive: the higher, the narrower its gate."""
+    tau_neg: float = key(1.05, POSITIVE)
+    """SAPO's temperature elsewhere."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy, subtracted from the loss."""
     recompute_logprobs: str = key("auto", ("auto", "true", "false"))
@@ -67,6 +107,8 @@ class AlgorithmConfig:
     importance_sampling_level: str = key("token", ("token", "sequence", "geometric"))
     """token, sequence (product over the response) or geometric (its per-token mean)."""
     image_corruption: ImageCorruptionConfig = field(default_factory=ImageCorruptionConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling during validation; one response per problem."""

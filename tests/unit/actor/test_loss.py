@@ -9,6 +9,7 @@ import torch
 
 from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.actor.terms import Passes
+from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.types import MicroBatch
 
@@ -34,8 +35,14 @@ def batch_of(trajectories: list[int], advantages: list[float], turns: list[int] 
     ],
 )
 def test_the_loss_type_says_whose_ratio_counts(loss_type, expected):
-    algorithm = AlgorithmConfig(
-        loss_type=loss_type, clip_ratio_low=0.3, clip_ratio_high=0.4, importance_sampling_fix=False
+    algorithm = with_presets(
+        AlgorithmConfig(
+            loss_type=loss_type,
+            loss_agg_func="token-mean",
+            clip_ratio_low=0.3,
+            clip_ratio_high=0.4,
+            importance_sampling_fix=False,
+        )
     )
     batch = batch_of([0, 0, 1], [1.0, 1.0, -2.0])
     old = torch.tensor([-1.0, -2.0, -0.5])
@@ -47,10 +54,10 @@ def test_the_loss_type_says_whose_ratio_counts(loss_type, expected):
 @pytest.mark.parametrize("changes", [{}, {"credit": "turn"}, {"state_advantage_weight": 1.0}])
 def test_a_sequence_is_a_trajectory_or_a_turn(changes):
     """Two trajectories, the first of two turns: its ratio is e^0.2 as a whole, of its turns e^0.3 and e^0."""
-    algorithm = AlgorithmConfig(
+    algorithm = with_presets(AlgorithmConfig(
         loss_type="gspo", loss_agg_func="seq-mean-token-mean", clip_ratio_low=1, clip_ratio_high=1,
         importance_sampling_fix=False, **changes,
-    )  # fmt: skip
+    ))  # fmt: skip
     batch = batch_of([0, 0, 0, 1], [1.0, 1.0, 1.0, -2.0], [0, 0, 1, 2])
     old = torch.tensor([-1.0, -2.0, -0.5, -0.5])
     logprobs = (old + torch.tensor([0.2, 0.4, 0.0, -0.3])).requires_grad_()

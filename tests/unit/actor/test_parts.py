@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tiny import tiny_policy, tiny_trainer
 
 from rlinf_vl.actor.mesh import Mesh
-from rlinf_vl.actor.trainer import make_optimizer, parts_table
+from rlinf_vl.actor.optimizer import make_optimizer, parts_table
 from rlinf_vl.config.schema import ActorConfig, ActorModelConfig, OptimConfig
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.loading import PARTS, freeze, part_of

@@ -13,6 +13,7 @@ from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.actor.terms import Passes
 from rlinf_vl.algorithms import AGGREGATION_MODES, IMPORTANCE_LEVELS
+from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.models import attention
 from rlinf_vl.models.families import VisionFeatures
@@ -48,10 +49,10 @@ class Waits(TorchDispatchMode):
 
 
 def algorithm_of(aggregation: str, level: str) -> AlgorithmConfig:
-    return AlgorithmConfig(
+    return with_presets(AlgorithmConfig(
         loss_agg_func=aggregation, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, kl_beta=0.1,
         entropy_bonus=0.01, importance_sampling_level=level, recompute_logprobs="true",
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def group_with_images(name: str):

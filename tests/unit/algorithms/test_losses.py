@@ -58,7 +58,7 @@ def test_the_ratio_of_a_sequence_by_hand():
     advantages = torch.tensor([1.0, 1.0, 9.0, -2.0, -2.0], dtype=torch.float64)
     mask = torch.tensor([True, True, False, True, True])
     loss, stats = policy_loss(
-        logprobs, old, advantages, mask, clip_low=0.05, clip_high=0.4, level="geometric",
+        logprobs, old, advantages, mask, clip_low=0.05, clip_high=0.4, loss_type="gspo",
         segment_ids=torch.tensor([4, 4, 4, 7, 7]),
     )  # fmt: skip
     up, down = math.exp(0.3), math.exp(-0.1)
@@ -76,10 +76,10 @@ def test_one_token_a_sequence_makes_the_levels_equal():
     mask, segments = torch.ones(7, dtype=torch.bool), torch.arange(7)
     clips = {"clip_low": 0.1, "clip_high": 0.2, "clip_c": 3.0}
     token, _ = policy_loss(logprobs, old, advantages, mask, **clips)
-    sequence, _ = policy_loss(logprobs, old, advantages, mask, **clips, level="geometric", segment_ids=segments)
+    sequence, _ = policy_loss(logprobs, old, advantages, mask, **clips, loss_type="gspo", segment_ids=segments)
     torch.testing.assert_close(sequence, token)
-    with pytest.raises(ValueError, match="level must be one of token, geometric; got 'sequence'"):
-        policy_loss(logprobs, old, advantages, mask, **clips, level="sequence")
+    with pytest.raises(ValueError, match="loss_type must be one of actor, gspo, cispo, sapo; got 'ppo'"):
+        policy_loss(logprobs, old, advantages, mask, **clips, loss_type="ppo")
 
 
 @pytest.mark.parametrize("clip_c", [None, 2.0])

@@ -154,7 +154,7 @@ class FakeLearner:
         self.checked.append(int(self.fetched[0].split("-")[1]))
         return [(i.group, i.loss_tokens, self.difference * i.loss_tokens, self.blank_difference) for i in items]
 
-    def update(self, step, minibatches, advantages, recorded):
+    def update(self, step, minibatches, advantages, recorded, kl_scale):
         assert all(group.startswith(f"train-{step}-") for group in self.fetched)
         trained = sorted(
             (i.group, i.index) for mini in minibatches for rank in mini for items in rank.micro_batches for i in items

@@ -8,7 +8,8 @@ from dataclasses import asdict
 import pytest
 from unit.controller.fakes import START, FakeLearner, FakePool, FakeRun
 
-from rlinf_vl.controller.loop import RunState, TooManyBadSteps, make_tasks
+from rlinf_vl.controller.draw import make_tasks
+from rlinf_vl.controller.loop import RunState, TooManyBadSteps
 from rlinf_vl.controller.mismatch import EngineMismatch
 from rlinf_vl.data.bad_rows import TooManyBadRows
 from rlinf_vl.errors import RunError

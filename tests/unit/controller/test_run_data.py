@@ -45,7 +45,7 @@ def found(tmp_path, pool: Pool, *overrides: str) -> RunData:
 
 def test_bad_and_long_rows_are_left_out(tmp_path):
     data = found(tmp_path, Pool())
-    assert data.sampler.next_batch() == (0, [0, 2, 4, 5]) and data.val_rows == [0, 1, 2, 3, 4]
+    assert data.sampler.next_rows(4) == (0, [0, 2, 4, 5]) and data.val_rows == [0, 1, 2, 3, 4]
     assert data.answers == {"0": 3, "1": 2} and data.total_steps == 6
     assert data.bad_rows.counts() == {"train": 1, "val": 0} and '"id": "t:1"' in data.bad_rows.path.read_text()
 
@@ -77,7 +77,7 @@ def test_long_prompts_are_told_with_their_rows_and_stop_the_run_where_they_may_n
     limit = load_config("toy-grpo-cpu").data.max_prompt_length
     cut = {3: (90, 1), 7: (70, 0)}
     data = found(tmp_path, Pool(long={}, cut=cut))
-    assert data.counts == {"data/overlong_rows": 2} and 3 in data.sampler.next_batch()[1]
+    assert data.counts == {"data/overlong_rows": 2} and 3 in data.sampler.next_rows(4)[1]
     told = f"train: 12 rows, 2 longer than data.max_prompt_length={limit} and cut to it, 1 of them without some of their images"
     assert f"{told} (row 3 has 90 tokens, row 7 has 70 tokens), 1 bad" in caplog.text
     assert found(tmp_path, Pool()).counts["data/overlong_rows"] == 2

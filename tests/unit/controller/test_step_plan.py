@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.controller.step_plan import advantages_of, plan_step
 from rlinf_vl.errors import RunError
@@ -46,12 +47,12 @@ GROUPS = [
 def plan(groups=GROUPS, **changes):
     settings = {name: changes.pop(name) for name in list(changes) if name in AlgorithmConfig.__dataclass_fields__}
     options = {"ranks": 2, "budget": 60, "micro_batch_size": None} | changes
-    return plan_step(groups, AlgorithmConfig(**settings), **options)
+    return plan_step(groups, with_presets(AlgorithmConfig(**settings)), **options)
 
 
 def test_advantages_leave_out_what_is_not_trained():
-    assert advantages_of([], AlgorithmConfig()) == ()
-    a, b, c, d = advantages_of(GROUPS, AlgorithmConfig())
+    assert advantages_of([], with_presets(AlgorithmConfig())) == ((), 0.0)
+    (a, b, c, d), _ = advantages_of(GROUPS, with_presets(AlgorithmConfig()))
     std = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
     assert [turn for (turn,) in a] == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std], rel=1e-5)
     assert b == ((0.0,), (0.0,), (0.0,))

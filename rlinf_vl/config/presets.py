@@ -1,0 +1,44 @@
+"""What an advantage, a loss or a KL penalty brings with it: the values of `algorithm.*` keys that are null, from its paper.
+
+docs/algorithms.md has the papers. A value that is written stays, with one exception: an override that chooses anew also replaces
+what the YAML says of these keys, so that one line of override is an algorithm as published.
+"""
+
+from typing import Any
+
+from rlinf_vl.config.schema import AlgorithmConfig
+
+#: Key of `algorithm` → its value → other keys of `algorithm` and theirs. Code from outside brings nothing.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "loss_type": {
+        "actor": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
+        "gspo": {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_func": "seq-mean-token-mean"},
+        "cispo": {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, "clip_ratio_c": None},
+        "sapo": {
+            "clip_ratio_low": None,
+            "clip_ratio_high": None,
+            "clip_ratio_c": None,
+            "loss_agg_func": "seq-mean-token-mean",
+        },
+    },
+    "adv_type": {
+        "grpo": {"normalize_advantages": True},
+        "dr_grpo": {"normalize_advantages": False, "loss_agg_func": "seq-mean-token-sum-norm"},
+        "rloo": {"normalize_advantages": False},
+        "reinforce_plus_plus": {"normalize_advantages": True},
+        "reinforce_plus_plus_baseline": {"normalize_advantages": True},
+    },
+    "kl_placement": {"loss": {"kl_penalty_type": "k3"}, "reward": {"kl_penalty_type": "k1"}},
+}
+_OTHERWISE = {"normalize_advantages": True, "loss_agg_func": "token-mean", "kl_penalty_type": "k3"}
+_CLIP_OF_CODE = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+
+
+def with_presets(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """Fill the keys that are null, in place; those of `loss_type` come before those of `adv_type`."""
+    brought = [values.get(getattr(algorithm, key), {}) for key, values in PRESETS.items()]
+    for preset in (*brought, _OTHERWISE, {} if algorithm.loss_type in PRESETS["loss_type"] else _CLIP_OF_CODE):
+        for name, value in preset.items():
+            if getattr(algorithm, name) is None:
+                setattr(algorithm, name, value)
+    return algorithm
