@@ -64,6 +64,7 @@ class ProblemDataset:
             raise ValueError(f"split: {split!r} is neither 'train' nor 'val'")
         if not paths:
             raise ValueError(f"data.{split}_data_paths: no path given")
+        self.split = split
         self._sources: list[Source] = [open_source(str(path), split) for path in paths]
         self._forms = [form.for_columns(source.rows.column_names) for source in self._sources]
         self._columns = [
@@ -127,7 +128,8 @@ class ProblemDataset:
         No row raises: one that can't be read, counted or decoded is in `bad`.
 
         Args:
-            image_only: data.image_only_mode; `level_key`: data.curriculum_key.
+            image_only: data.image_only_mode.
+            level_key: data.curriculum_key, which orders training rows.
         """
         result = FilterResult()
         for i in rows:
@@ -137,7 +139,7 @@ class ProblemDataset:
                 if image_only and not problem.images:
                     result.text_only[i] = problem.id
                     continue
-                level = _level(problem, level_key)
+                level = _level(problem, level_key if self.split == "train" else None)
                 others = (self.problem(i, draw) for draw in range(1, len(self._forms[k].prompt_variants)))
                 tokens = max(count_tokens(i, shown) for shown in (problem, *others))
                 if tokens > max_tokens:

@@ -74,6 +74,7 @@ def row_to_problem(
         raise RowError(row_id, "placeholders and images disagree", reason)
     named = iter(images)
     shown: dict[str, ImageRef] = {}
+    part: dict[str, Any]
     for i, part in enumerate(parts):
         own = "image" in part
         image = image_of(part.pop("image"), f"{form.prompt_key!r}, image {i}") if own else next(named)

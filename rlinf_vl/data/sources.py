@@ -223,11 +223,10 @@ def first_rows(path: Path, columns: Sequence[str], n: int = 64) -> list[dict[str
         return []
     rows: list[dict[str, Any]] = []
     if FILE_FORMATS.get(path.suffix) == "csv":
-        table = read_table(path, 2**20)
-        return [
-            {name: table[name][i] for name in columns if name in table}
-            for i in range(min(n, *map(len, table.values())))
-        ]
+        table = read_table(path, limit=2**20)
+        cells = itertools.islice(zip(*table.values(), strict=True), n)
+        rows = [dict(zip(table, row, strict=True)) for row in cells]
+        return [{name: row[name] for name in columns if name in row} for row in rows]
     with path.open(encoding="utf-8-sig") as file, suppress(ValueError):  # one object over several lines
         if file.read(64).lstrip().startswith("["):
             file.seek(0)

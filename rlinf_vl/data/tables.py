@@ -37,11 +37,12 @@ def read_table(path: Path, limit: int | None = None) -> dict[str, list[str]]:
     delimiter = "\t" if path.suffix == ".tsv" else ";" if "," not in first and ";" in first else ","
     csv.field_size_limit(2**31 - 1)  # a cell may be an image as base64
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    rows: list[list[str]] = []
     try:
-        names = [name.strip() for name in next(reader, [])]
+        names += map(str.strip, next(reader, []))
         if not all(names) or len(set(names)) != len(names):
             raise ValueError(f"line 1 has to name every column once, and has {', '.join(map(repr, names))}")
-        rows = []
         for row in reader:
             if len(row) not in (0, len(names)) and not cut:
                 said = f"line {reader.line_num} has {len(row)} cells, the first line {len(names)}"

@@ -89,7 +89,9 @@ def _data(config: Config) -> Iterator[str]:
                 yield f"{key}: {path} {error}"
             counts.append(found.rows)
             if found.columns is not None:
-                yield from _columns(config, path, found.columns)
+                yield from _columns(
+                    config, path, found.columns, config.data.curriculum_key if split == "train" else None
+                )
         if split == "train" and None not in counts and 0 < (total := sum(counts)) < data.rollout_batch_size:
             yield (
                 f"data.rollout_batch_size: {data.rollout_batch_size} problems a step, but {key} has {total} rows; set it to {total} "
@@ -110,13 +112,9 @@ def _videos(config: Config, key: str, path: str, columns: Sequence[str]) -> Iter
         yield f"{key}: {path}: {len(found)} of the first {len(rows)} rows have a video; row {number}: {reason}"
 
 
-def _columns(config: Config, path: str, columns: Sequence[str]) -> Iterator[str]:
+def _columns(config: Config, path: str, columns: Sequence[str], level_key: str | None) -> Iterator[str]:
     form = RowFormat.of(config.data).for_columns(columns)
-    further = (
-        {}
-        if config.data.curriculum_key is None
-        else {config.data.curriculum_key.partition(".")[0]: "data.curriculum_key"}
-    )
+    further = {} if level_key is None else {level_key.partition(".")[0]: "data.curriculum_key"}
     missing = False
     for column, key in (form.columns | further).items():
         if column not in columns:

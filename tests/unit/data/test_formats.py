@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.formats import FORMATS, RowFormat
+from rlinf_vl.data.unusable import RowError
 from rlinf_vl.types import ImageRef, Problem
 
 
@@ -23,7 +25,6 @@ def png(color: str) -> bytes:
 
 
 RED, BLUE = png("red"), png("blue")
-QUESTION = "Find x in <image>."
 
 
 def uri(data: bytes) -> str:
@@ -119,3 +120,234 @@ def test_every_format_is_recognised_by_what_its_example_has() -> None:
     for name, row in ROWS.items():
         assert RowFormat().for_columns(row).format == name
     assert set(FORMATS) == {*ROWS, "folder"}
+
+
+def test_a_declared_key_goes_before_a_format(tmp_path: Path) -> None:
+    rows = [ROWS["trl"] | {"answer": "4", "other": BLUE}]
+    (found,) = open_rows(tmp_path / "rows.parquet", rows, answer_key="solution", image_keys=["other"])
+    assert found.answer == "3" and found.images == (ImageRef.of(BLUE),)
+    (text,) = open_rows(tmp_path / "text.parquet", rows, image_keys=[])
+    assert text.images == () and text.answer == "4"
+    nested = [{"problem": "1 + 1?", "meta": {"answers": {"short": "2"}}}]
+    (deep,) = open_rows(tmp_path / "deep.jsonl", nested, answer_key="meta.answers.short", image_keys=[])
+    assert deep.answer == "2" and deep.columns == {"meta": nested[0]["meta"]}
+
+
+def test_without_a_format_a_column_of_ours_is_missed(tmp_path: Path) -> None:
+    for row, reason in (
+        ({"question": "1 + 1?", "answer": "2"}, "data.prompt_key: column 'problem' not in"),
+        ({"problem": "1 + 1?", "answer": "2"}, "data.image_keys: column 'images' not in"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            open_rows(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(ValueError, match="data.answer_key: column 'reward_model' not in"):
+        open_rows(tmp_path / "rows.jsonl", [ROWS["trl"] | {"image": "a.png"}], format="verl")
+
+
+def messages(*contents: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content} for content in contents]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": uri(RED)}},
+        {"type": "image_url", "image_url": uri(RED)},
+        {"type": "image_url", "image_url": {"url": "RED.png", "detail": "high"}},
+        {"type": "image", "image": uri(RED)},
+        {"type": "image", "image": "RED.png", "text": None},
+        {"type": "image", "image": "FILE"},
+        {"type": "image", "url": "RED.png"},
+        {"type": "image", "path": "RED.png", "image": ""},
+        {"type": "image", "base64": base64.b64encode(RED).decode()},
+    ],
+)
+def test_images_of_messages_stand_where_they_are(tmp_path: Path, part: dict[str, Any]) -> None:
+    (tmp_path / "RED.png").write_bytes(RED)
+    part = {key: f"file://{tmp_path}/RED.png" if value == "FILE" else value for key, value in part.items()}
+    row = {"prompt": messages([{"type": "text", "text": "Look: "}, part, {"type": "text", "text": " Well?"}])}
+    (found,) = open_rows(tmp_path / "rows.jsonl", [row | {"reward_spec": {"method": "rule", "ground_truth": "3"}}])
+    assert said(found) == ["Look: ", "IMAGE", " Well?"] and found.images == (ImageRef.of(RED),)
+
+
+def test_images_of_messages_and_of_columns_stand_side_by_side(tmp_path: Path) -> None:
+    content = [{"type": "image", "image": uri(BLUE)}, {"type": "text", "text": "and <image>?"}]
+    row = {"prompt": json.dumps(messages(content)), "images": [uri(RED)], "answer": "3"}
+    (found,) = open_rows(tmp_path / "rows.jsonl", [row])
+    assert said(found) == ["IMAGE", "and ", "IMAGE", "?"]
+    assert found.images == (ImageRef.of(BLUE), ImageRef.of(RED)), "and chat messages may be written as JSON"
+
+
+def test_pil_features_of_datasets_are_read_wherever_they_stand(tmp_path: Path) -> None:
+    picture = Image.open(io.BytesIO(RED))
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
+    features = datasets.Features(
+        {
+            "prompt": datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)}),
+            "images": datasets.List(datasets.Image()),
+            "solution": datasets.Value("string"),
+        }
+    )
+    content = [
+        {"type": "image", "text": None, "image": picture},
+        {"type": "text", "text": "Is it <image>?", "image": None},
+    ]
+    table = {"prompt": [messages(content)], "images": [[picture]], "solution": ["3"]}
+    made = datasets.Dataset.from_dict(table, features=features)
+    made.save_to_disk(str(tmp_path / "saved"))
+    made.to_parquet(str(tmp_path / "rows.parquet"))
+    for path in ("saved", "rows.parquet"):
+        (found,) = ProblemDataset([str(tmp_path / path)], "train")
+        assert said(found) == ["IMAGE", "Is it ", "IMAGE", "?"] and len(found.images) == 2
+
+
+def test_answers_that_no_grader_reads_are_what_the_row_says(tmp_path: Path) -> None:
+    prompt = messages("1 + 1?")
+    rows = [
+        {"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": ["2", "two"]}},
+        {"prompt": prompt, "reward_model": {"style": "model", "ground_truth": None}},
+        {"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": None}},
+    ]
+    found = open_rows(tmp_path / "rows.jsonl", rows)
+    assert (found[0].answer, found[1].answer) == ('["2", "two"]', "")
+    with pytest.raises(RowError, match="column 'reward_model.ground_truth' is empty"):
+        found[2]
+    stub = {
+        "prompt": messages("placeholder"),
+        "env_class": "visgym",
+        "visgym_env_id": "maze_2d/easy",
+    }  # SkyRL, examples/visgym
+    (ticket,) = open_rows(tmp_path / "stub.parquet", [stub])
+    assert ticket.answer == "" and ticket.columns == {"env_class": "visgym", "visgym_env_id": "maze_2d/easy"}
+
+
+def test_an_environment_of_skyrls_rows_is_played_if_there_is_one_of_that_name(tmp_path: Path, caplog: Any) -> None:
+    rows = [ROWS["openai"] | {"env_class": name} for name in ("text2sql", "maze", "mine.py:Mine", None)]
+    found = open_rows(tmp_path / "rows.parquet", rows, environments=("maze",))
+    assert [problem.env_class for problem in found] == [None, "maze", "mine.py:Mine", None]
+    assert "'text2sql', which is none of ours: they are played in rollout.env_class" in caplog.text
+
+
+def test_images_stand_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/RED.png").write_bytes(RED)
+    row = {"problem": "Find x.", "images": ["RED.png"], "answer": "3"}
+    absolute = row | {"images": [str(tmp_path / "pictures/RED.png")]}
+    path = tmp_path / "rows/rows.jsonl"
+    found = open_rows(path, [row, absolute], image_root=str(tmp_path / "pictures"))
+    assert found[0].images == found[1].images == (ImageRef.of(RED),)
+    own = open_rows(path, [row, absolute])
+    for i, kind in enumerate(("image file can't be read", "path leaves the dataset's folder")):
+        with pytest.raises(RowError) as caught:
+            own[i]
+        assert caught.value.kind == kind
+    assert "name the one that all images are in as data.image_root" in caught.value.reason
+    outside = open_rows(path, [row | {"images": ["../rows/rows.jsonl"]}], image_root=str(tmp_path / "pictures"))
+    with pytest.raises(RowError, match="leads out of the dataset's folder"):
+        outside[0]
+
+
+def test_a_table_keeps_what_its_cells_say(tmp_path: Path) -> None:
+    (tmp_path / "RED.png").write_bytes(RED)
+    (tmp_path / "BLUE.png").write_bytes(BLUE)
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        "\ufeffid,problem,images,answer,level,share,code,note\r\n"
+        'a,"Which, of ""these""?\nA or B",RED.png,007,1,0.5,1.0,\r\n'
+        'b,Both?,"[""RED.png"", ""BLUE.png""]",None,-2,1e9,2,NA\r\n'
+        "c,None?,,5.0,,0.25,3,nan\r\n"
+    )
+    found = ProblemDataset([str(path)], "train", RowFormat())
+    assert [problem.id for problem in found] == ["rows:a", "rows:b", "rows:c"]
+    assert [problem.answer for problem in found] == ["007", "None", "5.0"]
+    assert [len(problem.images) for problem in found] == [1, 2, 0]
+    assert said(found[0]) == ["IMAGE", 'Which, of "these"?\nA or B']
+    assert [problem.columns["level"] for problem in found] == [1, -2, None]
+    assert [problem.columns["code"] for problem in found] == ["1.0", "2", "3"], (
+        "read as written unless all are numbers so written"
+    )
+    assert [problem.columns["note"] for problem in found] == [None, "NA", "nan"]
+    for name, text in (("rows.tsv", "problem\tanswer\nA, B; C?\t2\n"), ("semicolons.csv", "problem;answer\nA, B?;2\n")):
+        (tmp_path / name).write_text(text)
+        (row,) = ProblemDataset([str(tmp_path / name)], "train", RowFormat(image_keys=[]))
+        assert row.answer == "2" and "A, B" in said(row)[0]
+
+
+def test_a_folder_of_images_and_a_file_that_says_more_of_each(tmp_path: Path) -> None:
+    for split, data in (("train", RED), ("test", BLUE)):
+        (tmp_path / "parts" / split).mkdir(parents=True)
+        (tmp_path / "parts" / split / "1.png").write_bytes(data)
+        row = {"file_name": "1.png", "problem": f"{split}?", "answer": "3", "level": 2}
+        (tmp_path / "parts" / split / "metadata.jsonl").write_text(json.dumps(row))
+    for split, data in (("train", RED), ("val", BLUE)):
+        (found,) = ProblemDataset([str(tmp_path / "parts")], split)
+        assert found.images == (ImageRef.of(data),) and found.columns == {"level": 2}
+    (tmp_path / "mine/pictures").mkdir(parents=True)
+    (tmp_path / "mine/pictures/1.png").write_bytes(RED)
+    (tmp_path / "mine/questions.csv").write_text("problem,image,answer\nWhat?,pictures/1.png,A\n")
+    (found,) = ProblemDataset([str(tmp_path / "mine")], "train")
+    assert found.images == (ImageRef.of(RED),) and found.id == "mine:0"
+    (tmp_path / "mine/val.csv").write_text("problem,image,answer\nWhat now?,pictures/1.png,A\n")
+    (found,) = ProblemDataset([str(tmp_path / "mine")], "val")
+    assert said(found) == ["IMAGE", "What now?"]
+
+
+def test_folders_named_after_what_they_show_are_asked_about(tmp_path: Path) -> None:
+    for name, data in (("red", RED), ("blue", BLUE)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(data)
+    found = ProblemDataset([str(tmp_path)], "train", RowFormat(prompt_variants=["What color?"]))
+    assert [(problem.answer, said(problem)) for problem in found] == [
+        ("blue", ["IMAGE", "What color?"]),
+        ("red", ["IMAGE", "What color?"]),
+    ]
+    with pytest.raises(ValueError, match="data.prompt_variants: .* has pictures and labels, but no question"):
+        ProblemDataset([str(tmp_path)], "train")
+
+
+def test_images_beyond_a_limit_are_left_out_and_counted(tmp_path: Path) -> None:
+    row = {
+        "prompt": messages("<image> and <image><image>.", "And <image>, <image>?"),
+        "images": [uri(RED), uri(BLUE)] * 2 + [uri(RED)],
+    }
+    row |= {"answer": "3"}
+
+    def shown(**limits: int) -> tuple[list[list[str]], list[ImageRef], int]:
+        (found,) = open_rows(tmp_path / "rows.jsonl", [row], **limits)
+        texts = [[part.get("text", "IMAGE") for part in message["content"]] for message in found.messages]
+        return texts, list(found.images), found.dropped_images
+
+    red, blue = ImageRef.of(RED), ImageRef.of(BLUE)
+    assert shown()[1:] == ([red, blue, red, blue, red], 0)
+    assert shown(max_images_per_message=1) == ([["IMAGE", " and ", "."], ["And ", "IMAGE", ", ", "?"]], [red, blue], 3)
+    assert shown(max_images_per_sample=4)[1:] == ([red, blue, red, blue], 1)
+    assert shown(max_images_per_message=2, max_images_per_sample=3)[1:] == ([red, blue, blue], 2)
+
+
+def test_a_question_in_several_wordings(tmp_path: Path) -> None:
+    rows = [{"problem": "<image>Find x.", "images": [uri(RED)], "answer": "3"}]
+    found = open_rows(
+        tmp_path / "rows.jsonl", rows, prompt_variants=["Look: {problem}", "{problem} Think."], prompt_suffix=" Now."
+    )
+    assert said(found[0]) == ["IMAGE", "Look: Find x. Now."], "an image that stands first stays first"
+    assert [said(found.problem(0, draw)) for draw in (0, 1, 2, 2**63 + 1)] == [
+        ["IMAGE", f"{text} Now."] for text in ("Look: Find x.", "Find x. Think.", "Look: Find x.", "Find x. Think.")
+    ]
+    longest = max(len("Look: Find x. Now."), len("Find x. Think. Now."))
+    assert found.filter_by_length([0], lambda _, problem: len(said(problem)[1]), longest - 1).too_long == {0: longest}
+
+
+def test_rows_without_images_and_without_a_level_are_told_apart(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "x", "images": [uri(RED)], "answer": "3", "meta": {"level": level}}
+        for level in ("2", "1.5", "hard", None)
+    ]
+    rows.append({"problem": "x", "images": [], "answer": "3", "meta": {"level": "1"}})
+    found = open_rows(tmp_path / "rows.jsonl", rows).filter_by_length(
+        range(5), lambda *_: 1, 1, image_only=True, level_key="meta.level"
+    )
+    assert {row: facts.level for row, facts in found.facts.items()} == {0: 2.0, 1: 1.5}
+    assert found.text_only == {4: "rows:4"}
+    assert [(row.id, row.kind) for row in found.bad.values()] == [(f"rows:{i}", "curriculum unusable") for i in (2, 3)]
+    assert "column 'meta.level' holds 'hard', not a number" in found.bad[2].reason
