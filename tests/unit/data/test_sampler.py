@@ -66,7 +66,7 @@ def mixture(batch: int = 16, seed: int = 0, shuffle: bool = True, **options) -> 
 def test_a_mixture_keeps_its_shares_whatever_the_sizes() -> None:
     sampler, drawn = mixture(), [0, 0, 0]
     for batch in range(1, 60):
-        rows = sampler.next_batch()[1]
+        rows = sampler.next_rows(16)[1]
         for row in rows:
             drawn[SOURCES[row]] += 1
         assert len(rows) == 16 and all(abs(n - 16 * batch * w / 8) < 1.01 for n, w in zip(drawn, SHARES, strict=True))
@@ -75,12 +75,12 @@ def test_a_mixture_keeps_its_shares_whatever_the_sizes() -> None:
 
 def test_every_source_of_a_mixture_has_epochs_of_its_own() -> None:
     sampler = mixture(shuffle=True)
-    rows = [row for _ in range(50) for row in sampler.next_batch()[1]]
+    rows = [row for _ in range(50) for row in sampler.next_rows(16)[1]]
     small = [row for row in rows if SOURCES[row] == 1]
     epochs = [small[i : i + 10] for i in range(0, 200, 10)]
     assert all(set(epoch) == set(range(100, 110)) for epoch in epochs) and len({tuple(e) for e in epochs}) > 15
     in_order = mixture(shuffle=False)
-    rows = [row for _ in range(10) for row in in_order.next_batch()[1] if SOURCES[row] == 0]
+    rows = [row for _ in range(10) for row in in_order.next_rows(16)[1] if SOURCES[row] == 0]
     assert rows == list(range(20))
 
 
@@ -89,10 +89,10 @@ def test_a_restored_mixture_goes_on_with_the_same_batches(stop: int) -> None:
     levels = {row: row % 4 for row in range(150)}
     sampler = mixture(levels=levels)
     for _ in range(stop):
-        sampler.next_batch()
+        sampler.next_rows(16)
     restored = mixture(levels=levels)
     restored.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
-    assert [restored.next_batch() for _ in range(20)] == [sampler.next_batch() for _ in range(20)]
+    assert [restored.next_rows(16) for _ in range(20)] == [sampler.next_rows(16) for _ in range(20)]
 
 
 def test_a_state_of_another_mixture_gives_each_source_its_share_so_far() -> None:
@@ -104,12 +104,12 @@ def test_a_state_of_another_mixture_gives_each_source_its_share_so_far() -> None
 def test_a_curriculum_goes_up_in_every_epoch_and_shuffles_what_is_equal() -> None:
     levels = {row: float(row % 3) for row in range(30)}
     sampler = EpochSampler(range(30), 10, shuffle=True, seed=0, levels=levels)
-    epochs = [[row for _ in range(3) for row in sampler.next_batch()[1]] for _ in range(3)]
+    epochs = [[row for _ in range(3) for row in sampler.next_rows(10)[1]] for _ in range(3)]
     for epoch in epochs:
         assert [levels[row] for row in epoch] == [0.0] * 10 + [1.0] * 10 + [2.0] * 10 and len(set(epoch)) == 30
     assert len({tuple(epoch) for epoch in epochs}) == 3
     still = EpochSampler(range(6), 6, shuffle=False, seed=0, levels=levels)
-    assert still.next_batch()[1] == [0, 3, 1, 4, 2, 5]
+    assert still.next_rows(6)[1] == [0, 3, 1, 4, 2, 5]
 
 
 def test_a_source_without_usable_rows_is_refused() -> None:
