@@ -338,7 +338,8 @@ class Trainer:
 def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) -> Trainer:
     """The trainer of a run, its models read from `model_path`. Collective."""
     rollout, actor, max_tokens = config.rollout.model, config.actor, config.runner.max_tokens_per_mbs
-    family = family_of(rollout.model_type, model_path, rollout.trust_remote_code, actor.model.vlm.paths)
+    trust, files = rollout.trust_remote_code, config.runner.code_files
+    family = family_of(rollout.model_type, model_path, trust, actor.model.vlm.paths, files)
     processor = Processor(
         model_path,
         family,

@@ -20,6 +20,7 @@ from threading import RLock
 from types import ModuleType
 from typing import Any
 
+_ENCODED = "base64:"
 import_lock = RLock()
 
 
@@ -89,7 +90,7 @@ def source_of(place: str, files: Mapping[str, str]) -> str:
     """The text of a file, or of a module; "" of one that has none."""
     if place.endswith(".py"):
         known = _among(place, files)
-        return _read(os.path.abspath(os.path.expanduser(place))) if known is None else files[known]
+        return _read(os.path.abspath(os.path.expanduser(place))) if known is None else _plain(files[known])
     try:
         spec = importlib.util.find_spec(place)
     except ValueError:  # a module that was made, not found
@@ -99,6 +100,15 @@ def source_of(place: str, files: Mapping[str, str]) -> str:
     if spec is None:
         raise ModuleNotFoundError(f"No module named {place!r}")
     return _read(spec.origin) if spec.origin and spec.origin.endswith(".py") else ""
+
+
+def _storable(text: str) -> str:
+    """A text for `runner.code_files`, in which `${` would refer to another key."""
+    return _ENCODED + base64.b64encode(text.encode()).decode() if "${" in text else text
+
+
+def _plain(stored: str) -> str:
+    return base64.b64decode(stored.removeprefix(_ENCODED)).decode() if stored.startswith(_ENCODED) else stored
 
 
 def _read(path: str) -> str:
@@ -159,8 +169,8 @@ class _Beside(MetaPathFinder):
                 continue
             name = other.removeprefix(root).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             known = self._loaders.get(name)
-            if known is None or (known.path, known.text) != (other, text):
-                self._loaders[name] = _Text(other, text)
+            if known is None or (known.path, known.text) != (other, _plain(text)):
+                self._loaders[name] = _Text(other, _plain(text))
                 sys.modules.pop(name, None)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -183,7 +193,7 @@ def module_of_file(path: str, files: Mapping[str, str]) -> ModuleType:
         if _beside not in sys.meta_path:
             sys.meta_path.insert(0, _beside)
         _beside.add(full, files)
-        loader = _Text(full, files[full])
+        loader = _Text(full, _plain(files[full]))
         spec = importlib.util.spec_from_loader(name, loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
@@ -203,10 +213,10 @@ def _collect(path: str, files: dict[str, str]) -> None:
         file = ahead.pop()
         if file in files and file != path:
             continue
-        files[file] = _read(file)
+        files[file] = _storable(text := _read(file))
         with suppress(SyntaxError, ValueError):  # told of when it is loaded
             package = os.path.relpath(os.path.dirname(file), root).split(os.sep) if file != path else []
-            for module in _modules(ast.parse(files[file]), [part for part in package if part != "."]):
+            for module in _modules(ast.parse(text), [part for part in package if part != "."]):
                 if _is_installed(module.partition(".")[0], root):
                     continue
                 base = os.path.join(root, *module.split("."))

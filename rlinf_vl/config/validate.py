@@ -28,6 +28,7 @@ def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
     """Raise `ConfigError` with every problem of a typed, normalised config, those that `further` rules find included."""
     rules = (
         _values,
+        _code,
         _cluster,
         _rollout,
         _thinking,
@@ -60,6 +61,19 @@ def _values(config: Config) -> Iterator[str]:
                 yield f"{name}: {one} must be a finite number"
             elif allowed and one is not None and not allowed.holds(one):
                 yield f"{name}: {one} must {allowed.must}"
+
+
+def _code(config: Config) -> Iterator[str]:
+    """What can be said of code without running it."""
+    for name, key in config_keys().items():
+        if isinstance(key.allowed, OrCode) and key.allowed.signature:
+            value: Any = reduce(getattr, name.split("."), config)
+            for one in filter(is_code, value if isinstance(value, list) else [value]):
+                try:
+                    what = {"what": key.allowed.what, "signature": key.allowed.signature}
+                    check_code(one, {}, config.runner.code_files, **what)
+                except CodeError as error:
+                    yield f"{name}: {error}"
 
 
 def _cluster(config: Config) -> Iterator[str]:

@@ -45,7 +45,8 @@ def restore(source: Path) -> Restored:
         path = str(toy_checkpoint_path(path))
     trust = model_config.trust_remote_code
     vlm = VlmConfig(**(OmegaConf.select(config, "actor.model.vlm") or {}))
-    family = family_of(model_config.model_type, path, trust, vlm.paths)
+    files = dict(OmegaConf.select(config, "runner.code_files") or {})
+    family = family_of(model_config.model_type, path, trust, vlm.paths, files)
     quantized = lora is not None and lora.quantization != "none"  # from what the trainer loaded
     loaded = config.actor.fsdp_config.mixed_precision.param_dtype if quantized else "fp32"
     model = load_model(path, family, DTYPES[loaded], trust_remote_code=trust)

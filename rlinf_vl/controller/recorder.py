@@ -29,14 +29,15 @@ class TrajectoryWriter:
         runner = config.runner
         model = config.rollout.model
         paths = config.actor.model.vlm.paths
-        image_token = family_of(model.model_type, model_path, model.trust_remote_code, paths).image_token
+        family = family_of(model.model_type, model_path, model.trust_remote_code, paths, runner.code_files)
         self._run_dir = run_dir
-        self._store = TrajectoryStore(run_dir, model_path, image_token, int(runner.trajectories.max_gb * 2**30))
+        self._store = TrajectoryStore(run_dir, model_path, family.image_token, int(runner.trajectories.max_gb * 2**30))
         self._samples = make_trackers(
             run_dir,
             runner.logger.logger_backends,
             project_name=runner.logger.project_name,
             experiment_name=runner.experiment_name,
+            files=runner.code_files,
         )
 
     def drop_after(self, step: int) -> None:

@@ -56,6 +56,7 @@ class RunLog:
             experiment_name=self._config.runner.experiment_name,
             config=asdict(self._config),
             resume_step=resume_step,
+            files=self._config.runner.code_files,
         )
         if metrics and self.last_step != step:
             self._trackers.log(step, metrics)

@@ -27,7 +27,9 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
     trust, memory_share = rollout.model.trust_remote_code, rollout.gpu_memory_utilization
     assert isinstance(memory_share, float), f"{memory_share!r} is resolved before an engine starts"
     dtype = DTYPES[rollout.model.precision]
-    family = family_of(rollout.model.model_type, model_path, trust, config.actor.model.vlm.paths)
+    family = family_of(
+        rollout.model.model_type, model_path, trust, config.actor.model.vlm.paths, config.runner.code_files
+    )
     vocab = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
     banned = processor.banned_ids(vocab)
     if rollout.rollout_backend == "torch":

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from rlinf_vl.code import load_code
+from rlinf_vl.config.schema.runner import TRACKERS
 from rlinf_vl.observe.lines import StepLines
 from rlinf_vl.observe.samples import FACTS, TEXTS, Sample, choose_samples, code_block, inert
 
@@ -89,7 +91,18 @@ class HostedTracker:
         self._run.finish()
 
 
-Tracker = TensorBoardTracker | HostedTracker
+class Tracker(Protocol):
+    """What a run is shown on. Steps grow; what it raises is a warning, once."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The scalars of a step."""
+        ...
+
+    def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
+        """Some answers of a step; `split` is train or val."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -156,6 +169,10 @@ OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "trackio": open_trackio,
 }
 """runner.logger.logger_backends → how such a tracker is opened."""
+
+
+def _opener(name: str, files: Mapping[str, str] | None) -> Callable[[TrackedRun], Tracker]:
+    return OPENERS.get(name) or load_code(name, {}, files or {}, what=TRACKERS.what, signature=TRACKERS.signature)
 
 
 def _import_backend(name: str) -> Any:
@@ -234,27 +251,30 @@ def make_trackers(
     experiment_name: str,
     config: Mapping[str, Any] | None = None,
     resume_step: int = -1,
+    files: Mapping[str, str] | None = None,
 ) -> Trackers:
-    """The trackers that `backends` names (out of `OPENERS`), and metrics.jsonl where scalars are logged.
+    """The trackers that `backends` names (out of `OPENERS`, or code), and metrics.jsonl where scalars are logged.
 
     Args:
+        files: runner.code_files.
         config: the resolved configuration, as plain containers, for trackers that show it. None: log samples only; each
             tracker joins what the scalars' tracker has begun when samples are first logged.
         resume_step: the step of the checkpoint that the run goes on from; -1: none. wandb and trackio go on in their run of this
             folder, which a folder with a metrics.jsonl has.
 
     Raises:
-        ImportError: a backend isn't installed. Anything else that keeps a backend from starting is a warning.
+        ImportError: a backend isn't installed.
+        CodeError: a name leads to no code. Anything else that keeps a backend from starting is a warning.
     """
     run_dir = Path(run_dir)
     if config is None:
         run = TrackedRun(run_dir, project_name, experiment_name)
-        return Trackers({b: partial(OPENERS[b], run) for b in backends})
-    for backend in set(backends) - {"tensorboard"}:
+        return Trackers({b: partial(_opener(b, files), run) for b in backends})
+    for backend in {"wandb", "trackio"} & set(backends):
         _import_backend(backend)
     metrics_file = run_dir / "metrics.jsonl"
     resumed = resume_step >= 0 and metrics_file.exists()
     run = TrackedRun(run_dir, project_name, experiment_name, dict(config), resume_step, resumed)
-    trackers = Trackers({b: partial(OPENERS[b], run) for b in backends}, StepLines(metrics_file, resume_step))
+    trackers = Trackers({b: partial(_opener(b, files), run) for b in backends}, StepLines(metrics_file, resume_step))
     trackers.open()
     return trackers

@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from rlinf_vl.code import is_code
 from rlinf_vl.config import Config
 from rlinf_vl.config.schema.limits import FAMILIES, MIXTURE_FAMILIES, TEXT_FAMILIES
 from rlinf_vl.config.toys import TOYS
@@ -121,6 +122,8 @@ def _family(config: Config, of_checkpoint: str, shape: Mapping[str, Any] | None 
                 f"rollout.rollout_backend: sglang has names of its own for weights, which are not known of {of_checkpoint!r}; set "
                 "rollout.rollout_backend=torch"
             )
+    elif is_code(said):
+        pass  # whoever wrote it says what it can
     elif of_checkpoint not in FAMILIES:
         yield (
             f"rollout.model.model_path: {where}, which is not supported; supported: {', '.join(FAMILIES)}. If it has a tower like "

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from rlinf_vl.code import is_code
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
@@ -34,7 +35,9 @@ class Model:
         rollout, fsdp = config.rollout.model, config.actor.fsdp_config
         self.shape, self.said = model_config(path or rollout.model_path, trust_remote_code=rollout.trust_remote_code)
         paths = config.actor.model.vlm.paths
-        self.family = family_at(self.shape, paths) if paths else family_of(self.shape.model_type)
+        named = rollout.model_type if is_code(rollout.model_type) else self.shape.model_type
+        files = config.runner.code_files
+        self.family = family_at(self.shape, paths) if paths else family_of(named, files=files)
         self._made = meta_model(
             self.shape,
             self.family,

@@ -23,7 +23,13 @@ def processor_of(config: Config, model_path: str) -> Processor:
     model = config.rollout.model
     return Processor(
         model_path,
-        family_of(model.model_type, model_path, model.trust_remote_code, config.actor.model.vlm.paths),
+        family_of(
+            model.model_type,
+            model_path,
+            model.trust_remote_code,
+            config.actor.model.vlm.paths,
+            config.runner.code_files,
+        ),
         min_pixels=config.data.image_min_pixels,
         max_pixels=config.data.image_max_pixels,
         trust_remote_code=model.trust_remote_code,

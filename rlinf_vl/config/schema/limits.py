@@ -1,9 +1,11 @@
 """What one value of a configuration may be by itself."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from rlinf_vl.code import Signature
 
 T = TypeVar("T")
 
@@ -40,8 +42,17 @@ MIXTURE_FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")
 class OrCode(tuple[str, ...]):
     """Strings that a value may be, beside `module:Name` and `path/to/file.py:Name`; empty where another table has the names.
 
-    In a list of mappings, each one's `function` is such a name.
+    In a list of mappings, each one's `function` is such a name. `what` and `signature`: see `rlinf_vl.code.load_code`; without
+    them, whoever loads the code checks it.
     """
+
+    what: str
+    signature: Signature
+
+    def __new__(cls, names: Iterable[str] = (), what: str = "", signature: Signature = "") -> "OrCode":
+        made = super().__new__(cls, names)
+        made.what, made.signature = what, signature
+        return made
 
 
 def key(default: T, allowed: Limit | tuple[str, ...]) -> T:

@@ -12,7 +12,7 @@ from rlinf_vl.config.schema.limits import AT_LEAST_1, DTYPES, FAMILIES, POSITIVE
 class RolloutModelConfig:
     model_path: str = MISSING
     """Checkpoint folder (HF format) or hub name, for policy and reference; or an embedded task (`toy`), for its tiny model."""
-    model_type: str = key("auto", OrCode(("auto", *FAMILIES)))
+    model_type: str = key("auto", OrCode(("auto", *FAMILIES), "model family", "Family"))
     """Model family; auto: the one that the checkpoint's config.json names. Or a `Family` of yours, path/to/file.py:FAMILY."""
     precision: str = key("bf16", DTYPES)
     """The engine's dtype: fp32, bf16 or fp16. Weights are cast to it once, before they travel."""

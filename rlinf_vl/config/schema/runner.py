@@ -18,6 +18,8 @@ from rlinf_vl.config.schema.limits import (
     key,
 )
 
+TRACKERS = OrCode(("tensorboard", "wandb", "trackio"), "tracker", "open_tracker(run)")
+
 
 @dataclass
 class ClusterConfig:
@@ -40,7 +42,7 @@ class ClusterConfig:
 
 @dataclass
 class LoggerConfig:
-    logger_backends: list[str] = key(["tensorboard"], OrCode(("tensorboard", "wandb", "trackio")))
+    logger_backends: list[str] = key(["tensorboard"], TRACKERS)
     """Trackers beside metrics.jsonl, which is always written: tensorboard, wandb, trackio; or path/to/file.py:function, which is
     given a `TrackedRun`."""
     project_name: str = "rlinf_vl"

@@ -1,9 +1,11 @@
 """Model families by `model_type`. A new one is a file here with a `FAMILY`, and an entry in `FAMILIES`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from rlinf_vl.code import is_code, load_code
 from rlinf_vl.models.families import qwen2_5_vl, qwen3, qwen3_5, qwen3_vl
 from rlinf_vl.models.families.by_path import KEYS, Paths, family_by_path, parts_at
 from rlinf_vl.models.families.family import DecodeState, Family, ImageProcessor, Mixture, VisionFeatures, submodules
@@ -23,11 +25,14 @@ def family_of(
     checkpoint: str | Path = "",
     trust_remote_code: bool = False,
     paths: Paths | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> Family:
     """The family of `rollout.model.model_type`; "auto": of this checkpoint. ValueError names the families there are.
 
-    `paths`: `actor.model.vlm`'s, see `family_at`.
+    `paths`: `actor.model.vlm`'s, see `family_at`. `files`: runner.code_files.
     """
+    if is_code(model_type):
+        return load_code(model_type, {}, files or {}, what="model family", signature="Family")
     if paths is not None:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         return family_at(config, paths, checkpoint, trust_remote_code)

@@ -1,6 +1,7 @@
 """From a name to code from outside: files, those beside them and notebooks as texts; what is refused without running it."""
 
 import importlib
+import re
 import subprocess
 import sys
 
@@ -8,10 +9,14 @@ import pytest
 import yaml
 
 from rlinf_vl.code import CodeError, check_code, collect_code, load_code, pickled
-from rlinf_vl.config import load_config, save_config
+from rlinf_vl.config import changed_keys, load_config, save_config
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.models.families import Family, family_of
+from rlinf_vl.observe.tracker import make_trackers
 
 REWARD = {"what": "reward", "signature": "score(response, answer, **row) or score(completions, **columns)"}
 LOSS = {"what": "loss", "signature": "loss(logprobs, advantages, *, clip)"}
+TRACKER = {"what": "tracker", "signature": "open_tracker(run)"}
 CLASS = {"what": "environment", "signature": ("start(problem)", "close()")}
 
 
@@ -62,16 +67,20 @@ def test_an_object_of_a_notebook_travels_without_its_module(tmp_path):
 
 
 def test_a_config_anywhere_builds_on_ours_and_finds_code_beside_it(tmp_path, monkeypatch):
-    (tmp_path / "trackers.py").write_text("def open_csv(run): ...\n")
+    text = "def open_csv(run): return 'of $17 ${x} or ${ in LaTeX'\n"
+    (tmp_path / "trackers.py").write_text(text)
     (tmp_path / "mine.yaml").write_text(
         "defaults: [toy-grpo-cpu]\nrunner:\n  experiment_name: mine\n  logger:\n    logger_backends: ['trackers.py:open_csv']\n"
     )
     config = load_config(str(tmp_path / "mine.yaml"))
     assert config.runner.logger.logger_backends == [f"{tmp_path}/trackers.py:open_csv"]
-    assert config.runner.code_files == {f"{tmp_path}/trackers.py": "def open_csv(run): ...\n"}
+    assert config.runner.code_files.keys() == {f"{tmp_path}/trackers.py"}
     save_config(config, tmp_path / "run/config.yaml")
     (tmp_path / "trackers.py").unlink()
-    assert load_config(str(tmp_path / "run/config.yaml")) == config
+    again = load_config(str(tmp_path / "run/config.yaml"))
+    assert again == config and changed_keys(again, tmp_path / "run/config.yaml") == []
+    opened = load_code(again.runner.logger.logger_backends[0], {}, again.runner.code_files, **TRACKER)
+    assert opened(None) == "of $17 ${x} or ${ in LaTeX"
     text = (tmp_path / "run/config.yaml").read_text()
     former = yaml.safe_load(text)
     former["rollout"]["env_files"] = former["runner"].pop("code_files")
@@ -148,3 +157,33 @@ def test_a_module_and_an_instance(tmp_path, monkeypatch):
     with pytest.raises(CodeError, match="no_such_module_at_all can't be imported: ModuleNotFoundError"):
         check_code("no_such_module_at_all:X", {}, {}, **wanted)
     assert load_code("one", {"one": "json:dumps"}, {}, **REWARD)([1]) == "[1]", "what is registered isn't looked at"
+
+
+def test_a_tracker_and_a_family_of_ones_own(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import dataclasses\nfrom rlinf_vl.models.families import FAMILIES\n"
+        "FAMILY = dataclasses.replace(FAMILIES['qwen3_vl'], model_type='mine')\n"
+        "class Lines:\n"
+        "    def __init__(self, run): self.path = run.folder / 'lines.txt'\n"
+        "    def log(self, step, metrics): self.path.write_text(f'{step} {sorted(metrics)}')\n"
+        "    def log_samples(self, step, split, samples): ...\n"
+        "    def close(self): ...\n"
+        "def without_a_run(): ...\n"
+    )
+    own = ["runner.logger.logger_backends=[own.py:Lines]", "rollout.model.model_type=own.py:FAMILY"]
+    own = [text.replace("own.py", f"{tmp_path}/own.py") for text in own]
+    config = load_config("toy-grpo-cpu", own)
+    backends, files = config.runner.logger.logger_backends, config.runner.code_files
+    (tmp_path / "own.py").unlink()
+    trackers = make_trackers(tmp_path, backends, project_name="p", experiment_name="e", config={}, files=files)
+    trackers.log(3, {"reward/mean": 0.5})
+    assert (tmp_path / "lines.txt").read_text() == "3 ['reward/mean']"
+    family = family_of(config.rollout.model.model_type, files=files)
+    assert isinstance(family, Family) and family.model_type == "mine"
+    (tmp_path / "own.py").write_text("def without_a_run(): ...\n")
+    for key, name, expected in (
+        ("runner.logger.logger_backends", "without_a_run", "a tracker is called as open_tracker(run)"),
+        ("rollout.model.model_type", "FAMLY", "no object 'FAMLY' in"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{key}: .*{re.escape(expected)}"):
+            load_config("toy-grpo-cpu", [f"{key}={tmp_path}/own.py:{name}"])
