@@ -44,9 +44,8 @@ def test_keys_are_shown_with_defaults_and_meaning(capsys):
     _, text, _ = said(capsys, "config", "actor.optim")
     assert text.count("actor.optim.") == len([key for key in config_keys() if key.startswith("actor.optim.")])
     _, text, _ = said(capsys, "config", "clip_ratio")
-    assert re.findall(r"^algorithm\.clip_ratio_\w+", text, re.MULTILINE) == [
-        f"algorithm.clip_ratio_{name}" for name in ("low", "high", "c")
-    ]
+    shown = re.findall(r"^(\S+) = ", text, re.MULTILINE)
+    assert len(shown) >= 3 and shown == [key for key in config_keys() if "clip_ratio" in key]
     code, _, errors = said(capsys, "config", "runner.maxsteps")
     assert code == 2 and errors.startswith("error: runner.maxsteps: unknown key; did you mean 'runner.max_steps'")
 
