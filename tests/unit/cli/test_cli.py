@@ -39,8 +39,8 @@ def test_the_help_of_train_has_every_config_and_every_key(capsys):
 def test_keys_are_shown_with_defaults_and_meaning(capsys):
     code, text, _ = said(capsys, "config")
     assert code == 0 and "runner.max_steps = -1\n" in text and "runner.experiment_name = (must be given)" in text
-    _, text, _ = said(capsys, "config", "algorithm.kl_penalty_type")
-    assert text.startswith("algorithm.kl_penalty_type = 'k3'\n") and "Allowed: k1, k2, k3, abs." in text
+    _, text, _ = said(capsys, "config", "rollout.model.precision")
+    assert text.startswith("rollout.model.precision = 'bf16'\n") and "Allowed: fp32, bf16, fp16." in text
     _, text, _ = said(capsys, "config", "actor.optim")
     assert text.count("actor.optim.") == len([key for key in config_keys() if key.startswith("actor.optim.")])
     _, text, _ = said(capsys, "config", "clip_ratio")
