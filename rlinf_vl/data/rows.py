@@ -91,7 +91,8 @@ def row_to_problem(
     used = {form.prompt_key, *form.image_keys, "env_class"} | ({"answer"} if form.answer_key == "answer" else set())
     columns = {name: _plain(value) for name, value in row.items() if name not in used}
     env_class = _env_class(row.get("env_class"), columns, row_id, form, root)
-    return Problem(row_id, tuple(messages), answer, refs, env_class, columns, dropped)
+    chat = isinstance(row.get(form.prompt_key), list)
+    return Problem(row_id, tuple(messages), answer, refs, env_class, columns, dropped, chat)
 
 
 def at_path(row: dict[str, Any], name: str) -> Any:

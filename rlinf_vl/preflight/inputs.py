@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rlinf_vl.code import CodeError
+from rlinf_vl.code import CodeError, check_code, is_code
 from rlinf_vl.config import Config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.toys import TOYS
@@ -31,7 +31,9 @@ from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.preflight import gpus
 from rlinf_vl.preflight.checkpoint import checkpoint
 from rlinf_vl.preflight.hub import HUB_NAME, ask_hub
-from rlinf_vl.rewards.named import NAMED
+from rlinf_vl.rewards.forms import SIGNATURE
+from rlinf_vl.rewards.named import named_function
+from rlinf_vl.rewards.processes import load_function
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, run_folder
 from rlinf_vl.types import Problem
 
@@ -241,12 +243,21 @@ def _gpus(config: Config) -> Iterator[str]:
 
 
 def _rewards(config: Config) -> Iterator[str]:
-    for entry in config.reward.entries:
-        name = entry.get("function")
-        if isinstance(name, str) and name not in NAMED:
-            known = ", ".join(sorted(NAMED))
-            key = "reward.functions" if config.reward.functions else "reward.reward_type"
-            yield f"{key}: no reward function {name!r}; there are {known};{nearest(name, NAMED)}".rstrip(";")
+    """Functions are imported here, too: what can't be called is told now."""
+    reward = config.reward
+    for number, entry in enumerate(reward.entries):
+        name, kwargs = entry.get("function"), entry.get("kwargs", {})
+        if not isinstance(name, str) or not isinstance(kwargs, dict):
+            continue  # which another rule tells
+        key = f"reward.functions[{number}]" if reward.functions else "reward.reward_type"
+        try:
+            if is_code(name):
+                check_code(name, {}, config.runner.code_files, what="reward function", signature=SIGNATURE)
+                load_function(name, kwargs, config.runner.code_files)
+            else:
+                named_function(name, kwargs)
+        except CodeError as error:
+            yield f"{key}: {error}"
 
 
 #: Rules that find what of the things that a config names would stop its run on this machine.

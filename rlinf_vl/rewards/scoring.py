@@ -8,33 +8,17 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import chain, count
+from typing import Any
 
+from rlinf_vl.code import is_code
+from rlinf_vl.rewards.forms import RewardFunction
 from rlinf_vl.rewards.grading_pool import GradingError
-from rlinf_vl.rewards.named import NAMED
+from rlinf_vl.rewards.named import named_function
+from rlinf_vl.rewards.processes import Limits, ProcessPool, load_function
+from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.types import Problem
-
-#: A function's value from which on it finds an answer correct, unless it says so itself.
-RIGHT = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What is scored: the last response of an episode."""
-
-    response: str  # whole, thoughts included
-    said: str  # what it says behind its thoughts
-    ids: tuple[int, ...] = ()  # token ids that were sampled for it
-    truncated: bool = False  # it ended at the limit of tokens
-
-
-class Result(NamedTuple):
-    """What a function says of an answer."""
-
-    value: float | None  # None: it says nothing, and weighs nothing
-    parts: Mapping[str, float] = {}  # what else it gave, by name
-    correct: bool | None = None  # whether it finds the answer right; None: see `RIGHT`
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +50,13 @@ class Part:
 
 
 class Scorer:
-    """The reward functions of a run."""
+    """The reward functions of a run. `close` ends their processes; closing twice is fine."""
 
-    def __init__(self, parts: Sequence[Part], reward_max: float, reward_min: float) -> None:
+    def __init__(
+        self, parts: Sequence[Part], reward_max: float, reward_min: float, close: Callable[[], None] = lambda: None
+    ) -> None:
         self.parts = parts
+        self.close = close
         self._max, self._min = reward_max, reward_min
 
     async def __call__(self, problem: Problem, answers: Sequence[Answer]) -> list[Score]:
@@ -114,15 +101,56 @@ class Scorer:
         return Score(self._min + (self._max - self._min) * total, parts, bool(correct), tuple(ungraded))
 
 
-def make_scorer(functions: Sequence[Mapping[str, Any]], *, reward_max: float, reward_min: float) -> Scorer:
-    """The scorer of `reward.functions`."""
+def make_scorer(
+    functions: Sequence[Mapping[str, Any]],
+    *,
+    reward_max: float,
+    reward_min: float,
+    files: Mapping[str, str],
+    limits: Limits,
+) -> Scorer:
+    """The scorer of `reward.functions`; `files` is `runner.code_files`. Neither a process nor a thread is started yet.
+
+    Raises:
+        CodeError, ValueError: there is no such function, or it can't be called.
+    """
+    own = [(entry["function"], entry.get("kwargs") or {}) for entry in functions if is_code(entry["function"])]
+    pool = ProcessPool(own, files, limits)
     threads = ThreadPoolExecutor(thread_name_prefix="rewards")
-    parts = []
+    parts: list[Part] = []
     for entry in functions:
-        named = NAMED[entry["function"]]
+        name, kwargs = entry["function"], entry.get("kwargs") or {}
+        if is_code(name):
+            function, judges = load_function(name, kwargs, files), True
+            begin = partial(
+                pool.submit,
+                sum(is_code(part["function"]) for part in functions[: len(parts)]),
+                images=function.wants_images,
+                together=function.together(),
+            )
+        else:
+            function, judges = named_function(name, kwargs)
+            begin = partial(_begin, threads, function)
+        taken = {part.name for part in parts}
+        attribute = name.rpartition(":")[2]
+        numbered = (attribute if n == 1 else f"{attribute}_{n}" for n in count(1))
+        unique = next(name for name in numbered if name not in taken)
+        parts.append(Part(unique, float(entry.get("weight", 1.0)), judges, begin))
 
-        def begin(problem: Problem, answers: Sequence[Answer], function=named.function) -> "list[Future[Result]]":
-            return [threads.submit(lambda a=a: Result(float(function(a.said, problem.answer)))) for a in answers]
+    def close() -> None:
+        pool.close()
+        threads.shutdown(wait=False, cancel_futures=True)
 
-        parts.append(Part(entry["function"], float(entry.get("weight", 1.0)), named.judges, begin))
-    return Scorer(parts, reward_max, reward_min)
+    return Scorer(parts, reward_max, reward_min, close)
+
+
+def _begin(
+    threads: ThreadPoolExecutor, function: RewardFunction, problem: Problem, answers: Sequence[Answer]
+) -> "list[Future[Result]]":
+    def one(answer: Answer) -> Result:
+        (result,) = function.results(problem, [answer], 0.0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return [threads.submit(one, answer) for answer in answers]

@@ -12,6 +12,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rewards.named import NAMED
+from rlinf_vl.rewards.processes import Limits
 from rlinf_vl.rewards.scoring import Scorer, make_scorer
 from rlinf_vl.rollout.player import SINGLE
 from rlinf_vl.rollout.prompts import Prompts
@@ -38,7 +39,9 @@ def processor_of(config: Config, model_path: str) -> Processor:
 
 def scorer_of(config: Config) -> Scorer:
     reward = config.reward
-    return make_scorer(reward.entries, reward_max=reward.reward_max_val, reward_min=reward.reward_min_val)
+    bounds = {"reward_max": reward.reward_max_val, "reward_min": reward.reward_min_val}
+    limits = Limits(reward.timeout, reward.memory_gb, reward.workers)
+    return make_scorer(reward.entries, **bounds, files=config.runner.code_files, limits=limits)
 
 
 def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:

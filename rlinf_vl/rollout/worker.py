@@ -63,7 +63,7 @@ class RolloutRank:
             reads_images = self.processor.family.vision_tower is not None
             warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length, reads_images)
         self.prefilled_tokens = self.engine.prefilled_tokens  # when the last group was done
-        scorer = scorer_of(config)
+        scorer = self.scorer = scorer_of(config)
         self.player = Player(
             self.engine,
             self.renderer,
@@ -228,6 +228,7 @@ class RolloutRank:
 
     async def stop(self) -> None:
         self.engine.close()
+        self.scorer.close()
         flush_spans()
 
 

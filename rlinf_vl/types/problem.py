@@ -46,3 +46,4 @@ class Problem:
     env_class: str | None = None  # the environment that the row names; None: the run's
     columns: dict[str, Any] = field(default_factory=dict)  # what else the row has, as plain values
     dropped_images: int = 0  # images of the row beyond data.max_images_per_message and data.max_images_per_sample
+    chat: bool = False  # whether the row's prompt is a list of messages

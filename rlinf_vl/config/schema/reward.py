@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf_vl.config.schema.limits import OrCode, key
+from rlinf_vl.config.schema.limits import AT_LEAST_1, POSITIVE, OrCode, key
 
 
 @dataclass
@@ -18,6 +18,14 @@ class RewardConfig:
     """Reward of a score of 1, such as that of a right answer; reward_min_val + (reward_max_val - reward_min_val) · score."""
     reward_min_val: float = 0.0
     """Reward of a score of 0, such as that of a wrong answer."""
+
+    timeout: float = key(10.0, POSITIVE)
+    """Seconds that a function of yours has for an answer (for a group's, if it takes a list). Its process is then ended, and the
+    answer has no verdict: the function scores 0, and it counts in reward/ungradable."""
+    memory_gb: float = key(4.0, POSITIVE)
+    """Memory that a process with functions of yours may take beyond what it has when they are imported."""
+    workers: int = key(4, AT_LEAST_1)
+    """Most processes with functions of yours, per rollout worker; each is started when it is needed."""
 
     @property
     def entries(self) -> list[dict[str, Any]]:
