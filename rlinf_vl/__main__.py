@@ -84,6 +84,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.cli.new import new
 
             print(new(arguments.kind, arguments.name))
+        case "convert-config":
+            from rlinf_vl.cli import convert
+
+            return convert.main(arguments)
         case "completion":
             from rlinf_vl.cli.completion import script
 

@@ -12,6 +12,7 @@ import rlinf_vl
 from rlinf_vl.cli.completion import complete_config, complete_override
 from rlinf_vl.cli.keys import configs_and_keys
 from rlinf_vl.cli.new import KINDS
+from rlinf_vl.config.aliases import SYSTEMS
 from rlinf_vl.config.keys import config_keys, config_sections
 from rlinf_vl.config.toys import TOYS
 
@@ -125,6 +126,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("key", nargs="?", metavar="KEY", help="a key, a section or a part of a key's name").completer = (
         lambda **_: [*config_sections(), *config_keys()]
     )
+
+    argument = verb("convert-config", f"write a config of {', '.join(SYSTEMS.values())} as one of ours")
+    argument("file", type=Path, metavar="FILE", help="YAML, a script (key=value or --key value), Python or a notebook")
+    argument("--from", dest="system", choices=SYSTEMS, help="whose it is; found by its keys unless named")
+    argument("--output", type=Path, metavar="YAML", help="the file to write; standard output unless named")
 
     argument = verb("new", "write a commented start of something of your own into a file here")
     argument("kind", choices=KINDS, help="what to begin")

@@ -9,6 +9,7 @@ from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, get_type_hints
 
+from rlinf_vl.config import aliases
 from rlinf_vl.config.schema import Config, Limit
 from rlinf_vl.errors import did_you_mean
 
@@ -39,12 +40,18 @@ def config_sections() -> dict[str, tuple[str, ...]]:
 def suggestion(key: str) -> str:
     """ " did you mean 'runner.seed'?" for a dotted name that isn't a key; the keys there are, if nothing is near.
 
-    The same leaf in other sections comes first, then names that look alike, then leaves that do.
+    What another system calls so comes first, then the same leaf in other sections, what others call nearly so, names that look
+    alike, leaves that do.
     """
+    if theirs := aliases.hint(key):
+        return theirs
     known, sections = config_keys(), config_sections()
     section, _, leaf = key.rpartition(".")
     alike = {k: (_likeness(k.rpartition(".")[2], leaf), _likeness(k, key)) for k in known}
-    matches = [k for k, (leaves, names) in alike.items() if leaves == 1 or (leaves > 0.5 and names > 0.7)]
+    matches = [k for k, (leaves, _) in alike.items() if leaves == 1]
+    if not matches and (theirs := aliases.hint(key, nested=True)):
+        return theirs
+    matches = matches or [k for k, (leaves, names) in alike.items() if leaves > 0.5 and names > 0.7]
     matches = matches or [k for k, (leaves, _) in alike.items() if leaves > 0.7]
     matches = matches or [k for k in known if k == section]  # a name below a leaf
     if matches:

@@ -24,6 +24,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf_vl.code import collect_code, is_code
+from rlinf_vl.config.foreign.as_is import rlinf_settings
 from rlinf_vl.config.keys import config_keys, config_sections, suggestion
 from rlinf_vl.config.overrides import apply_overrides, leaves
 from rlinf_vl.config.presets import with_presets
@@ -72,7 +73,7 @@ def load_config(config_name: str, overrides: Sequence[str] = (), further: Sequen
 def parse_config(config_name: str, overrides: Sequence[str | tuple[str, Any]] = ()) -> Config:
     """`load_config` without validation: what a config says, whether or not it can work. An override may be (key, value), too."""
     path = _find(config_name)
-    written = _compose(path)
+    written = rlinf_settings(path) or _compose(path)
     typed = OmegaConf.structured(Config)
     problems = [*apply_overrides(written, overrides), *_fill(typed, written)]
     if problems:
@@ -114,6 +115,10 @@ def _find(config_name: str) -> Path:
     named = Path(os.path.expanduser(config_name))
     if named.suffix in (".yml", ".json") and named.is_file():
         raise ConfigError(f"config {config_name!r}: a config's file ends in .yaml; rename it to {named.stem}.yaml")
+    if named.suffix in (".sh", ".py", ".ipynb") and named.is_file():
+        raise ConfigError(
+            f"config {config_name!r} is no YAML; one of another system is converted: rlinf-vl convert-config {named}"
+        )
     if named.name != config_name:  # a path, not a bare name
         path = named.with_name(named.name.removesuffix(".yaml") + ".yaml")
         if not path.is_file():

@@ -46,21 +46,23 @@ def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
 
 
 def _values(config: Config) -> Iterator[str]:
-    for name, key in config_keys().items():
-        value: Any = reduce(getattr, name.split("."), config)
-        allowed = key.allowed
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(allowed, tuple):
-                if one not in allowed and not (isinstance(allowed, OrCode) and (is_code(one) or not allowed)):
-                    own = ", module:Name, path/to/file.py:Name" if isinstance(allowed, OrCode) else ""
-                    hint = nearest(one, allowed)
-                    yield f"{name}: {one!r} is unknown; allowed: {', '.join(allowed)}{own};{hint}".rstrip(";")
-            elif isinstance(one, float) and not (
-                math.isfinite(one) or (allowed and allowed.may_be_infinite and one > 0)
-            ):
-                yield f"{name}: {one} must be a finite number"
-            elif allowed and one is not None and not allowed.holds(one):
-                yield f"{name}: {one} must {allowed.must}"
+    for name in config_keys():
+        yield from value_problems(name, reduce(getattr, name.split("."), config))
+
+
+def value_problems(name: str, value: Any) -> Iterator[str]:
+    """What a key's own limit or list has against a value, or against each of a list's."""
+    allowed = config_keys()[name].allowed
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(allowed, tuple):
+            if one not in allowed and not (isinstance(allowed, OrCode) and (is_code(one) or not allowed)):
+                own = ", module:Name, path/to/file.py:Name" if isinstance(allowed, OrCode) else ""
+                hint = nearest(one, allowed)
+                yield f"{name}: {one!r} is unknown; allowed: {', '.join(allowed)}{own};{hint}".rstrip(";")
+        elif isinstance(one, float) and not (math.isfinite(one) or (allowed and allowed.may_be_infinite and one > 0)):
+            yield f"{name}: {one} must be a finite number"
+        elif allowed and one is not None and not allowed.holds(one):
+            yield f"{name}: {one} must {allowed.must}"
 
 
 def _code(config: Config) -> Iterator[str]:

@@ -1,0 +1,62 @@
+"""What `convert-config` makes of other systems' configs: python benchmarks/conversion.py FILE…
+
+A row for each file: keys mapped, dropped, refused, unknown; settings written; whether the schema and its rules accept them, apart
+from files and packages that are not on this machine. Exits with 1 if a key is unknown or a config is not accepted.
+"""
+
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from rlinf_vl.config import load_config
+from rlinf_vl.config.foreign.convert import KINDS, convert_file
+from rlinf_vl.config.foreign.render import render
+from rlinf_vl.errors import ConfigError
+
+#: Problems of the machine, not of the config.
+OF_THE_MACHINE = re.compile(r"no (file|folder) ['\"]|is not installed")
+
+
+def main(files: list[Path]) -> int:
+    totals: dict[str, Counter[str]] = {}
+    bad = 0
+    print(f"| file | system | keys | {' | '.join(KINDS)} | written | accepted |\n|{'---|' * (len(KINDS) + 5)}")
+    for file in files:
+        try:
+            made = convert_file(file)
+        except ConfigError as error:
+            print(f"| {file.name} | – | {error} |")
+            bad += 1
+            continue
+        problems = _problems(render(made, file.name))
+        counts = Counter({kind: len(made.of(kind)) for kind in KINDS})
+        totals.setdefault(made.system, Counter()).update(counts | {"keys": len(made.outcomes), "files": 1})
+        row = [str(counts[kind]) for kind in KINDS]
+        accepted = "yes" if not problems else "; ".join(problems)
+        print(
+            f"| {file.name} | {made.system} | {len(made.outcomes)} | {' | '.join(row)} | {len(made.settings)} | {accepted} |"
+        )
+        for outcome in made.of("unknown"):
+            print(f"  unknown: {outcome.key}={outcome.value}", file=sys.stderr)
+        bad += bool(problems or made.of("unknown"))
+    for system, counts in totals.items():
+        row = [str(counts[kind]) for kind in KINDS]
+        print(f"| **all {counts['files']}** | {system} | {counts['keys']} | {' | '.join(row)} | | |")
+    return 1 if bad else 0
+
+
+def _problems(text: str) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "converted.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            load_config(str(path))
+        except ConfigError as error:
+            return [problem for problem in error.problems if not OF_THE_MACHINE.search(problem)]
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main([Path(name) for name in sys.argv[1:]]))

@@ -1,0 +1,40 @@
+"""`convert-config`: another system's config as one of ours."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from rlinf_vl.config.foreign.convert import convert_file
+from rlinf_vl.config.foreign.render import render, summary
+from rlinf_vl.config.load import load_config
+from rlinf_vl.errors import ConfigError
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write the config, and say what became of each key. Raises ConfigError: nothing can be made of the file."""
+    made = convert_file(arguments.file, arguments.system)
+    text = render(made, arguments.file.name)
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
+    lines = [summary(made, str(arguments.file))]
+    lines += [f"  to do before it runs: {problem}" for problem in _to_do(text)]
+    if arguments.output:
+        lines.append(f"written to {arguments.output}")
+    print("\n".join(lines), file=sys.stdout if arguments.output else sys.stderr)
+    return 0
+
+
+def _to_do(text: str) -> list[str]:
+    """What is still missing where it stands: data, a model's folder, packages."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "converted.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            load_config(str(path))
+        except ConfigError as error:
+            return list(error.problems)
+    return []

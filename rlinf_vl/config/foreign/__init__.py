@@ -1,0 +1,1 @@
+"""Configs of other systems: read (`files`), converted (`convert`), written as ours."""
