@@ -58,6 +58,7 @@ def summary(group_id: str, problem: str, rewards: list[float], **changes) -> Gro
         "image_bytes": {problem: 10},
         "turns": (1,) * n,
         "metrics": ({},) * n,
+        "parts": ({},) * n,
         "turn_rewards": tuple((reward,) for reward in rewards),
         "turn_tokens": tuple((1 + i,) for i in range(n)),
         "turn_states": (("",),) * n,
