@@ -14,6 +14,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 from rlinf_vl.config.schema import LoraConfig
 
 LR = 0.05
+LONGEST = 24  # sampled tokens of a trajectory
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Layout:
     quantization: str = "none"  # of what has adapters
     replay: bool = False  # of random experts
     balance: float = 0.0  # weight of the load-balancing loss
+    adv: str = "grpo"
+    placement: str = "loss"  # of the KL
 
     @property
     def turns(self) -> bool:
@@ -241,8 +244,12 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
     trained_on = {
         g.id: [i for i, t in enumerate(g.trajectories) if t.error is None and t.n_response_tokens] for g in groups
     }
+    ref = {}
     with torch.no_grad():
         start = {(g.id, i): logprobs_of(model, g, i) for g in groups for i in trained_on[g.id]}
+        if layout.kl_beta:
+            ref = {(g.id, i): logprobs_of(reference, g, i) for g in groups for i in trained_on[g.id]}
+    advantages = advantages_of(layout, groups, trained_on, start, ref)
     losses, norms = [], []
     for part in np.array_split(np.arange(len(groups)), layout.minibatches):
         members = [(groups[k], i) for k in part for i in trained_on[groups[k].id]]
@@ -251,21 +258,18 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         n_sequences = sum(len(found) for found in parts.values())
         loss = torch.zeros(())
         for g, i in members:
-            token = token_losses(layout, g, i, trained_on[g.id], logprobs_of(model, g, i, True), start[g.id, i])
+            token = token_losses(layout, g, i, advantages[g.id, i], logprobs_of(model, g, i, True), start[g.id, i])
             token = token - 0.01 * entropy_of(model, g, i)
-            if layout.kl_beta:
-                with torch.no_grad():
-                    ref = logprobs_of(reference, g, i)
-                logp = logprobs_of(model, g, i)
-                token = token + layout.kl_beta * ((ref - logp).exp() - 1 - (ref - logp))
+            if layout.kl_beta and layout.placement == "loss":
+                gap = ref[g.id, i] - logprobs_of(model, g, i)
+                token = token + layout.kl_beta * (gap.exp() - 1 - gap)
             if layout.aggregation == "token-mean":
                 loss = loss + token.sum() / tokens
             else:
                 for where in parts[g.id, i]:
                     own = token[where]
-                    loss = (
-                        loss + (own.mean() if layout.aggregation == "seq-mean-token-mean" else own.sum()) / n_sequences
-                    )
+                    own = own.mean() if layout.aggregation == "seq-mean-token-mean" else own.sum()
+                    loss = loss + own / n_sequences / (LONGEST if layout.aggregation.endswith("-norm") else 1)
         if layout.balance:
             loss = loss + layout.balance * mixtures.balance_loss()
         for layer in mixtures.layers:
@@ -292,8 +296,26 @@ def relative(value: float, values: list[float]) -> float:
     return 0.0 if len(set(values)) == 1 else (value - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
 
 
-def advantages(layout: Layout, g, i: int, trained_on: list[int]):
-    """Of each sampled token of a trajectory, float32."""
+def advantages_of(layout: Layout, groups, trained_on, start, ref):
+    """Of each sampled token of each trajectory, float32, by (group, index)."""
+    kl = {key: np.zeros(len(values)) for key, values in start.items()}
+    if layout.placement == "reward":
+        kl = {key: layout.kl_beta * (start[key] - ref[key]).double().numpy() for key in start}
+    if layout.adv != "reinforce_plus_plus":
+        return {
+            (g.id, i): torch.from_numpy(group_advantages(layout, g, i, trained_on[g.id], kl)).float()
+            for g in groups
+            for i in trained_on[g.id]
+        }
+    rewards = {(g.id, i): g.trajectories[i].reward for g in groups for i in trained_on[g.id]}
+    returns = {key: [reward - kl[key][t:].sum() for t in range(len(kl[key]))] for key, reward in rewards.items()}
+    everything = [value for values in returns.values() for value in values]
+    mean, std = np.mean(everything), math.sqrt(np.var(everything, ddof=1) + 1e-8)
+    return {key: torch.tensor([(value - mean) / std for value in values]).float() for key, values in returns.items()}
+
+
+def group_advantages(layout: Layout, g, i: int, trained_on: list[int], kl):
+    """Of each sampled token of a trajectory, float64."""
     played = {k: g.trajectories[k].turns for k in trained_on}
 
     def paid_from(k: int, t: int) -> float:
@@ -302,7 +324,8 @@ def advantages(layout: Layout, g, i: int, trained_on: list[int]):
     def of_turn(t: int) -> float:
         if layout.credit == "turn":
             return relative(paid_from(i, t), [paid_from(k, t) for k in trained_on if len(played[k]) > t])
-        value = relative(g.trajectories[i].reward, [g.trajectories[k].reward for k in trained_on])
+        rewards = {k: g.trajectories[k].reward - kl[g.id, k].sum() for k in trained_on}
+        value = relative(rewards[i], list(rewards.values()))
         if layout.state_weight:
             state = played[i][t].info
             alike = [paid_from(k, n) for k in trained_on for n, turn in enumerate(played[k]) if turn.info == state]
@@ -311,12 +334,11 @@ def advantages(layout: Layout, g, i: int, trained_on: list[int]):
 
     t = g.trajectories[i]
     values = [of_turn(k) for k in range(len(t.turns))]
-    return torch.tensor(np.repeat(values, t.turn_tokens), dtype=torch.float32)
+    return np.repeat(values, t.turn_tokens)
 
 
-def token_losses(layout: Layout, g, i: int, trained_on: list[int], logp, start):
-    """Clipped policy losses of a trajectory's sampled tokens, by the formulas in docs/concepts.md and docs/credit.md."""
-    adv = advantages(layout, g, i, trained_on)
+def token_losses(layout: Layout, g, i: int, adv, logp, start):
+    """Policy losses of a trajectory's sampled tokens, by the formulas in docs/algorithms.md and docs/credit.md."""
     sampled = [sequence.logprobs[sequence.loss_mask] for sequence in g.trajectories[i].sequences]
     rollout = torch.from_numpy(np.concatenate(sampled))
     train = start if layout.minibatches > 1 else logp.detach()
@@ -325,8 +347,15 @@ def token_losses(layout: Layout, g, i: int, trained_on: list[int], logp, start):
     if layout.loss == "gspo":
         log_ratio = torch.cat([log_ratio[where].mean().expand(len(log_ratio[where])) for where in parts])
     ratio = log_ratio.exp()
-    token = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.28))
-    token = torch.where(adv < 0, torch.minimum(token, -adv * 3.0), token)
+    if layout.loss == "cispo":
+        token = -adv * ratio.clamp(0.8, 1.28).detach() * logp
+    elif layout.loss == "sapo":
+        token = torch.where(
+            adv > 0, -adv * 4 * torch.sigmoid(ratio - 1), -adv * 4 / 1.05 / (1 + (1.05 * (1 - ratio)).exp())
+        )
+    else:
+        token = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.28))
+        token = torch.where(adv < 0, torch.minimum(token, -adv * 3.0), token)
     if layout.tis_clip is None:
         return token
     gap = train - rollout

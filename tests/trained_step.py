@@ -1,8 +1,9 @@
 """One training step of a `Trainer` as a `Layout` says, on ranks that are processes of their own: real FSDP2 over gloo."""
 
 import torch
+import torch.distributed as dist
 from adapters import adapter_values
-from plain_step import LR, Layout, adapters_of, groups_of, routed
+from plain_step import LONGEST, LR, Layout, adapters_of, groups_of, routed
 from rank_processes import RankProcesses
 from tiny import IMAGE_ID, tiny_policy, tiny_trainer
 from torch.distributed.tensor import distribute_tensor
@@ -30,8 +31,9 @@ def train(layout: Layout, kind: str):
         FsdpConfig,
         MixedPrecisionConfig,
         OptimConfig,
+        SamplingConfig,
     )
-    from rlinf_vl.controller.step_plan import plan_step
+    from rlinf_vl.controller.step_plan import plan_step, with_kl
 
     mesh = Mesh.make("cpu", shard=layout.shard)
     seeds = iter((0, 9))
@@ -49,10 +51,13 @@ def train(layout: Layout, kind: str):
         AlgorithmConfig(
             n_minibatches=layout.minibatches,
             loss_agg_func=layout.aggregation,
+            adv_type=layout.adv,
             clip_ratio_low=0.2,
             clip_ratio_high=0.28,
             clip_ratio_c=3.0,
             kl_beta=layout.kl_beta,
+            kl_placement=layout.placement,
+            sampling_params=SamplingConfig(max_new_tokens=LONGEST),
             entropy_bonus=0.01,
             importance_sampling_fix=layout.tis_clip is not None,
             importance_sampling_clip=layout.tis_clip or 0.0,
@@ -95,8 +100,9 @@ def train(layout: Layout, kind: str):
         trainer.batches = trainer.batches.without_cache()
     groups = groups_of(kind)
     groups = routed(groups, layout.family) if layout.replay else groups
+    summaries = [GroupSummary.of(g, IMAGE_ID) for g in groups]
     plan = plan_step(
-        [GroupSummary.of(g, IMAGE_ID) for g in groups],
+        summaries,
         algorithm,
         ranks=layout.ranks,
         budget=layout.budget,
@@ -105,7 +111,11 @@ def train(layout: Layout, kind: str):
     )
     minibatches = [ranks[mesh.data_rank] for ranks in plan.minibatches]
     mine = {i.group: groups[i.group] for mini in minibatches for items in mini.micro_batches for i in items}
-    sums, _ = trainer.update(mine, minibatches, plan.advantages)
+    if layout.placement == "reward":
+        kl = [None] * layout.ranks
+        dist.all_gather_object(kl, trainer.reference_kl(mine, minibatches))
+        plan = with_kl(plan, summaries, algorithm, {key: turns for part in kl for key, turns in part.items()})
+    sums, _ = trainer.update(mine, minibatches, plan.advantages, kl_scale=plan.kl_scale)
     weights = {name: value.numpy() for name, value in trainer.weights(torch.float32)}
     features = {}
     if cache := trainer.batches.cache:

@@ -94,7 +94,7 @@ def policy_loss(
                 f"must return the loss of each token, a tensor of shape {tuple(mask.shape)}; returned {found}"
             )
     elif loss_type == "sapo":
-        tau = torch.where(advantage > 0, tau_pos, tau_neg)
+        tau = torch.where(advantage > 0, advantage.new_full((), tau_pos), advantage.new_full((), tau_neg))
         loss = -advantage * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
     else:
         assert clip_low is not None and clip_high is not None

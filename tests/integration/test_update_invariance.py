@@ -63,7 +63,7 @@ def references():
         plain = (layout.minibatches, layout.aggregation, layout.kl_beta, layout.train_tower, layout.tis_clip,
                  layout.tis_level, layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
                  layout.discount, layout.state_weight, layout.family, layout.lora, layout.quantization, layout.replay,
-                 layout.balance, kind)  # fmt: skip
+                 layout.balance, layout.adv, layout.placement, kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -102,10 +102,24 @@ def references():
         pytest.param(replace(BASE, ranks=2, kl_beta=0.1), id="reference KL"),
         pytest.param(replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-mean"), id="sequence means"),
         pytest.param(replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-sum"), id="sequence sums"),
+        pytest.param(
+            replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-sum-norm"), id="sequence sums over a length"
+        ),
+        pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="cispo"), id="CISPO"),
+        pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="sapo"), id="SAPO"),
+        pytest.param(replace(BASE, ranks=2, budget=90, adv="reinforce_plus_plus"), id="REINFORCE++"),
     ],
 )
 def test_layout_does_not_change_the_step(layout, run, references):
     assert_same(run(layout), references(layout))
+
+
+@pytest.mark.parametrize("adv", ["grpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("layout", [replace(BASE, minibatches=2), replace(BASE, ranks=2, budget=90, minibatches=2)])
+@pytest.mark.parametrize("kind", ["turns, sequences", "errors"])
+def test_kl_in_the_reward_is_that_of_all_ranks(kind, layout, adv, run, references):
+    layout = replace(layout, adv=adv, placement="reward", kl_beta=0.3, train_tower=False)
+    assert_same(run(layout, kind), references(layout, kind))
 
 
 @pytest.mark.parametrize("lora", ["", "language"])

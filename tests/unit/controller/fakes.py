@@ -97,7 +97,8 @@ class FakePool:
         results = []
         for task in tasks:
             rewards = [round(number(seed, self.weight), 2) for seed in task.seeds]
-            changes = self.changes.get(task.group_id, {})
+            changes = dict(self.changes.get(task.group_id, {}))
+            rewards = list(changes.pop("rewards", rewards))
             results.append((summary(task.group_id, f"{task.split}:{task.row}", rewards, **changes), task.group_id))
         return SimpleNamespace(results=lambda: results)
 

@@ -313,3 +313,73 @@ def test_a_sample_has_a_stream_of_its_own_and_validation_the_same_every_time():
     assert [task.seeds for task in first] == [task.seeds for task in again]
     assert [task.group_id for task in again] == ["val-2-0", "val-2-1"]
     assert make_tasks("val", [7], 1, 2, 1)[0].seeds != first[0].seeds
+
+
+DYNAMIC = "algorithm.dynamic_sampling.enable=true"
+
+
+class Tying(FakePool):
+    """Two thirds of its training groups tie: those of rows that 3 doesn't divide."""
+
+    def submit(self, tasks):
+        for task in tasks:
+            if task.split == "train" and task.row % 3:
+                self.changes[task.group_id] = {"rewards": (1.0,) * 4}
+        return super().submit(tasks)
+
+
+def test_groups_that_tie_are_replaced_by_groups_of_further_rows(folder):
+    run = FakeRun(folder, DYNAMIC, pool=Tying())
+    run.train()
+    for row, line in zip(run.rows()[1:], run.rows("ledger"), strict=True):
+        asked = [group for groups in run.pool.asked for group in groups if group.startswith(f"train-{row['step']}-")]
+        assert asked == [f"train-{row['step']}-{k}" for k in range(len(asked))], "each is drawn once, in order"
+        assert row["rollout/generated_groups"] == len(asked) == len(line["groups"]) + len(line["dropped_groups"])
+        assert sorted(line["groups"] + line["dropped_groups"]) == sorted(asked) and len(line["groups"]) == 4
+        tied = sum(r % 3 > 0 for r in line["rows"])
+        assert row["rollout/tied_groups_trained"] == tied and (not tied or row["rollout/rounds"] == 4)
+        assert not tied or all(r % 3 for r in line["dropped_rows"]), "nothing that teaches is dropped for what does not"
+        assert row["reward/zero_std_groups"] == sum(r % 3 > 0 for r in line["rows"] + line["dropped_rows"])
+    lines = run.rows("ledger")
+    taken = [r for line in lines for r in line["rows"] + line["dropped_rows"]]
+    assert sum(row["rollout/rounds"] > 1 for row in run.rows()[1:]) > 3
+    state = RunState.read(folder / "checkpoints/global_step_6")
+    assert state.sampler["epoch"] * 40 + state.sampler["rows"] == len(taken), "rows of all rounds are handed out"
+    assert {taken.count(r) for r in range(40)} <= {len(taken) // 40, len(taken) // 40 + 1}
+    assert not run.pool.alive, "a dropped group was not released"
+
+
+@pytest.mark.parametrize("call", [2, 3, 5, 8, 12])
+def test_dynamic_sampling_goes_on_as_if_nothing_had_been(folder, call, tmp_path_factory):
+    """A run that is told to stop in any round of any step."""
+    whole = FakeRun(tmp_path_factory.mktemp("whole"), DYNAMIC, pool=Tying())
+    whole.train()
+
+    def strike(calls):
+        if calls == call:
+            run.stop.number = signal.SIGTERM
+            run.stop.check()
+
+    run = FakeRun(folder, DYNAMIC, pool=Tying(strike))
+    with pytest.raises(Interrupted):
+        run.train()
+    again = FakeRun(folder, DYNAMIC, pool=Tying())
+    again.train()
+    plain = {step: {k: v for k, v in row.items() if not k.startswith("val/")} for step, row in again.metrics().items()}
+    assert plain == {
+        step: {k: v for k, v in row.items() if not k.startswith("val/")} for step, row in whole.metrics().items()
+    }
+    assert again.rows("ledger") == whole.rows("ledger")
+
+
+def test_where_every_group_ties_a_step_trains_on_the_first_ones(folder):
+    pool = Tying()
+    pool.changes = {f"train-{step}-{k}": {"rewards": (1.0,) * 4} for step in (1, 2) for k in range(20)}
+    run = FakeRun(folder, DYNAMIC, "algorithm.dynamic_sampling.max_rounds=3", "runner.max_steps=2", pool=pool)
+    run.train()
+    assert [row["rollout/rounds"] for row in run.rows()[1:]] == [3, 3]
+    assert [line["groups"] for line in run.rows("ledger")] == [[f"train-{s}-{k}" for k in range(4)] for s in (1, 2)]
+    assert run.events("groups_tie") == [("groups_tie", 1), ("groups_tie", 2)]
+    plain = FakeRun(folder / "plain", "runner.max_steps=1")
+    plain.train()
+    assert "rollout/rounds" not in plain.rows()[1] and set(plain.rows("ledger")[0]) == {"step", "groups", "rows"}

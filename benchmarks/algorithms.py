@@ -1,0 +1,148 @@
+"""The toy with each algorithm of docs/algorithms.md, on several seeds and the same budget of answers: a table and a curve.
+
+    python benchmarks/algorithms.py [NAME …] [--seeds 1 2 3] [--steps 120] [--minibatches 4] [--set KEY=VALUE …]
+                                    [--folder results/algorithms] [--json FILE]
+
+Every run is `toy-grpo-cpu` with what `ALGORITHMS` says, several optimizer steps a rollout (with one, the losses have the same
+gradient), and a checkpoint, a data order and sampling of its seed. The budget is what `--steps` plain steps generate; a run that
+generates more in a step, as dynamic sampling does, is read where it has spent that. A run that is there whole is not run again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from rlinf_vl.runtime.files import read_lines
+
+ROOT = Path(__file__).parents[1]
+#: What the page of the algorithm says; defaults but for what is said here.
+ALGORITHMS: dict[str, Sequence[str]] = {
+    "grpo": (),
+    "dr_grpo": ("algorithm.adv_type=dr_grpo",),
+    "rloo": ("algorithm.adv_type=rloo",),
+    "reinforce_plus_plus": ("algorithm.adv_type=reinforce_plus_plus",),
+    "gspo": ("algorithm.loss_type=gspo",),
+    "cispo": ("algorithm.loss_type=cispo",),
+    "sapo": ("algorithm.loss_type=sapo",),
+    "dapo": ("algorithm={clip_ratio_high: 0.28, dynamic_sampling: {enable: true}, overlong: {buffer: 4}}",),
+}
+PLAIN = 16 * 8  #: answers of a step of `toy-grpo-cpu`
+
+Point = tuple[float, float]
+
+
+def run(name: str, seed: int, args: argparse.Namespace) -> Path:
+    """Train, unless that has been done; returns the run's folder."""
+    from rlinf_vl.toy.model import toy_checkpoint_path
+
+    folder = args.folder.absolute() / f"{name}-{seed}"
+    rows = read_lines(folder / "metrics.jsonl")[0] if (folder / "metrics.jsonl").exists() else []
+    if rows and rows[-1]["step"] == args.steps:
+        return folder
+    overrides = [
+        f"runner.output_dir={folder.parent}",
+        f"runner.experiment_name={folder.name}",
+        f"runner.seed={seed}",
+        f"data.seed={seed}",
+        f"runner.max_steps={args.steps}",
+        f"algorithm.n_minibatches={args.minibatches}",
+        f"rollout.model.model_path={toy_checkpoint_path(seed=seed)}",
+        "runner.save_interval=-1",
+        "runner.trajectories.interval=-1",
+        "runner.logger.logger_backends=[]",
+        *ALGORITHMS[name],
+        *args.set,
+    ]
+    subprocess.run([sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", *overrides], cwd=ROOT, check=True)
+    return folder
+
+
+def spent(folder: Path) -> Iterator[tuple[int, dict]]:
+    """Each step of a run: answers generated so far, and its metrics."""
+    rows = read_lines(folder / "metrics.jsonl")[0]
+    answers = [row.get("rollout/generated_groups", PLAIN // 8) * 8 if row["step"] else 0 for row in rows]
+    yield from zip(accumulate(answers), rows, strict=True)
+
+
+def figures_of(folder: Path, budget: int) -> dict[str, float]:
+    """What a run had come to when it had generated `budget` answers."""
+    rows = [(answers, row) for answers, row in spent(folder) if answers <= budget]
+    accuracy: list[Point] = [(answers, row["val/accuracy"]) for answers, row in rows if "val/accuracy" in row]
+    half = next((answers for answers, value in accuracy if value >= 0.5), float("nan"))
+    trained = [row for _, row in rows if row["step"]]
+    return {
+        "start": accuracy[0][1],
+        "accuracy": fmean(value for _, value in accuracy[-3:]),
+        "best": max(value for _, value in accuracy),
+        "answers_to_half": half,
+        "steps": trained[-1]["step"],
+        "clip_fraction": fmean(row.get("actor/clip_fraction", float("nan")) for row in trained),
+        "entropy": trained[-1]["actor/entropy"],
+        "response_length": trained[-1]["rollout/response_length_mean"],
+        "seconds_per_step": fmean(row["time/step"] for row in trained),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ALGORITHMS)}; none: all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--minibatches", type=int, default=4, help="optimizer steps of a rollout")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides, of every run")
+    parser.add_argument("--folder", type=Path, default=ROOT / "results/algorithms")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    names = args.names or list(ALGORITHMS)
+    if unknown := set(names) - ALGORITHMS.keys():
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(ALGORITHMS)}")
+    runs = {name: [run(name, seed, args) for seed in args.seeds] for name in names}
+    budget = args.steps * PLAIN
+    table = Table(title=f"val/accuracy after {budget:,} answers, {len(args.seeds)} seeds: mean (lowest … highest)")
+    figures: dict[str, float | int] = {"steps": args.steps, "minibatches": args.minibatches, "answers": budget}
+    columns = "accuracy", "best", "answers_to_half", "clip_fraction", "entropy", "response_length", "seconds_per_step"
+    for column in ("algorithm", *columns):
+        table.add_column(column.replace("_", " "))
+    series: dict[str, list[Point]] = {}
+    for name, folders in runs.items():
+        found = [figures_of(folder, budget) for folder in folders]
+        cells = []
+        for column in columns:
+            values = [one[column] for one in found]
+            digits = 0 if column == "answers_to_half" else 3
+            cells.append(f"{fmean(values):.{digits}f} ({min(values):.{digits}f} … {max(values):.{digits}f})")
+            figures |= {
+                f"{name}, seed {seed}: {column}": v for seed, v in zip(args.seeds, values, strict=True) if v == v
+            }
+        table.add_row(name, *cells)
+        series[name] = [
+            (answers, row["val/accuracy"])
+            for folder in folders
+            for answers, row in spent(folder)
+            if "val/accuracy" in row and answers <= budget
+        ]
+    Console(width=180).print(table)
+    draw(series, args.folder / "curves.svg")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def draw(series: dict[str, list[Point]], path: Path) -> None:
+    """The curves as one SVG file, with what draws the documentation's."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    from learning_curve import draw_curve
+
+    draw_curve(series, path, "The toy with each algorithm", "val/accuracy")
+    print(f"curves: {path}")
+
+
+if __name__ == "__main__":
+    main()
