@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from xml.sax.saxutils import escape
 
+from rlinf_vl.report.card import ticks
 from rlinf_vl.runtime.files import read_lines
 
 WIDTH, HEIGHT = 720, 400
@@ -41,9 +42,9 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
     if not points:
         raise ValueError(f"nothing to draw: no finite point in the series {', '.join(series) or '(none)'}")
     xs, ys = zip(*points, strict=True)
-    x_ticks = _ticks(min(xs), max(xs), whole=True)
+    x_ticks = ticks(min(xs), max(xs), whole=True)
     low, high = min(ys), max(ys)
-    y_ticks = _ticks(0.0 if 0 < low < high / 2 else low, high)
+    y_ticks = ticks(0.0 if 0 < low < high / 2 else low, high)
 
     def x_of(x: float) -> float:
         return LEFT + (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDTH - LEFT - RIGHT)
@@ -90,18 +91,6 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
         legend_x += 48 + 7 * len(name)
     svg.append("</svg>")
     Path(path).write_text("\n".join(svg) + "\n", encoding="utf-8")
-
-
-def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Four to eight round numbers, steps of 1, 2 or 5 times a power of ten, that enclose [low, high]."""
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    magnitude = 10.0 ** math.floor(math.log10((high - low) / 5))
-    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= (high - low) / 5 * 0.999)
-    if whole:
-        step = max(1.0, step)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, last + 1)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -102,16 +102,18 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             seed = {} if arguments.seed is None else {"seed": arguments.seed}
             print(f"checkpoint: {toy_checkpoint_path(arguments.name, **seed)}")
         case "export":
-            from rlinf_vl.controller.export import export_checkpoint
+            from rlinf_vl.publish import publish
 
-            export_checkpoint(arguments.checkpoint, arguments.output, arguments.dtype, arguments.adapters)
-            if arguments.adapters:
-                log.info("wrote %s, for peft.PeftModel.from_pretrained on the run's base model", arguments.output)
+            place, adapters = arguments.output, arguments.adapters
+            asked = {"dtype": arguments.dtype, "push": arguments.push, "private": arguments.private}
+            place = publish(arguments.checkpoint, place, adapters=adapters, **asked)
+            if adapters:
+                log.info("wrote %s, for peft.PeftModel.from_pretrained on the run's base model", place)
                 return 0
             log.info(
                 "wrote %s, for AutoModelForImageTextToText (text only: AutoModelForCausalLM), AutoTokenizer and AutoImageProcessor; "
                 "AutoProcessor wants torchvision besides, for videos (pip install torchvision)",
-                arguments.output,
+                place,
             )
         case "watch":
             from rlinf_vl.report.watch import watch

@@ -5,16 +5,18 @@ torch and Ray are imported when the config, the folder and the machine have been
 
 import logging
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlinf_vl.config import Config
 from rlinf_vl.config.toys import TOYS
+from rlinf_vl.data.digest import write_digests
 from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.observe.progress import RunProgress
@@ -122,6 +124,7 @@ def _run(
     from rlinf_vl.preflight.gpu_share import settle_gpu_share
 
     model_path = prepare_toys(config)
+    threading.Thread(target=write_digests, args=(run_dir, _data_files(config)), name="digests", daemon=True).start()
     start, stopped_by = time.monotonic(), None
     metrics: dict[str, float] = {}
     with (
@@ -169,6 +172,18 @@ def _report_at_end(run_dir: Path) -> Iterator[None]:
                 log.info("the report: %s", build_report([run_dir]))
             except Exception as error:  # what was trained is worth more than its report
                 log.warning("no report could be made of %s: %r", run_dir, error)
+
+
+def _data_files(config: Config) -> dict[str, dict[str, Path]]:
+    """By split and entry of its paths, where the data are."""
+    from rlinf_vl.toy.task import toy_dataset_path
+
+    def at(entry: str, split: Literal["train", "val"]) -> Path:
+        return toy_dataset_path(split, entry) if entry in TOYS else Path(entry)
+
+    data = config.data
+    train = {entry: at(entry, "train") for entry in data.train_data_paths}
+    return {"train": train, "val": {entry: at(entry, "val") for entry in data.val_data_paths}}
 
 
 def prepare_toys(config: Config) -> str:

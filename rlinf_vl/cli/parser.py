@@ -79,9 +79,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("name", nargs="?", choices=TOYS, default="toy", help="the task; toy unless named")
     argument("--seed", type=int, default=None, help="seed of the checkpoint; the default is the one configs use")
 
-    argument = verb("export", "turn a checkpoint into a Hugging Face model folder")
+    argument = verb("export", "turn a checkpoint into a Hugging Face model, as a folder or on the hub")
     argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or checkpoints/global_step_N")
-    argument("output", type=Path, help="folder to write; must be empty or absent")
+    argument("output", type=Path, nargs="?", help="folder to write; must be empty or absent; left out: only --push")
+    argument(
+        "--push", metavar="OWNER/NAME", help="repository on the Hugging Face hub to write to; made if it isn't there"
+    )
+    argument("--private", action="store_true", help="make that repository a private one")
     argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="dtype of the weights")
     argument(
         "--adapters", action="store_true", help="write a LoRA run's adapters, for peft, instead of the merged model"

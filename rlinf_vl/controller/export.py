@@ -61,8 +61,9 @@ def config_of(checkpoint: Path) -> DictConfig:
     return cast(DictConfig, OmegaConf.load(checkpoint.resolve().parents[1] / "config.yaml"))
 
 
-def export_checkpoint(source: Path, output: Path, dtype: str = "bf16", adapters: bool = False) -> None:
+def export_checkpoint(source: Path, output: Path, dtype: str = "bf16", adapters: bool = False) -> Restored:
     """Write the weights of a checkpoint in HF format into the folder `output`, which is empty or absent. Adapters are merged.
+    Returns what was written.
 
     Args:
         source: a run's folder, which stands for its newest complete checkpoint, or one of its checkpoints/global_step_N.
@@ -78,13 +79,15 @@ def export_checkpoint(source: Path, output: Path, dtype: str = "bf16", adapters:
         raise FileExistsError(f"{output} exists and is not empty; name another folder, or empty it")
     if adapters and not config_of(folder).actor.model.is_lora:
         raise ConfigError(f"--adapters: the run of {folder} trained none (actor.model.is_lora: false); leave it out")
-    model, family, base, _ = restore(folder)
+    made = restore(folder)
+    model, family, base, _ = made
     output.mkdir(parents=True, exist_ok=True)
     if adapters:
         save_adapters(model, output, base)
-        return
+        return made
     merge_adapters(model)
     model.config._attn_implementation = "sdpa"
     model.to(DTYPES[dtype])  # pyright: ignore[reportArgumentType]  # its decorator hides self
     save_model(model, family, output)
     copy_processor_files(base, output)
+    return made

@@ -42,7 +42,7 @@ ROOMS = {
 }  # fmt: skip
 ANYONE = {"code", "errors", "types"}
 #: The command line, and what it shares with Python: they import whatever they need.
-TOP = {"__main__", "__init__", "api", "cli", "policy", "running"}
+TOP = {"__main__", "__init__", "api", "cli", "policy", "publish", "running"}
 
 
 def imported(path: Path) -> Iterator[str]:

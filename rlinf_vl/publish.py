@@ -1,0 +1,88 @@
+"""A checkpoint as a model that others can load: a folder, or a repository of the Hugging Face hub, with a model card."""
+
+import logging
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.preflight.hub import HUB_NAME
+from rlinf_vl.runtime.run_folder import checkpoint_at, load_state
+
+log = logging.getLogger(__name__)
+
+
+def publish(
+    source: Path,
+    output: Path | None,
+    *,
+    dtype: str = "bf16",
+    adapters: bool = False,
+    push: str | None = None,
+    private: bool = False,
+) -> str:
+    """Export a checkpoint with its model card; returns the folder, or the repository's address.
+
+    Args:
+        source, dtype, adapters: as in `export_checkpoint`.
+        output: the folder; None: only the hub gets it.
+        push: `owner/name` on the hub, made if it is not there; `private`: made for its owner only.
+
+    Raises:
+        ConfigError: neither folder nor repository is named, or the hub refuses the repository; told before anything is loaded.
+        RunError: the hub can't be reached.
+        FileNotFoundError, FileExistsError: as `export_checkpoint`.
+    """
+    if output is None and push is None:
+        raise ConfigError("export: nowhere to write to; name a folder, or --push owner/name for the Hugging Face hub")
+    checkpoint = checkpoint_at(source)
+    if push:
+        push = _make_repository(push, private)
+    from rlinf_vl.controller.export import export_checkpoint  # which takes seconds
+    from rlinf_vl.report.card import write_card
+
+    with ExitStack() as stack:
+        folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlinf_vl-export-")))
+        made = export_checkpoint(checkpoint, folder, dtype, adapters)
+        on_hub = not made.base.startswith(("/", ".")) and bool(HUB_NAME.fullmatch(made.base))
+        about = {"base": made.base, "on_hub": on_hub, "vision": made.family.vision_tower is not None}
+        run_dir = checkpoint.resolve().parents[1]
+        write_card(run_dir, load_state(checkpoint)["step"], folder, adapters=adapters, **about)
+        return _push(folder, push) if push else str(folder)
+
+
+def _make_repository(name: str, private: bool) -> str:
+    """Make a repository unless it is there; its full name. ConfigError: the hub doesn't let this user."""
+    import huggingface_hub as hub
+
+    if not HUB_NAME.fullmatch(name):
+        raise ConfigError(f"--push {name!r}: no name that the hub allows; write owner/name")
+    try:
+        return hub.HfApi().create_repo(name, private=private or None, exist_ok=True).repo_id
+    except hub.errors.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        if status in (401, 403):
+            raise ConfigError(
+                f"--push {name}: the hub refuses ({_reason(error)}); log in with 'hf auth login', or set HF_TOKEN to a token that "
+                "may write there"
+            ) from error
+        raise RunError(f"--push {name}: {_reason(error)}") from error
+    except Exception as error:  # the client's own, and those of the HTTP library that it was built with
+        raise RunError(f"--push {name}: the hub can't be reached ({_reason(error)})") from error
+
+
+def _push(folder: Path, name: str) -> str:
+    import huggingface_hub as hub
+
+    try:
+        hub.HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with rlinf_vl")
+    except Exception as error:  # as above
+        raise RunError(
+            f"--push {name}: the upload failed ({_reason(error)}); run it again: what is there isn't sent twice"
+        ) from error
+    return f"{hub.constants.ENDPOINT}/{name}"
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[-1]

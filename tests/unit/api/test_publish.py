@@ -1,0 +1,164 @@
+"""Exports with their model cards, in a folder and on a hub that speaks its protocol on this machine."""
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from hub_server import TOKEN, running_hub
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+import rlinf_vl
+from rlinf_vl.config import load_config, save_config
+from rlinf_vl.data.digest import digest, write_digests
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import load_model
+from rlinf_vl.models.lora import add_adapters, is_adapter
+from rlinf_vl.publish import publish
+from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, save_checkpoint
+from rlinf_vl.toy.task import toy_dataset_path
+
+
+def run_of(folder, base, *overrides):
+    """The folder of a run as it is after two of three steps, of which two are in its checkpoint: a base with weights that moved."""
+    config = load_config("toy-grpo-cpu", [f"rollout.model.model_path={base}", "runner.max_steps=3", *overrides])
+    config.runner.code_files = {"/home/me/own.py": "TOP_SECRET = 1"}
+    config.rollout.env_kwargs = {"api_key": "sk-1234"}
+    family = family_of("auto", base)
+    model = load_model(base, family, torch.float32)
+    if config.actor.model.is_lora:
+        add_adapters(model, family, config.actor.model.lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name) or not config.actor.model.is_lora:
+                parameter += 0.01
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    save_config(config, folder / "config.yaml")
+    save_checkpoint(
+        folder, 2, lambda to: dcp.save({"model": state}, checkpoint_id=to, no_dist=True), {"step": 2}, keep_last=-1
+    )
+    assert (folder / "checkpoints/global_step_2" / ACTOR_FOLDER / ".metadata").is_file()
+    rows = [{"step": k, "reward/mean": k / 10, "val/accuracy": k / 8} for k in range(4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "environment.json").write_text('{"python": "3.11", "packages": {"torch": "2.13"}, "gpus": []}')
+    write_digests(folder, {split: {"toy": toy_dataset_path(split, "toy")} for split in ("train", "val")})
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def export(*arguments, expect=0, **environment):
+    command = [sys.executable, "-m", "rlinf_vl", "export", *map(str, arguments)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == expect, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with running_hub() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, toy_folder):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run_of(folder, toy_folder)
+
+
+def test_what_is_pushed_is_what_transformers_loads_from_there(run, hub, tmp_path):
+    folder, weights = run
+    cache = {"HF_HOME": str(tmp_path / "home")}
+    said = export(folder, "--push", "me/model", "--private", "--dtype", "fp32", **hub.environment, **cache)
+    assert f"wrote {hub.url}/me/model" in said and hub.created[-1]["visibility"] == "private"
+    files = hub.repositories["me/model"]
+    assert {"README.md", "curve.png", "config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+    program = (
+        "import sys, torch, transformers as t\n"
+        "m = t.AutoModelForImageTextToText.from_pretrained('me/model', dtype=torch.float32)\n"
+        "torch.save({n: p.detach() for n, p in m.named_parameters()}, sys.argv[1])"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "loaded.pt")]
+    loaded = subprocess.run(
+        command, env=os.environ | hub.environment | cache, capture_output=True, text=True, timeout=200
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    for name, value in torch.load(tmp_path / "loaded.pt").items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=0)
+
+
+def test_the_card_has_curve_config_and_data(run, tmp_path):
+    folder, _ = run
+    assert publish(folder, tmp_path / "out") == str(tmp_path / "out")
+    text = (tmp_path / "out/README.md").read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["library_name"] == "transformers" and head["pipeline_tag"] == "image-text-to-text"
+    assert "base_model" not in head, "a folder of this machine is no model of the hub"
+    (metric,) = head["model-index"][0]["results"][0]["metrics"]
+    assert metric["value"] == 0.25, "the checkpoint is of step 2; the run went on"
+    for split in ("train", "val"):
+        data = toy_dataset_path(split, "toy").read_bytes()
+        assert f"| {split} | `toy` | {len(data)} | `{hashlib.sha256(data).hexdigest()}` |" in text
+    config = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert config["runner"]["max_steps"] == 3 and config["rollout"]["env_kwargs"] == {"api_key": "left out here"}
+    assert "TOP_SECRET" not in text and "sk-1234" not in text and "own.py" in text
+    with Image.open(tmp_path / "out/curve.png") as curve:
+        assert curve.size == (720, 400)
+        colors = {color for _, color in curve.convert("RGB").getcolors(10**6)}
+    assert {(0x2F, 0x81, 0xC7), (0xD9, 0x77, 0x2B)} <= colors
+
+
+def test_adapters_are_a_folder_of_peft(tmp_path, toy_folder, hub):
+    from peft import PeftModel
+
+    lora = ["actor.model.is_lora=true", "actor.model.lora.target_modules=[all-linear]"]
+    weights = run_of(tmp_path / "run", toy_folder, *lora)
+    said = export(tmp_path / "run", tmp_path / "out", "--adapters", "--push", "adapters", **hub.environment)
+    assert f"{hub.url}/me/adapters" in said
+    files = hub.repositories["me/adapters"]
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= files.keys()
+    assert yaml.safe_load(files["README.md"].decode().split("---")[1])["library_name"] == "peft"
+    base = AutoModelForImageTextToText.from_pretrained(toy_folder, dtype=torch.float32)
+    loaded = dict(PeftModel.from_pretrained(base, tmp_path / "out").named_parameters())
+    for name, value in weights.items():
+        if is_adapter(name):
+            torch.testing.assert_close(loaded[f"base_model.model.{name}"], value, rtol=0, atol=0)
+    image = Image.new("RGB", (64, 64), "red")
+    asked = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Which?"}]}]
+    answers = set()
+    for source in (tmp_path / "run", tmp_path / "out"):
+        policy = rlinf_vl.load_policy(source, device="cpu")
+        answers.add(policy.generate(asked, max_new_tokens=8))
+        policy.close()
+    assert len(answers) == 1
+
+
+def test_what_is_refused_is_refused_before_the_model_is_loaded(run, hub, tmp_path):
+    folder, _ = run
+    nothing = {"HF_HOME": str(tmp_path)}
+    assert "nowhere to write to" in export(folder, expect=2)
+    assert "write owner/name" in export(folder, "--push", "a/b/c", expect=2)
+    wrong = hub.environment | nothing | {"HF_TOKEN": "hf_of_somebody"}
+    said = export(folder, "--push", "me/other", expect=2, **wrong)
+    assert "log in with 'hf auth login', or set HF_TOKEN" in said and "Traceback" not in said
+    said = export(folder, "--push", "others/model", expect=2, **hub.environment, **nothing)
+    assert "the hub refuses" in said and "others" in said
+    gone = hub.environment | nothing | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert "the hub can't be reached" in export(folder, "--push", "me/other", expect=1, **gone)
+    assert "me/other" not in hub.repositories and TOKEN not in said
+
+
+def test_digests_are_those_of_sha256sum(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/x.bin").write_bytes(b"x" * 1000)
+    (tmp_path / "a/b.txt").write_bytes(base64.b64encode(b"y"))
+    command = "sha256sum b.txt x.bin | tee /dev/stderr | sha256sum"
+    done = subprocess.run(command, shell=True, cwd=tmp_path / "a", capture_output=True, text=True, check=True)
+    assert digest(tmp_path / "a") == {"sha256": done.stdout.split()[0], "bytes": 1004}
+    assert digest(tmp_path / "a/x.bin")["sha256"] == done.stderr.splitlines()[1].split()[0]
