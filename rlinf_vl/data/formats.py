@@ -21,31 +21,38 @@ class Format(NamedTuple):
     A name with dots leads into a mapping.
     """
 
-    signatures: tuple[tuple[str, ...], ...]  # it is recognised by all columns of one of these
     prompt: tuple[str, ...]
     answer: tuple[str, ...]
     images: tuple[str, ...] = (*_IMAGES, "")
 
 
-#: data.format → names, in the order in which formats are tried.
+#: data.format → names.
 FORMATS = {
     # verl: examples/data_preprocess/*.py
-    "verl": Format((("prompt", "reward_model"),), ("prompt",), ("reward_model.ground_truth",)),
+    "verl": Format(("prompt",), ("reward_model.ground_truth",)),
     # SkyRL: docs, dataset-preparation; and other rows of chat messages in OpenAI's form
-    "openai": Format(
-        (("prompt", "reward_spec"), ("prompt", "env_class"), ("messages",)),
-        ("prompt", "messages"),
-        ("reward_spec.ground_truth", "answer", ""),
-    ),
+    "openai": Format(("prompt", "messages"), ("reward_spec.ground_truth", "answer", "")),
     # ours, as EasyR1's and RLinf's; images must be there or data.image_keys say []
-    "rlinf": Format((("problem", "answer"),), ("problem",), ("answer",), _IMAGES),
+    "rlinf": Format(("problem",), ("answer",), _IMAGES),
     # OpenRLHF: data.input_key, data.label_key
-    "openrlhf": Format((("prompt", "label"), ("input", "label")), ("prompt", "input"), ("label", "")),
+    "openrlhf": Format(("prompt", "input"), ("label", "")),
     # TRL: docs, dataset_formats (prompt-only); the answer is one of the columns that reward functions get
-    "trl": Format((("prompt",),), ("prompt",), ("answer", "solution", "ground_truth", "")),
+    "trl": Format(("prompt",), ("answer", "solution", "ground_truth", "")),
     # a folder of images whose subfolders are named after what they show; data.prompt_variants ask
-    "folder": Format((("file_name", "label"),), ("",), ("label",), ("file_name",)),
+    "folder": Format(("",), ("label",), ("file_name",)),
 }
+#: What columns tell a format by, in the order in which this is tried.
+RECOGNISED = (
+    ("verl", {"prompt", "reward_model"}),
+    ("openai", {"prompt", "reward_spec"}),
+    ("rlinf", {"problem", "answer"}),
+    ("openai", {"prompt", "env_class"}),
+    ("openrlhf", {"prompt", "label"}),
+    ("openrlhf", {"input", "label"}),
+    ("trl", {"prompt"}),
+    ("openai", {"messages"}),
+    ("folder", {"file_name", "label"}),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +102,7 @@ class RowFormat:
         there, default = set(columns), RowFormat()
         name = self.format
         if name == AUTO:
-            recognised = (name for name, form in FORMATS.items() if any(there.issuperset(s) for s in form.signatures))
-            name = next(recognised, "rlinf")
+            name = next((name for name, columns in RECOGNISED if columns <= there), "rlinf")
         form = FORMATS.get(name, FORMATS["rlinf"])  # another name is refused with the config
 
         def first(names: Sequence[str]) -> str:

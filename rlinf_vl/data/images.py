@@ -35,6 +35,8 @@ _SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8")
 _ORIENTATION_TAG = 0x0112
 _TILE_WIDTH_TAG = 0x0142
 _TILE_LENGTH_TAG = 0x0143
+#: Where a mapping has its image: `datasets`' keys, and those of message parts, which verl's column of images may hold.
+_DICT_KEYS = ("bytes", "path", "image", "url")
 _T = Image.Transpose
 #: What puts a picture of EXIF orientation 2, 3, … 8 upright.
 _UPRIGHT = (
@@ -68,7 +70,7 @@ def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) ->
     """One image as a row gives it → its encoded bytes, by hash.
 
     Args:
-        value: encoded bytes; {"bytes": …, "path": …} (either may be None; bytes win); a base64 string or data URI; a
+        value: encoded bytes; {"bytes": …, "path": …} (either may be None; bytes win) or {"image": …}; a base64 string or data URI; a
             path inside `root`; a URL of one of `hosts`; or a PIL image, which is encoded as PNG.
         root: the dataset's folder, which paths are relative to and may not leave; None when it has none.
         hosts: hosts that images may be fetched from (data.image_hosts).
@@ -77,9 +79,9 @@ def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) ->
         ImageError: anything else, a path out of `root`, or bytes whose header isn't that of an image of sane size.
     """
     if isinstance(value, dict):
-        if not {"bytes", "path"} & value.keys():
+        if not set(_DICT_KEYS) & value.keys():
             raise ImageError(NOT_AN_IMAGE, f"a dict with keys {sorted(map(str, value))}: expected 'bytes' or 'path'")
-        value = next((value[key] for key in ("bytes", "path") if value.get(key) is not None), None)
+        value = next((value[key] for key in _DICT_KEYS if value.get(key) is not None), None)
         if value is None or isinstance(value, dict):
             what = "'path' are both None" if value is None else "'path' hold a dict again"
             raise ImageError(NOT_AN_IMAGE, f"a dict whose 'bytes' and {what}")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rlinf_vl.config import load_config
 from rlinf_vl.controller.run_data import RunData, find_usable_rows
 from rlinf_vl.data.bad_rows import TooManyBadRows
-from rlinf_vl.data.dataset import FilterResult
+from rlinf_vl.data.dataset import FilterResult, RowFacts
 from rlinf_vl.data.unusable import BadRow
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.observe.progress import RunProgress
@@ -90,3 +90,29 @@ def test_long_prompts_are_told_with_their_rows_and_stop_the_run_where_they_may_n
         "; "
         "raise data.max_prompt_length (and runner.seq_length), or set data.overlong to drop or cut"
     )
+
+
+def test_what_is_left_out_on_request_is_counted_and_sources_have_their_shares(tmp_path, caplog):
+    caplog.set_level("INFO")
+
+    class Mixed(Pool):
+        def filter_rows(self, split, rows, progress) -> FilterResult:
+            kept = {row: "1" for row in rows if row % 4}
+            facts = {row: RowFacts(row // 10, -row, row == 7) for row in kept}
+            return FilterResult(kept, facts=facts, text_only={row: f"t:{row}" for row in rows if row not in kept})
+
+    limits = ["data.image_only_mode=true", "data.max_images_per_sample=2"]
+    two = ["data.train_data_paths=[toy,toy]", "data.weights=[3,1]", "data.curriculum_key=answer"]
+    data = found(tmp_path, Mixed(20), *limits, *two)
+    assert data.counts == {"data/overlong_rows": 0, "data/text_only_rows": 5, "data/dropped_images": 1}
+    assert data.sampler.next_rows(4)[1] == [9, 7, 19, 6], "the small levels of both first"
+    assert (
+        "train: 5 rows without an image are left out (data.image_only_mode): t:0, t:4, t:8, t:12, t:16" in caplog.text
+    )
+    assert "train: 1 images of 1 rows are beyond data.max_images_per_*" in caplog.text
+    with pytest.raises(
+        ConfigError, match="data.weights: 1 for source 2 of data.train_data_paths, of which no row can be used"
+    ):
+        found(tmp_path, Mixed(8), *two)
+    with pytest.raises(ConfigError, match="of 4 rows 3 can be used.*1 have no image, and data.image_only_mode is true"):
+        found(tmp_path, Mixed(4), *limits)

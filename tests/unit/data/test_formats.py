@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from rlinf_vl.data.dataset import ProblemDataset
-from rlinf_vl.data.formats import FORMATS, RowFormat
+from rlinf_vl.data.formats import FORMATS, RECOGNISED, RowFormat
 from rlinf_vl.data.unusable import RowError
 from rlinf_vl.types import ImageRef, Problem
 
@@ -119,7 +119,9 @@ def test_a_documented_row_becomes_a_problem(tmp_path: Path, name: str, declared:
 def test_every_format_is_recognised_by_what_its_example_has() -> None:
     for name, row in ROWS.items():
         assert RowFormat().for_columns(row).format == name
-    assert set(FORMATS) == {*ROWS, "folder"}
+    assert set(FORMATS) == {*ROWS, "folder"} == {name for name, _ in RECOGNISED}
+    ours = {"problem", "answer", "images", "messages", "prompt", "label"}  # as published sets have further ones
+    assert RowFormat().for_columns(ours).prompt_key == "problem"
 
 
 def test_a_declared_key_goes_before_a_format(tmp_path: Path) -> None:
@@ -199,6 +201,20 @@ def test_pil_features_of_datasets_are_read_wherever_they_stand(tmp_path: Path) -
     for path in ("saved", "rows.parquet"):
         (found,) = ProblemDataset([str(tmp_path / path)], "train")
         assert said(found) == ["IMAGE", "Is it ", "IMAGE", "?"] and len(found.images) == 2
+
+
+def test_messages_may_differ_in_shape_and_images_be_mappings(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Think."}
+    (tmp_path / "RED.png").write_bytes(RED)
+    rows = [
+        {
+            "prompt": [system, *messages([{"type": "image"}, {"type": "text", "text": "Find x."}])],
+            "images": [{"image": uri(RED)}],
+        },
+        {"prompt": messages("<image>Find x."), "images": [{"image": f"file://{tmp_path}/RED.png", "max_pixels": 99}]},
+    ]
+    for found in open_rows(tmp_path / "rows.jsonl", [row | {"reward_model": {"ground_truth": "3"}} for row in rows]):
+        assert said(found) == ["IMAGE", "Find x."] and found.images == (ImageRef.of(RED),)
 
 
 def test_answers_that_no_grader_reads_are_what_the_row_says(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_pil_image_becomes_a_png_of_its_pixels() -> None:
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image"),
         ({"bytes": None, "path": None}, "both None"),
-        ({"url": "x.png"}, r"keys \['url'\]"),
+        ({"href": "x.png"}, r"keys \['href'\]"),
         ({"bytes": {"bytes": PNG}}, "dict again"),
         (17, "int is no image"),
         (np.zeros((4, 5, 3), np.uint8), r"ndarray of shape \(4, 5, 3\) is no image"),

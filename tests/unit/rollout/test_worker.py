@@ -7,6 +7,8 @@ import pytest
 import ray
 
 from rlinf_vl.config import load_config
+from rlinf_vl.data.dataset import ProblemDataset
+from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import stop_grading
@@ -150,3 +152,17 @@ def test_an_environment_from_a_file_is_played_within_its_limits(tmp_path, toy_fo
         assert summary.statuses == ("length", "length", "error") and summary.rewards == (1.0, 1.0, 0.0)
         assert summary.metrics == ({"seed": 4.0 * i}, {"seed": 4.0 * i + 1}, {})
         assert f"walk {i}" in rank.processor.tokenizer.decode(group.prefix)
+
+
+def test_training_draws_a_wording_for_each_group_and_validation_shows_the_first(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "x?", "answer": "3"}))
+    form = RowFormat(image_keys=[], prompt_variants=["a {problem}", "b {problem}", "c {problem}"])
+    rank = RolloutRank.__new__(RolloutRank)
+    rank.datasets = dict.fromkeys(("train", "val"), ProblemDataset([str(tmp_path / "rows.jsonl")], "train", form))
+
+    def asked(split: str, group_seed: int) -> str:
+        problem = rank._problem(Task("g", split, 0, (1,), group_seed=group_seed))
+        return problem.messages[0]["content"][0]["text"]
+
+    assert [asked("train", seed) for seed in (0, 1, 5, 2**64 - 1)] == ["a x?", "b x?", "c x?", "a x?"]
+    assert {asked("val", seed) for seed in range(5)} == {"a x?"}
