@@ -73,7 +73,7 @@ class Table:
 @cache
 def table(name: str) -> Table:
     """The table of one of `SYSTEMS`."""
-    data, reasons = _read(name), _read("reasons")
+    data, reasons = written(name), written("reasons")
     rows = [*_rows(data.get("keys", {}), reasons), *(Row(key, "mapped", (key,)) for key in data.get("same", ()))]
     sections: tuple[tuple[str, Kind], ...] = (("drop", "dropped"), ("refuse", "refused"))
     for section, kind in sections:
@@ -90,7 +90,7 @@ def table(name: str) -> Table:
 @cache
 def quantities() -> dict[str, tuple[tuple[str, ...], str]]:
     """Role → our keys, and how it becomes them ("" where it simply does)."""
-    return {role: (_as_tuple(row["to"]), row.get("how", "")) for role, row in _read("quantities").items()}
+    return {role: (_as_tuple(row["to"]), row.get("how", "")) for role, row in written("quantities").items()}
 
 
 def system_of(keys: Sequence[str]) -> str | None:
@@ -162,6 +162,7 @@ def _as_tuple(value: Any) -> tuple[str, ...]:
 
 
 @cache
-def _read(name: str) -> dict[str, Any]:
+def written(name: str) -> dict[str, Any]:
+    """What a file of systems/ says, as it stands there."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
     return yaml.load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), loader)  # noqa: S506

@@ -186,13 +186,13 @@ def _sort(table: Table, theirs: Mapping[str, Any], made: Conversion) -> tuple[di
         try:
             ours = _converted(row, value)
             if row.kind == "mapped" and not row.role and (ours is not None or _may_be_null(row.to[0])):
-                made.put(row.to[0], ours, _comment([key], row.note))
+                made.put(row.to[0], ours, _comment([key] if key != row.to[0] else [], row.note))
         except (ValueError, TypeError) as error:
             made.add(key, value, "dropped" if row.kind == "dropped" else "refused", str(error))
             continue
         if row.kind != "mapped":
             made.add(key, value, "dropped", row.why if row.kind == "dropped" else "off, as here")
-        elif ours is None and not (row.role == "tis" or _may_be_null(row.to[0])):
+        elif ours is None and row.role != "tis" and (row.role or not _may_be_null(row.to[0])):
             made.add(key, value, "dropped", "null: the default is taken")
         elif row.role:
             combined = bool(said.get(row.role)) or bool(ours) if row.role == "offload" else ours
@@ -305,8 +305,9 @@ def _fit(made: Conversion) -> None:
         if isinstance(most, int) and prompt + most > longest:
             longest = prompt + most
             change("runner.seq_length", longest, "raised to the longest prompt and its answer")
-    if isinstance(budget, int) and budget < longest:
-        change("runner.max_tokens_per_mbs", longest, f"raised from {budget}: the longest sequence")
+    fixed = 1 if value("runner.enable_dynamic_batch_size") else value("actor.micro_batch_size")
+    if isinstance(budget, int) and budget < longest * fixed:
+        change("runner.max_tokens_per_mbs", longest * fixed, f"raised from {budget}: {fixed} of the longest sequence")
     if value("actor.model.is_lora"):
         made.settings.pop("actor.model.freeze_vision_tower", None)  # goes without saying
         if value("actor.fsdp_config.gradient_checkpointing_use_reentrant"):

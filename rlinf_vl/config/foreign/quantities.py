@@ -299,10 +299,6 @@ def resuming(q: Quantities) -> Iterator[Derived]:
 
 
 def rewards(q: Quantities) -> Iterator[Derived]:
-    if any(q.has(role) for role in ("reward_right", "reward_wrong", "reward_scale")):
-        scale = q.number("reward_scale", 1.0)
-        yield Derived("reward.reward_max_val", q.number("reward_right", 1.0) * scale)
-        yield Derived("reward.reward_min_val", q.number("reward_wrong", 0.0) * scale)
     path, names, weights = q("reward_path"), q("reward_names"), q("reward_weights")
     if q.has("vqa_accuracy"):
         functions: list[dict[str, Any]] = [{"function": "choice", "weight": q.number("vqa_accuracy")}]
@@ -310,7 +306,12 @@ def rewards(q: Quantities) -> Iterator[Derived]:
             if weight := q.number(role):
                 functions.append({"function": "format", "weight": weight, "kwargs": {"tags": [role.partition("_")[0]]}})
         yield Derived("reward.functions", functions)
-    elif path:
+        return
+    if any(q.has(role) for role in ("reward_right", "reward_wrong", "reward_scale")):
+        scale = q.number("reward_scale", 1.0)
+        yield Derived("reward.reward_max_val", q.number("reward_right", 1.0) * scale)
+        yield Derived("reward.reward_min_val", q.number("reward_wrong", 0.0) * scale)
+    if path:
         path, _, name = str(path).partition(":")
         if (file := q.find(path)) is None:
             q.refused["reward_path"] = f"no file {path!r} near the config: bring it, and name it in reward.functions"
@@ -322,17 +323,21 @@ def rewards(q: Quantities) -> Iterator[Derived]:
             [function | ({"kwargs": dict(kwargs)} if isinstance(kwargs, Mapping) and kwargs else {})],
         )
     elif names:
-        functions, kept = [], names_of(names)
+        functions, kept, unknown = [], names_of(names), []
         for i, name in enumerate(kept):
             module, _, leaf = name.rpartition(".")
             ours = NAMED_REWARDS.get(leaf) or ({"function": f"{module}:{leaf}"} if module else None)
             if ours is None:
-                q.refused["reward_names"] = f"{name}: give it as path/to/file.py:{name} in reward.functions"
+                unknown.append(name)
                 continue
             weighted = isinstance(weights, list) and len(weights) == len(kept)
             functions.append(ours | ({"weight": weights[i]} if weighted else {}))
         if functions:
             yield Derived("reward.functions", functions)
+        if unknown:
+            q.refused["reward_names"] = (
+                f"add {', '.join(f'path/to/file.py:{name}' for name in unknown)} to reward.functions"
+            )
 
 
 #: TRL's rewards by name, and ours.

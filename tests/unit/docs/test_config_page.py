@@ -4,6 +4,7 @@ import json
 import runpy
 from pathlib import Path
 
+from rlinf_vl.config.aliases import SYSTEMS, table
 from rlinf_vl.models.families import FAMILIES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -13,6 +14,14 @@ def test_the_page_of_config_keys_is_up_to_date():
     generator = runpy.run_path(str(DOCS / "generate_config_reference.py"))
     same = (DOCS / "config.md").read_text(encoding="utf-8") == generator["render"]()
     assert same, "docs/config.md is not what the schema says: run python docs/generate_config_reference.py"
+
+
+def test_the_page_of_other_systems_keys_is_up_to_date():
+    generator = runpy.run_path(str(DOCS / "generate_coming_from.py"))
+    same = (DOCS / "coming-from.md").read_text(encoding="utf-8") == generator["render"]()
+    assert same, "docs/coming-from.md is not what the tables say: run python docs/generate_coming_from.py"
+    metrics = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    assert not [name for system in SYSTEMS for name in table(system).metrics.values() if f"`{name}`" not in metrics]
 
 
 def test_the_page_of_models_has_every_family_and_shows_what_was_measured():
