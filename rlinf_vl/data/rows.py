@@ -247,7 +247,7 @@ def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
     within = row.get(key.partition(".")[0]) if "." in key else None
     if not key or isinstance(within, dict) and {within.get("style"), within.get("method")} & _JUDGED:
         return "" if value is None else str(value)
-    if isinstance(value, (dict, list)) and within is not None:  # what a reward function of its own reads
+    if _is_listed(value) or isinstance(value, (dict, list)) and within is not None:  # what one's own function reads
         return json.dumps(_plain(value), ensure_ascii=False)
     if value is None or not str(value).strip():
         raise RowError(row_id, "answer missing", f"column {key!r} is empty")
@@ -259,6 +259,15 @@ def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
         return _number(value)
     reason = f"column {key!r} holds {_shown(value)}: expected a string or a finite number"
     raise RowError(row_id, ANSWER_UNUSABLE, reason)
+
+
+def _is_listed(value: Any) -> bool:
+    """Whether this is a list of texts, each of them right, or of several numbers, such as a box."""
+    if not isinstance(value, list) or not value:
+        return False
+    return (
+        all(isinstance(one, str) for one in value) or len(value) > 1 and all(type(one) in (int, float) for one in value)
+    )
 
 
 def _number(value: float | np.floating) -> str:

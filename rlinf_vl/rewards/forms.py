@@ -24,7 +24,7 @@ from rlinf_vl.types import Problem
 #: Names under which a mapping has its score, and says whether the answer is right: the first that is there.
 SCORES, VERDICTS = ("score", "overall", "reward"), ("correct", "acc", "accuracy")
 #: Names of parameters that mean the reference answer, or the question, where no column of the row is called so.
-ANSWERS = ("answer", "ground_truth", "solution", "label", "reference", "target")
+ANSWERS = ("answer", "ground_truth", "solution", "label", "reference")
 QUESTIONS = ("prompt", "problem", "question")
 Arguments = Mapping[str, Any]
 
@@ -176,6 +176,20 @@ class RewardFunction:
         self.is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
         said = self.parameters.get("completions")
         self._completions = str(said.annotation).replace("typing.", "").lower() if said else ""
+
+    def needed(self) -> set[str]:
+        """Parameters without a default that nothing but a column or `kwargs` gives."""
+        empty = {name for name, p in self.parameters.items() if p.default is p.empty}
+        return empty - {
+            *ANSWERS,
+            *QUESTIONS,
+            "response",
+            "said",
+            "response_tokens",
+            "response_ids",
+            "truncated",
+            "images",
+        }
 
     def together(self) -> bool:
         """Whether a group's answers go to one call: a list, or coroutines side by side."""

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 from rlinf_vl.code import CodeError
 from rlinf_vl.errors import nearest
+from rlinf_vl.rewards.boxes import bbox_giou, point_in_box, reference_box
 from rlinf_vl.rewards.forms import WANTED, RewardFunction
 from rlinf_vl.rewards.math_grader import check_reference, math_verdict
+from rlinf_vl.rewards.texts import anls, choice, exact, exact_alnum, format_reward, length, overlong, references
 
 
 class Named(NamedTuple):
@@ -19,16 +21,26 @@ class Named(NamedTuple):
 
     function: Callable[..., Any]
     judges: bool = True
-    check: Callable[[str], None] | None = None
+    check: Callable[[str], Any] | None = None
 
 
 def math(said: str, answer: str) -> bool:
-    r"""Whether the last `\boxed{…}` is the reference answer: `rlinf_vl.rewards.math_grader`."""
-    return math_verdict(said, answer)
+    r"""Whether the last `\boxed{…}` is the reference answer, or one of several: `rlinf_vl.rewards.math_grader`."""
+    several = references(answer) if answer.startswith('["') else [answer]
+    return any(math_verdict(said, one) for one in several)
 
 
 NAMED: dict[str, Named] = {
     "math": Named(math, check=check_reference),
+    "exact": Named(exact),
+    "exact_alnum": Named(exact_alnum),
+    "choice": Named(choice),
+    "anls": Named(anls),
+    "bbox_giou": Named(bbox_giou, check=reference_box),
+    "point_in_box": Named(point_in_box, check=reference_box),
+    "format": Named(format_reward, judges=False),
+    "length": Named(length, judges=False),
+    "overlong": Named(overlong, judges=False),
 }
 
 
@@ -41,4 +53,7 @@ def named_function(name: str, kwargs: Mapping[str, Any]) -> tuple[RewardFunction
             f"({WANTED});{nearest(name, NAMED)}".rstrip(";")
         )
     named = NAMED[name]
-    return RewardFunction(named.function, name, kwargs), named.judges
+    function = RewardFunction(named.function, name, kwargs)
+    for missing in function.needed() - kwargs.keys():
+        raise CodeError(f"{name!r} needs kwargs: {{{missing}: …}}")
+    return function, named.judges

@@ -167,7 +167,7 @@ def test_images_of_a_system_message_go_with_it() -> None:
     assert contents(placed) == [["Mine."], [url(A), url(B), "?"]] and len(placed.images) == 2
 
 
-@pytest.mark.parametrize("value", [None, "", "  ", True, float("nan"), float("-inf"), "NaN", ["6"], {"value": 6}])
+@pytest.mark.parametrize("value", [None, "", "  ", True, float("nan"), float("-inf"), "NaN", [6], [None], {"value": 6}])
 def test_unusable_answers_are_the_rows_error(value: Any) -> None:
     with pytest.raises(RowError, match="row d:0: column 'answer'"):
         problem("Find x.", answer=value)
