@@ -1,5 +1,6 @@
 """Group advantages: the formula, ties, groups of one, any order of any ids."""
 
+import math
 import statistics
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf_vl.algorithms import group_advantages
+from rlinf_vl.algorithms import advantages, group_advantages, token_normalized
 
 
 def naive(rewards: list[float], ids: list, normalize: bool, eps: float) -> list[float]:
@@ -102,3 +103,35 @@ def test_wrong_input_is_named():
         group_advantages(torch.zeros(2), torch.zeros(2))
     with pytest.raises(ValueError, match="finite.*nan"):
         group_advantages(torch.tensor([0.0, float("nan")]), [0, 0])
+
+
+def test_normalised_over_tokens_is_whitening_of_each_token():
+    """REINFORCE++: a sample counts once for each of its tokens."""
+    values, tokens = [1.0, 0.0, 0.5, 2.0], [3, 1, 5, 0]
+    each = [value for value, n in zip(values, tokens, strict=True) for _ in range(n)]
+    mean = sum(each) / 9
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in each) / 8 + 1e-8)
+    rewards, lengths = torch.tensor(values, dtype=torch.float64), torch.tensor(tokens)
+    expected = torch.tensor([(x - mean) / deviation for x in values], dtype=torch.float64)
+    torch.testing.assert_close(token_normalized(rewards, lengths), expected)
+    torch.testing.assert_close(token_normalized(rewards, lengths, normalize=False), rewards - mean)
+    torch.testing.assert_close(advantages("reinforce_plus_plus", rewards, "abcd", lengths, normalize=True), expected)
+    centered = group_advantages(rewards, "aabb", normalize=False)
+    with_baseline = advantages("reinforce_plus_plus_baseline", rewards, "aabb", lengths, normalize=True)
+    torch.testing.assert_close(with_baseline, token_normalized(centered, lengths))
+    assert token_normalized(torch.full((3,), 0.1), torch.ones(3)).tolist() == [0, 0, 0], "ties are exact"
+    assert token_normalized(torch.zeros(0), torch.zeros(0)).shape == (0,)
+
+
+def test_code_may_be_the_advantage():
+    rewards, tokens = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64), torch.tensor([4, 5, 6])
+
+    def fits(rewards, group_ids, tokens):
+        rewards += group_ids
+        return (rewards * tokens).tolist()
+
+    assert advantages(fits, rewards, ["b", "a", "b"], tokens, normalize=True).tolist() == [4, 20, 12]
+    assert rewards.tolist() == [1, 3, 2], "a function gets copies"
+    for wrong in (lambda *_: torch.zeros(2), lambda *_: torch.full((3,), float("nan"))):
+        with pytest.raises(ValueError, match="3 finite numbers, one for each reward"):
+            advantages(wrong, rewards, [0, 0, 1], tokens, normalize=True)

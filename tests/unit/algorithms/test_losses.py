@@ -128,6 +128,67 @@ def test_on_policy_gradient_is_that_of_reinforce():
         assert stats["clip_fraction"] == 0 and stats["ratio_mean"] == 1 and stats["approx_kl"] == 0
 
 
+@pytest.mark.parametrize("loss_type", ["actor", "gspo", "cispo", "sapo"])
+def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss_type):
+    logprobs = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    advantages, mask = torch.linspace(-2, 2, 8, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
+    loss, _ = policy_loss(
+        logprobs, logprobs.detach(), advantages, mask, clip_low=0.2, clip_high=0.2, loss_type=loss_type,
+        segment_ids=torch.arange(8),
+    )  # fmt: skip
+    loss.sum().backward()
+    torch.testing.assert_close(logprobs.grad, -advantages)
+
+
+def test_cispo_by_hand():
+    """Ratios 2, 1/2 and 1 and a masked token; the weight is clipped, the gradient is -A times it and never 0."""
+    old = torch.tensor([-1.0, -2.0, -0.5, NAN], dtype=torch.float64)
+    logprobs = (old + torch.tensor([math.log(2), -math.log(2), 0.0, 0.0])).requires_grad_()
+    advantages = torch.tensor([3.0, -1.0, 2.0, 9.0], dtype=torch.float64)
+    mask = torch.tensor([True, True, True, False])
+    loss, stats = policy_loss(logprobs, old, advantages, mask, loss_type="cispo", clip_low=0.2, clip_high=0.5)
+    weights = [1.5, 0.8, 1.0]
+    expected = [-w * a * x for w, a, x in zip(weights, [3.0, -1.0, 2.0], logprobs.tolist(), strict=False)]
+    torch.testing.assert_close(loss.detach(), torch.tensor([*expected, 0.0], dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([-4.5, 0.8, -2.0, 0.0], dtype=torch.float64))
+    assert stats["clip_fraction"].item() == pytest.approx(2 / 3) and "dual_clip_fraction" not in stats
+
+
+def test_sapo_by_hand():
+    """f(ρ) = 4/τ · sigmoid(τ(ρ - 1)), so ∂L/∂Δ = -A · ρ · 4 · s(1 - s): it fades on either side of ρ = 1."""
+    old = torch.full((4,), -1.0, dtype=torch.float64)
+    delta = [0.0, 1.5, -0.7, 1.5]
+    logprobs = (old + torch.tensor(delta, dtype=torch.float64)).requires_grad_()
+    advantages, mask = torch.tensor([1.0, 2.0, 2.0, -3.0], dtype=torch.float64), torch.ones(4, dtype=torch.bool)
+    loss, stats = policy_loss(logprobs, old, advantages, mask, loss_type="sapo", tau_pos=1.0, tau_neg=2.0)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    for k, (d, advantage, tau) in enumerate(zip(delta, advantages.tolist(), (1.0, 1.0, 1.0, 2.0), strict=True)):
+        ratio = math.exp(d)
+        s = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        assert loss[k].item() == pytest.approx(-advantage * 4 / tau * s)
+        assert gradient[k].item() == pytest.approx(-advantage * ratio * 4 * s * (1 - s))
+    assert "clip_fraction" not in stats
+    assert abs(gradient[3].item()) < 0.05 * 3 * math.exp(1.5), "far from 1 little is left"
+
+
+def test_a_function_may_be_the_loss():
+    def squared(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high):
+        assert segment_ids.tolist() == [0, 0, 1] and (clip_low, clip_high) == (0.1, 0.3)
+        return -advantages * logprobs + (logprobs - old_logprobs) ** 2
+
+    logprobs = torch.tensor([-1.0, -2.0, NAN], requires_grad=True)
+    mask, segments = torch.tensor([True, True, False]), torch.tensor([0, 0, 1])
+    loss, stats = policy_loss(
+        logprobs, torch.tensor([-1.0, -2.5, 0.0]), torch.tensor([1.0, 2.0, 3.0]), mask, clip_low=0.1, clip_high=0.3,
+        weights=torch.tensor([1.0, 0.5, 1.0]), loss_type=squared, segment_ids=segments,
+    )  # fmt: skip
+    assert loss.tolist() == [1.0, 0.5 * (4.0 + 0.25), 0.0] and "clip_fraction" not in stats
+    for wrong, found in ((lambda *_: None, "NoneType"), (lambda *_: torch.zeros(()), r"\(\)")):
+        with pytest.raises(ValueError, match=rf"the loss of each token, a tensor of shape \(3,\); returned {found}"):
+            policy_loss(logprobs, logprobs, logprobs, mask, loss_type=wrong)
+
+
 def test_only_logprobs_get_a_gradient():
     inputs = [torch.full((2, 3), -1.0, requires_grad=True) for _ in range(4)]
     logprobs, old, advantages, weights = inputs

@@ -1,13 +1,17 @@
 """From summaries to a step's plan: advantages, mini-batches, denominators."""
 
 import math
+import random
 from dataclasses import replace
+from itertools import accumulate
+from statistics import fmean
 
 import pytest
 
 from rlinf_vl.config.presets import with_presets
-from rlinf_vl.config.schema import AlgorithmConfig
-from rlinf_vl.controller.step_plan import advantages_of, plan_step
+from rlinf_vl.config.schema import AlgorithmConfig, SamplingConfig
+from rlinf_vl.config.schema.algorithm import OverlongConfig
+from rlinf_vl.controller.step_plan import advantages_of, overlong_penalty, plan_step, trainable
 from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import GroupSummary, Prices
@@ -36,6 +40,7 @@ def summary(name, rewards, lengths, errors=None, patches=0):
     )
 
 
+LONGEST = SamplingConfig(max_new_tokens=20)
 GROUPS = [
     summary("a", [1.0, 0.0, 0.0], [5, 6, 7]),
     summary("b", [0.9, 0.9, 0.9], [4, 4, 4]),
@@ -148,3 +153,104 @@ def test_prompts_can_be_repeated_and_prices_set():
     assert step.metrics["packing/repeated"] == pytest.approx(40 / 78)
     dear = plan(GROUPS[:1], prices=Prices(head=1000.0)).metrics["packing/imbalance"]
     assert dear == pytest.approx(11 / 9 - 1, rel=0.1)  # 5 + 6 sampled tokens against 7
+
+
+@pytest.mark.parametrize(("tokens", "cost"), [(0, 0), (12, 0), (13, 0.125), (18, 0.75), (20, 1.0), (23, 1.0)])
+def test_the_soft_overlong_penalty_by_hand(tokens, cost):
+    """Equation 13 of DAPO with L_max = 20 and L_cache = 8, times the penalty."""
+    algorithm = AlgorithmConfig(overlong=OverlongConfig(buffer=8, penalty=2.0), sampling_params=LONGEST)
+    assert overlong_penalty(tokens, algorithm) == pytest.approx(2 * cost)
+    assert overlong_penalty(tokens, AlgorithmConfig(sampling_params=LONGEST)) == 0
+
+
+def test_rewards_are_less_the_overlong_penalty_of_each_turn():
+    overlong = {"overlong": OverlongConfig(buffer=4), "sampling_params": SamplingConfig(max_new_tokens=5)}
+    step = plan(PLAYED, normalize_advantages=False, **overlong)
+    # of a: turns of 2, 3 and of 4, 1, 2 tokens, paid 1.0 and 0.5; of b: 3 and 2, 0, paid 1.0 and 0
+    (a, b), (c, d, *_) = step.advantages
+    first, second = 1.0 - 0.25 - 0.5, 0.5 - 0.75 - 0.25
+    assert a == pytest.approx(((first - second) / 2,) * 2) and b == pytest.approx(((second - first) / 2,) * 3)
+    assert c[0] == pytest.approx((1.0 - 0.5 - (0.0 - 0.25)) / 2) == pytest.approx(-d[0])
+    assert step.metrics["reward/overlong_penalty"] == pytest.approx((0.25 + 0.5 + 0.75 + 0.25 + 0.5 + 0.25) / 8)
+    by_turn = plan(PLAYED, normalize_advantages=False, credit="turn", turn_discount=0.0, **overlong)
+    assert by_turn.advantages[0][0][0] == pytest.approx((-0.25 + 0.75) / 2)
+
+
+def test_cut_answers_carry_no_loss_but_count_in_the_baseline():
+    cut = replace(summary("a", [1.0, 0.0, 0.0], [5, 6, 7]), statuses=("stop", "length", "stop"))
+    plain, filtered = plan([cut]), plan([cut], overlong=OverlongConfig(filter=True))
+    assert filtered.advantages == plain.advantages
+    items = [i.index for m in filtered.minibatches for rank in m for micro in rank.micro_batches for i in micro]
+    assert sorted(items) == [0, 2] and filtered.minibatches[0][0].denominator == 12
+
+
+def test_the_constant_length_is_in_the_denominator():
+    step = plan(adv_type="dr_grpo", sampling_params=SamplingConfig(max_new_tokens=30))
+    assert step.minibatches[0][0].denominator == (3 + 3 + 2 + 2) * 30
+
+
+def random_kl(generator: random.Random) -> tuple[dict, dict]:
+    """KL of each sampled token of `PLAYED`, and what the ranks report of it."""
+    tokens, reported = {}, {}
+    for g, group in enumerate(PLAYED):
+        for i in trainable(group):
+            own = tokens[g, i] = [[generator.gauss(0, 1) for _ in range(n)] for n in group.turn_tokens[i]]
+            flat = sum(own, [])
+            later = [sum(flat[t:]) for t in range(len(flat))]
+            ends = list(accumulate(map(len, own)))
+            parts = [later[end - len(turn) : end] for turn, end in zip(own, ends, strict=True)]
+            reported[g, i] = [
+                (sum(turn), sum(part), sum(x * x for x in part)) for turn, part in zip(own, parts, strict=True)
+            ]
+    return tokens, reported
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+def test_returns_of_tokens_are_normalised_over_all_of_them(credit):
+    """REINFORCE++ with the KL in the reward, token by token."""
+    tokens, reported = random_kl(random.Random(0))
+    algorithm = with_presets(
+        AlgorithmConfig(adv_type="reinforce_plus_plus", kl_beta=0.3, kl_placement="reward", credit=credit)
+    )
+    found, scale = advantages_of(PLAYED, algorithm, reported)
+    returns = {}
+    for (g, i), own in tokens.items():
+        flat = sum(own, [])
+        turns = [k for k, turn in enumerate(own) for _ in turn]
+        paid = PLAYED[g].turn_rewards[i]
+        for t, k in enumerate(turns):
+            returns[g, i, t] = (sum(paid[k:]) if credit == "turn" else sum(paid)) - 0.3 * sum(flat[t:])
+    mean = fmean(returns.values())
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in returns.values()) / (len(returns) - 1) + 1e-8)
+    for (g, i), own in tokens.items():
+        flat, turns = sum(own, []), [k for k, turn in enumerate(own) for _ in turn]
+        for t, k in enumerate(turns):
+            ours = found[g][i][k] - scale * sum(flat[t:])
+            assert ours == pytest.approx((returns[g, i, t] - mean) / deviation)
+
+
+@pytest.mark.parametrize("adv_type", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_the_others_compare_rewards_less_their_whole_kl(adv_type):
+    tokens, reported = random_kl(random.Random(1))
+    algorithm = with_presets(AlgorithmConfig(adv_type=adv_type, kl_beta=0.3, kl_placement="reward"))
+    found, scale = advantages_of(PLAYED, algorithm, reported)
+    kl = {key: sum(map(sum, own)) for key, own in tokens.items()}
+    less = [
+        replace(s, rewards=tuple(r - 0.3 * kl.get((g, i), 0) for i, r in enumerate(s.rewards)))
+        for g, s in enumerate(PLAYED)
+    ]
+    expected, _ = advantages_of(less, algorithm)
+    assert scale == 0
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a == pytest.approx(b)
+
+
+def test_code_of_a_user_that_fails_is_named():
+    def fails(rewards, group_ids, tokens):
+        raise KeyError("x")
+
+    with pytest.raises(RunError, match=r"algorithm.adv_type: fails failed: KeyError: 'x'"):
+        plan(estimator=fails)
+    step = plan(estimator=lambda rewards, group_ids, tokens: tokens, credit="turn")
+    assert step.advantages[0] == ((5.0,), (6.0,), (7.0,))
