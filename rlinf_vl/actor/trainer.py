@@ -27,7 +27,7 @@ from rlinf_vl.actor.terms import Passes
 from rlinf_vl.algorithms import divergence
 from rlinf_vl.code import is_code, load_code
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config
-from rlinf_vl.config.schema.algorithm import LOSS
+from rlinf_vl.config.schema.algorithm import LOSSES
 from rlinf_vl.models.families import VisionFeatures, family_of
 from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, load_model, part_of, vocab_size
 from rlinf_vl.models.lora import adapters_off, engine_weights, is_adapter, train_parts, with_adapter
@@ -365,7 +365,7 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
     )
     name, loss = config.algorithm.loss_type, None
     if is_code(name):
-        loss = load_code(name, {}, config.runner.code_files, what="loss", signature=LOSS)
+        loss = load_code(name, {}, config.runner.code_files, what=LOSSES.what, signature=LOSSES.signature)
     return Trainer(
         load, collate, mesh, actor, config.algorithm, max_tokens=max_tokens, total_steps=total_steps, loss=loss
     )

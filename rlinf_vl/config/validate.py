@@ -15,7 +15,6 @@ from rlinf_vl.code import CodeError, check_code, is_code
 from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.placement import parse_placement
 from rlinf_vl.config.schema import AlgorithmConfig, Config, RewardConfig
-from rlinf_vl.config.schema.algorithm import ADVANTAGE, LOSS
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError, nearest
@@ -176,12 +175,6 @@ def _lengths(config: Config) -> Iterator[str]:
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, batch, running = config.algorithm, config.data.rollout_batch_size, config.rollout.max_running_requests
     group, parts = f"algorithm.group_size={algorithm.group_size}", f"algorithm.n_minibatches={algorithm.n_minibatches}"
-    for name, what, signature in (("adv_type", "advantage", ADVANTAGE), ("loss_type", "loss", LOSS)):
-        if is_code(value := getattr(algorithm, name)):
-            try:
-                check_code(value, {}, config.runner.code_files, what=what, signature=signature)
-            except CodeError as error:
-                yield f"algorithm.{name}: {error}"
     in_groups = not is_code(algorithm.adv_type) and algorithm.adv_type != "reinforce_plus_plus"  # code may do otherwise
     if algorithm.group_size == 1 and in_groups:
         yield (

@@ -16,7 +16,7 @@ import ray
 from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.code import is_code, load_code
 from rlinf_vl.config.schema import Config
-from rlinf_vl.config.schema.algorithm import ADVANTAGE
+from rlinf_vl.config.schema.algorithm import ADVANTAGES
 from rlinf_vl.controller.draw import draw, make_tasks
 from rlinf_vl.controller.mismatch import MismatchGuard
 from rlinf_vl.controller.parts import Learner, Pool
@@ -223,9 +223,9 @@ def plan_of(summaries: Sequence[GroupSummary], config: Config, learner: Learner)
 def estimator_of(config: Config) -> Estimator | None:
     """The code that `algorithm.adv_type` names; None where it names none."""
     name = config.algorithm.adv_type
-    return (
-        load_code(name, {}, config.runner.code_files, what="advantage", signature=ADVANTAGE) if is_code(name) else None
-    )
+    if not is_code(name):
+        return None
+    return load_code(name, {}, config.runner.code_files, what=ADVANTAGES.what, signature=ADVANTAGES.signature)
 
 
 def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:

@@ -5,11 +5,16 @@ from dataclasses import dataclass, field
 from rlinf_vl.config.schema.guidance import ImageCorruptionConfig
 from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INFINITE, Limit, OrCode, key
 
-#: How code that these two name is called.
-ADVANTAGE = "advantage(rewards, group_ids, tokens)"
-LOSS = "loss(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high)"
-ADV_TYPES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-LOSS_TYPES = ("actor", "gspo", "cispo", "sapo")
+ADVANTAGES = OrCode(
+    ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    "advantage",
+    "advantage(rewards, group_ids, tokens)",
+)
+LOSSES = OrCode(
+    ("actor", "gspo", "cispo", "sapo"),
+    "loss",
+    "loss(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high)",
+)
 
 
 @dataclass
@@ -46,12 +51,12 @@ class OverlongConfig:
 
 @dataclass
 class AlgorithmConfig:
-    adv_type: str = key("grpo", OrCode(ADV_TYPES))
+    adv_type: str = key("grpo", ADVANTAGES)
     """grpo: reward minus the group's mean, over its standard deviation. dr_grpo: without that division, and with a constant length
     below the loss. rloo: reward minus the mean of the group's others. reinforce_plus_plus: reward, normalised over all tokens of
     the rollout; reinforce_plus_plus_baseline: the same of reward minus the group's mean. docs/algorithms.md has formulas, and what
     each sets of the keys that are null."""
-    loss_type: str = key("actor", OrCode(LOSS_TYPES))
+    loss_type: str = key("actor", LOSSES)
     """actor: the clipped policy-gradient loss of PPO, dual-clipped when clip_ratio_c is set. gspo: the same with one ratio for a
     whole sequence, the geometric mean of its tokens'. cispo: REINFORCE weighted by the clipped ratio. sapo: a soft gate in place of
     the clip. docs/algorithms.md has formulas, and what each sets of the keys that are null."""

@@ -76,6 +76,39 @@ RULES = [
         ["algorithm.kl_beta=0.01", "algorithm.kl_penalty_type=kl"],
         ["algorithm.kl_penalty_type: k1 (kl)", "gradient of exactly zero", "algorithm.kl_beta=0.01", "use k2 or k3"],
     ),
+    (
+        ["algorithm.kl_placement=reward"],
+        ["algorithm.kl_placement: reward with algorithm.kl_beta=0", "kl_placement=loss"],
+    ),
+    (
+        ["algorithm.loss_type=sapo", "algorithm.clip_ratio_low=0.2"],
+        ["algorithm.clip_ratio_low: 0.2 clips nothing with algorithm.loss_type=sapo", "leave it null"],
+    ),
+    (
+        ["algorithm.loss_type=cispo", "algorithm.clip_ratio_c=3"],
+        ["algorithm.clip_ratio_c: 3 clips nothing with algorithm.loss_type=cispo"],
+    ),
+    (["algorithm.overlong.buffer=24"], ["algorithm.overlong.buffer: 24", "max_new_tokens=24", "lower it"]),
+    (
+        ["algorithm.overlong.filter=true", "algorithm.kl_placement=reward", "algorithm.kl_beta=0.1"],
+        ["algorithm.overlong.filter: true with algorithm.kl_placement=reward"],
+    ),
+    (
+        ["algorithm.dynamic_sampling.enable=true", "algorithm.group_size=1", "algorithm.adv_type=reinforce_plus_plus"],
+        ["algorithm.dynamic_sampling.enable: true with algorithm.group_size=1", "ties with itself"],
+    ),
+    (
+        [
+            "algorithm.state_advantage_weight=1",
+            "rollout.max_turns=2",
+            "algorithm.adv_type=reinforce_plus_plus_baseline",
+        ],
+        ["algorithm.state_advantage_weight: 1", "algorithm.adv_type=reinforce_plus_plus_baseline", "use grpo, dr_grpo"],
+    ),
+    (["algorithm.dynamic_sampling.max_rounds=0"], ["algorithm.dynamic_sampling.max_rounds: 0 must be at least 1"]),
+    (["algorithm.tau_pos=0"], ["algorithm.tau_pos: 0.0 must be > 0"]),
+    (["algorithm.loss_type=sapoo"], ["algorithm.loss_type: 'sapoo' is unknown", "path/to/file.py", "'sapo'?"]),
+    (["algorithm.adv_type=/no/such.py:mine"], ["algorithm.adv_type: '/no/such.py:mine': no file '/no/such.py'"]),
     (["algorithm.n_minibatches=3"], ["data.rollout_batch_size=16", "algorithm.n_minibatches=3", "change one"]),
     (["rollout.max_running_requests=7"], ["rollout.max_running_requests=7", "algorithm.group_size=8", "raise it"]),
     ([NO_LOGPROBS], ["algorithm.importance_sampling_fix: true", "rollout.return_logprobs is false", "set it true"]),
