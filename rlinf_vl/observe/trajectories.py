@@ -27,6 +27,7 @@ SCHEMA = pa.schema(
         ("split", pa.string()),  # train or val
         ("group_id", pa.string()),
         ("problem_id", pa.string()),
+        ("labels", pa.string()),  # JSON; short columns of its row
         ("sample", pa.int32()),  # number within its group
         ("prompt", pa.string()),  # as the model reads it; an image is <image>
         ("response", pa.string()),
@@ -99,6 +100,7 @@ class TrajectoryStore:
             "split": split,
             "group_id": group.id,
             "problem_id": group.problem_id,
+            "labels": json.dumps(group.labels, ensure_ascii=False),
             "prompt": self._image.sub("<image>", prompt),
             "answer": group.answer,
         }

@@ -16,13 +16,20 @@ from typing import Any
 
 import jinja2
 
+from rlinf_vl.observe.metrics import OWN_REWARD_METRICS
 from rlinf_vl.report.run_folder import RunFolder, read_run, standard_error
 from rlinf_vl.report.trajectories import ImageStore, encode_trajectories, read_trajectories
 from rlinf_vl.runtime.files import write_aside
 
 ASSETS = Path(__file__).parent / "assets"
-PLOT_SCRIPT, SCRIPTS = "uPlot.iife.min.js", ("data.js", "charts.js", "conversation.js", "gallery.js", "page.js")
+PLOT_SCRIPT, MATH_SCRIPT = "uPlot.iife.min.js", "temml.min.js"
+SCRIPTS = (
+    *("data.js", "charts.js", "math.js", "zoom.js", "conversation.js", "groups.js", "distributions.js", "gallery.js"),
+    "page.js",
+)
 STYLES = ("uPlot.min.css", "report.css")
+FURTHER_REWARD_METRICS = ("reward/ungradable", "reward/corrupted_mean", "reward/overlong_penalty")
+"""Metrics that are no part of the reward either."""
 PHASES = ("generate", "check", "train", "sync", "validate", "checkpoint")
 """`time/*` of a step in stacking order; the rest of the step is "other"."""
 
@@ -64,6 +71,7 @@ def build_report(
         columns = encode_trajectories(table, run.path, sections, images, run.notes)
         packed.append({"name": run.name, "metrics": _columns(run), "baselines": run.baselines, "trajectories": columns})
     header = {"runs": packed, "images": images.images, "phases": PHASES, "charts": json.loads(_asset("charts.json"))}
+    header["own_rewards"] = (*OWN_REWARD_METRICS, *FURTHER_REWARD_METRICS)
     page = _render(runs, [p["trajectories"]["count"] for p in packed], _pack(header, sections))
     with write_aside(output, durable=False) as aside:
         aside.write_text(page, encoding="utf-8", errors="replace")
@@ -99,7 +107,8 @@ def _render(runs: list[RunFolder], counts: list[int], data: str) -> str:
         loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     environment.filters["duration"] = lambda seconds: timedelta(seconds=round(seconds))
-    style, plot_script, script = "\n".join(map(_asset, STYLES)), _asset(PLOT_SCRIPT), "\n".join(map(_asset, SCRIPTS))
+    style, script = "\n".join(map(_asset, STYLES)), "\n".join(map(_asset, SCRIPTS))
+    plot_script, math_script = _asset(PLOT_SCRIPT), _asset(MATH_SCRIPT)
     config, facts = _side_by_side([run.config for run in runs]), _side_by_side([run.environment for run in runs])
     return environment.get_template("report.html.jinja").render(
         runs=runs,
@@ -110,9 +119,10 @@ def _render(runs: list[RunFolder], counts: list[int], data: str) -> str:
         git={name: row for name, row in facts.items() if name.startswith("git")},
         environment={name: row for name, row in facts.items() if not name.startswith("git")},
         policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src blob:; style-src {_hash(style)}; "
-        f"script-src {_hash(plot_script)} {_hash(script)}",
+        f"script-src {_hash(plot_script)} {_hash(math_script)} {_hash(script)}",
         style=style,
         plot_script=plot_script,
+        math_script=math_script,
         script=script,
         data=data,
     )

@@ -53,6 +53,16 @@ class RunFolder:
         return [{"step": r["step"], "value": r["val/accuracy"], "error": standard_error(r)} for r in rows]
 
     @property
+    def alarms(self) -> list[dict[str, Any]]:
+        """The newest of each kind of alarm."""
+        newest = {
+            str(event.get("message", ""))[:24]: event
+            for event in reversed(self.events)
+            if "alarm" in str(event.get("kind"))
+        }
+        return list(newest.values())[-3:]
+
+    @property
     def event_counts(self) -> Counter[str]:
         return Counter(str(event.get("kind")) for event in self.events)
 

@@ -24,10 +24,9 @@ FILL = {pa.float32(): (np.float32, np.nan), pa.int32(): (np.int32, -1), pa.bool_
 """For a token without a value, by the column's type: the type it has in the browser, and its value there."""
 BYTES_PER_TRAJECTORY, BYTES_PER_TOKEN = 1000, 20
 """What a trajectory takes in the report before compression, its images aside, and what each of its tokens adds."""
-MAX_BYTES_PER_IMAGE, MAX_PIXELS_ACROSS, THUMBNAIL_PIXELS = 100_000, 2048, 512
-"""An image larger than one of the first two is shown as a thumbnail of the third."""
-SMALL_BYTES, SMALL_PIXELS = 10_000, 256
-"""The same once half of the images' room is used: a report of many pictures shows all of them small rather than a few."""
+SIZES = ((0.5, 1_000_000, 2048), (0.75, 100_000, 1024), (1.0, 10_000, 256))
+"""Up to this share of the images' room that is used, an image of more than so many bytes or pixels across is made that small: one
+is read at full size in most reports, and a report of many shows all of them small rather than a few."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 _Group = namedtuple("_Group", "file split rows bytes")
@@ -71,8 +70,8 @@ class ImageStore:
         digest = hashlib.sha256(data).digest()
         if digest not in self._known:
             try:
-                few = self._bytes < self._max_bytes / 2
-                most, across = (MAX_BYTES_PER_IMAGE, THUMBNAIL_PIXELS) if few else (SMALL_BYTES, SMALL_PIXELS)
+                used = self._bytes / self._max_bytes
+                most, across = next((size for share, *size in SIZES if used <= share), SIZES[-1][1:])
                 shown, kind, size = _shrink(data, most, across)
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
                 raise ValueError("not an image that can be shown") from error
@@ -254,7 +253,7 @@ def _shrink(data: bytes, most: int, across: int) -> tuple[bytes, str, tuple[int,
     (width, height)."""
     with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
         size = image.size
-        if len(data) <= most and max(size) <= MAX_PIXELS_ACROSS:
+        if len(data) <= most and max(size) <= max(across, 2048):
             assert image.format is not None  # one of those above
             return data, image.format, size
         image.thumbnail((across, across))

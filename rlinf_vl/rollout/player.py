@@ -180,7 +180,7 @@ class Player:
         shared += [sequences[0].shared_length(other, self.processor.image_token_id) for other in sequences[1:]]
         seen = opening.shown.by_hash if opening.shown else {}
         problem, prefix = opening.problem, min(shared, default=0)
-        return Group(group_id, problem.id, prefix, tuple(trajectories), problem.answer, seen)
+        return Group(group_id, problem.id, prefix, tuple(trajectories), problem.answer, seen, problem.labels)
 
     async def _score(self, problem: Problem, played: Sequence[Played]) -> None:
         """Have the answers scored that environments have left to the run's reward functions."""

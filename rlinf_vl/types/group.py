@@ -41,6 +41,7 @@ class Group:
     shown: dict[str, ImageRef] = field(
         default_factory=dict
     )  # what its corrupted trajectories saw, by the image's own hash
+    labels: dict[str, str | float] = field(default_factory=dict)  # its problem's
 
     def __post_init__(self) -> None:
         fields, prefix = self._fields(), self.prefix
@@ -109,12 +110,21 @@ class Group:
             [np.zeros(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in self._arrays())]
         )
         packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
-        head = (self.id, self.problem_id, self.answer, self.prefix_length, self.shown)
+        head = (self.id, self.problem_id, self.answer, self.prefix_length, self.shown, self.labels)
         return _load_group, (*head, self._fields(), images, tuple(rows), packed)
 
 
 def _load_group(
-    group_id: str, problem_id: str, answer: str, prefix_length: int, shown: dict, fields, images, rows, packed
+    group_id: str,
+    problem_id: str,
+    answer: str,
+    prefix_length: int,
+    shown: dict,
+    labels: dict,
+    fields,
+    images,
+    rows,
+    packed,
 ) -> Group:
     """The inverse of `Group.__reduce_ex__`."""
     offset = 0
@@ -137,7 +147,7 @@ def _load_group(
             own_images = tuple((images[i], grid) for i, grid in places)
             sequences.append(TokenSequence(**own, images=own_images, columns=columns))
         trajectories.append(Trajectory(tuple(sequences), tuple(Turn(*turn) for turn in turns), *rest))
-    return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer, shown)
+    return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer, shown, labels)
 
 
 @dataclass(frozen=True, slots=True)

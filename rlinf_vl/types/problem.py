@@ -13,6 +13,8 @@ ROLES = ("system", "user", "assistant", "tool")
 ENGINE_FAULT, ENVIRONMENT_FAULT = "engine", "environment"
 #: In `Trajectory.reward_parts` of a response that could not be graded within the grader's limits and is paid as a wrong one.
 UNGRADABLE = "ungradable"
+#: Longest label of a problem in characters, and most labels.
+MAX_LABEL, MAX_LABELS = 64, 16
 #: URL scheme under which a message names an `ImageRef` of its problem.
 IMAGE_URL_PREFIX = "image://"
 #: (t, h, w) of an image in patches.
@@ -47,3 +49,9 @@ class Problem:
     columns: dict[str, Any] = field(default_factory=dict)  # what else the row has, as plain values
     dropped_images: int = 0  # images of the row beyond data.max_images_per_message and data.max_images_per_sample
     chat: bool = False  # whether the row's prompt is a list of messages
+
+    @property
+    def labels(self) -> dict[str, str | float]:
+        """Its columns that are short texts or numbers: problems are told apart by them."""
+        short = {k: v for k, v in self.columns.items() if isinstance(v, str | int | float) and len(str(v)) <= MAX_LABEL}
+        return dict(list(short.items())[:MAX_LABELS])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image, ImageDraw
 from unit.observe.conversations import make_conversations
 from unit.observe.test_report import HOSTILE, make_run
 from whole_run import Run
@@ -36,8 +37,8 @@ class Browser:
         if not re.match("(file|blob|data|about):", request.url):
             self.problems.append(f"requested {request.url}")
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> float:
-        """Show a page; returns the seconds until everything of it works."""
+    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False, view: str = "single") -> float:
+        """Show a page; returns the seconds until everything of it works. `view`: single trajectories or groups."""
         self.page.close()
         self.page = self._browser.new_page(
             viewport={"width": width, "height": height},
@@ -52,7 +53,10 @@ class Browser:
         self.page.on("request", self._note_request)
         self.page.goto(page.resolve().as_uri())
         self.wait("document.documentElement?.dataset.ready")
-        return self.run("Number(document.documentElement.dataset.ready)") / 1000
+        seconds = self.run("Number(document.documentElement.dataset.ready)") / 1000
+        if view == "single" and self.run("!document.querySelector('#filters [name=view]').closest('[hidden]')"):
+            self.choose("view", view)
+        return seconds
 
     def run(self, script: str):
         """The value of an expression, awaited."""
@@ -121,13 +125,169 @@ def test_curves_and_gallery_are_shown_without_a_complaint(browser, page):
     browser.open(page)
     assert browser.run("document.querySelectorAll('.chart').length") >= 15
     browser.click("#more-curves > summary")
+    browser.click("#constant-curves > summary")
+    browser.wait("document.querySelectorAll('#constant-curves .chart canvas').length > 0")
     browser.wait("document.querySelectorAll('#more-curves .chart canvas').length > 0")
-    assert browser.run("[...document.querySelectorAll('.chart')].every((chart) => chart.querySelector('canvas'))")
+    assert browser.run(
+        "[...document.querySelectorAll('#curves .chart')].every((chart) => chart.querySelector('canvas'))"
+    )
     assert browser.run(f"{CARDS}.length") == 20
     browser.run("Promise.all([...document.querySelectorAll('.images img')].map((image) => image.decode()))")
     assert browser.run("[...document.querySelectorAll('.images img')].every((i) => i.naturalWidth > 0 && i.alt)")
     assert browser.run("document.querySelectorAll('.images img').length") >= 20
     assert browser.problems == []
+
+
+QUESTION = r"What is the area of $\triangle ABC$ for \(a=\frac{7}{2}\)? It costs $5 and $6."
+
+
+@pytest.fixture(scope="module")
+def research(tmp_path_factory) -> Path:
+    """Of a run that failed, with formulas, parts of the reward, labels, and a page of a document among its images."""
+    run = make_run(tmp_path_factory.mktemp("runs") / "toy", steps=9, samples=6)
+    page = Image.new("RGB", (1200, 1600), "white")
+    for k in range(50):
+        ImageDraw.Draw(page).text((40, 30 * k), f"Line {k} of a page that is unreadable when it is small", fill="black")
+    page.save(run / "images/page.png")
+    for file in run.glob("trajectories/*.parquet"):
+        rows = pq.read_table(file).to_pylist()
+        for row in rows:
+            number = int(row["problem_id"].removeprefix("toy-"))
+            row["problem_id"] = f"{('charts', 'shapes')[number % 2]}:{number}"
+            row["labels"] = json.dumps({"level": number % 3, "unique": row["response"] + str(number)})
+            row["reward_parts"] = json.dumps({"math": row["reward"], "format": 1.0 - row["sample"] % 2})
+            row["prompt"] = row["prompt"].replace("What is the area?", QUESTION)
+            row["images"] = ["images/page.png"] if number == 3 else row["images"]
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"reward/math": 0.1 * line["step"], "reward/format": 0.5 + 0.01 * line["step"], "kept/same": 0.25}
+        line |= {"reward/ungradable": 0} if line["step"] else {"val/reward/math": 0.2}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (run / "status.json").write_text(json.dumps({"state": "failed", "reason": "CUDA out of memory", "step": 9}))
+    alarm = {"time": 1.7e9, "step": 7, "kind": "alarm", "message": "entropy fell below a tenth; raise clip_ratio_high"}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(alarm) + "\n")
+    return build_report([run])
+
+
+def test_a_group_is_one_card_with_its_answers_in_a_table(browser, research):
+    browser.open(research, view="groups")
+    browser.choose("split", "train")
+    found = browser.run("document.getElementById('found').textContent")
+    members, groups = int(found.split(" ")[0]), int(re.search(r"in (\d+) groups", found)[1])
+    assert members == 6 * groups == 216
+    group = "document.querySelector('.group')"
+    assert browser.run(f"{group}.querySelectorAll('tbody tr:not(.detail)').length") == 6
+    heads = browser.run(f"[...{group}.querySelectorAll('thead th')].map((th) => th.textContent)")
+    assert heads == ["#", "Answer", "Reward", "math", "format", "Advantage", "Tokens", "End"]
+    assert browser.run(f"{group}.querySelectorAll('.images img').length") == 1
+    column = (
+        f"(k) => [...{group}.querySelectorAll('tbody tr:not(.detail)')].map((tr) => Number(tr.cells[k].textContent))"
+    )
+    assert browser.run(f"({column})(4)") == [1, 0] * 3 and browser.run(f"({column})(2)") == browser.run(
+        f"({column})(3)"
+    )
+    right = browser.run(f"{group}.querySelectorAll('.badge.correct').length")
+    assert f"{right} of 6 correct" in browser.run(f"{group}.querySelector('header').textContent")
+    browser.click(".group tbody button")
+    assert browser.run(f"{group}.querySelector('.detail .tokens span').textContent.length") > 0
+    browser.choose("split", "val")
+    assert browser.run("document.querySelectorAll('.group').length") == 0  # one answer each: as before
+    assert browser.problems == []
+
+
+def test_formulas_are_mathml_and_prices_are_text(browser, research):
+    browser.open(research, view="groups")
+    question = "document.querySelector('.group .rendered')"
+    assert browser.run(f"[...{question}.querySelectorAll('math')].map((m) => m.getAttribute('aria-label'))") == [
+        r"\triangle ABC", r"a=\frac{7}{2}",
+    ]  # fmt: skip
+    assert browser.run(f"{question}.querySelectorAll('mfrac').length") == 1
+    assert "It costs $5 and $6." in browser.run(f"{question}.textContent")
+    assert browser.run("document.querySelectorAll('.answers math .boxed').length") > 10
+    browser.choose("view", "single")
+    browser.choose("color", "text")
+    assert browser.run("document.querySelectorAll('.trajectory .rendered math').length") >= 20
+    assert browser.run("document.querySelectorAll('.trajectory .tokens').length") == 0
+    assert browser.problems == []
+
+
+def test_an_image_is_read_at_full_size(browser, research):
+    browser.open(research)
+    browser.choose("problem", "shapes:3")
+    shown, stage = "document.querySelector('.images img.zoomable')", "document.querySelector('#zoom .stage img')"
+    assert browser.run(f"{shown}.getBoundingClientRect().width") < 700
+    browser.click(".images img.zoomable")
+    browser.wait("document.getElementById('zoom').open")
+    assert browser.run(f"[{stage}.naturalWidth, {stage}.naturalHeight]") == [1200, 1600]
+    width = f"{stage}.getBoundingClientRect().width"
+    fitted = browser.run(width)
+    browser.click("#zoom button[aria-label='One pixel each']")
+    assert fitted < 1200 == round(browser.run(width))
+    browser.press("+")
+    browser.page.mouse.move(600, 400)
+    browser.page.mouse.wheel(0, -200)
+    browser.wait(f"{width} > 1900")
+    at = browser.run(f"{stage}.getBoundingClientRect().x")
+    browser.run("document.querySelector('#zoom .stage').focus()")
+    browser.press("ArrowRight")
+    assert browser.run(f"{stage}.getBoundingClientRect().x") == at - 60
+    browser.press("Escape")
+    browser.wait("!document.getElementById('zoom').open")
+    browser.run(f"{shown}.focus()")
+    browser.press("Enter")
+    browser.wait("document.getElementById('zoom').open")
+    assert browser.problems == []
+
+
+def test_distributions_are_of_what_is_found(browser, research):
+    browser.open(research)
+    browser.choose("split", "train")
+    titles = browser.run("[...document.querySelectorAll('#distributions h3')].map((title) => title.textContent)")
+    assert titles == ["Reward", "Response length", "Accuracy by source", "Accuracy by level"]
+    label = browser.run("document.querySelector('#distributions svg').getAttribute('aria-label')")
+    wrong, right = map(int, re.fullmatch(r"Reward: 0: (\d+), 1: (\d+)", label).groups())
+    rows = [r for f in research.parent.glob("trajectories/*.parquet") for r in pq.read_table(f).to_pylist()]
+    rows = [row for row in rows if row["split"] == "train"]
+    assert (wrong, right) == (sum(r["reward"] == 0 for r in rows), sum(r["reward"] == 1 for r in rows))
+    told = browser.run("[...document.querySelectorAll('#distributions .kinds')].map((table) => table.innerText)")
+    graded = [row for row in rows if row["correct"] is not None and row["error"] is None]
+    for kind in ("charts", "shapes"):
+        of_kind = [row["correct"] for row in graded if row["problem_id"].startswith(kind)]
+        share, n = round(100 * sum(of_kind) / len(of_kind)), len(of_kind)
+        assert re.search(rf"{kind}\s+{share} % ± \d+ of {n}\b", told[0]), told[0]
+    browser.choose("problem", "charts")
+    assert "shapes" not in browser.run("document.getElementById('distributions').innerText")
+
+
+def test_parts_smoothing_and_what_stays_constant(browser, research):
+    browser.open(research)
+    titles = browser.run("[...document.querySelectorAll('#curves > .charts h3')].map((title) => title.textContent)")
+    assert "Parts of the reward" in titles and "Clipped importance weights" not in titles
+    parts = "[...document.querySelectorAll('#curves > .charts .chart')].find((c) => c.innerText.startsWith('Parts of the reward'))"
+    assert browser.run(f"{parts}.querySelector('.legend').innerText").split() == ["format", "0.59", "math", "0.9"]
+    fold = browser.run("document.getElementById('constant-curves').innerText")
+    assert re.match(r"\d+ that stay constant", fold)
+    browser.click("#constant-curves > summary")
+    browser.wait("document.querySelectorAll('#constant-curves canvas').length > 0")
+    assert "Clipped importance weights: 0" in browser.run(
+        "document.querySelector('#constant-curves .about').textContent"
+    )
+    pixels = "[...document.querySelectorAll('#curves canvas')].map((canvas) => canvas.toDataURL())"
+    before = browser.run(pixels)
+    browser.run("""(() => { const slider = document.getElementById('smoothing'); slider.value = 0.8;
+        slider.dispatchEvent(new Event('input')); })()""")
+    browser.wait(f"JSON.stringify({pixels}) !== {json.dumps(json.dumps(before, separators=(',', ':')))}")
+    assert browser.run("document.querySelector('.smoothing output').textContent") == "0.80"
+    assert browser.problems == []
+
+
+def test_how_the_run_ended_stands_on_top(browser, research):
+    browser.open(research)
+    first = browser.run("document.querySelector('#summary .run').firstElementChild.innerText")
+    assert first == "Failed at step 9 of 9: CUDA out of memory"
+    assert "entropy fell below a tenth" in browser.run("document.querySelector('#summary .alarm').innerText")
 
 
 def test_filters(browser, page):
@@ -142,7 +302,7 @@ def test_filters(browser, page):
         f"{CARDS}.length > 0 && {CARDS}.every((c) => c.querySelector('h3').textContent === 'Validation, step 3')"
     )
     browser.click("#filters [type=reset]")
-    browser.wait("document.getElementById('found').textContent === '132 of 132 trajectories'")
+    browser.wait("document.getElementById('found').textContent.startsWith('132 of 132 trajectories')")
     browser.choose("problem", "toy-3")
     assert browser.run(
         f"{CARDS}.length > 0 && {CARDS}.every((c) => c.querySelector('.link').textContent === 'problem toy-3')"
@@ -486,7 +646,7 @@ def test_hostile_texts_are_shown_and_do_nothing(browser, tmp_path):
     browser.point_at(".tokens span")
     browser.run("document.querySelectorAll('details').forEach((d) => (d.open = true))")
     time.sleep(0.2)
-    assert browser.run("document.querySelectorAll('script').length") == 2
+    assert browser.run("document.querySelectorAll('script').length") == 3
     assert browser.run("document.querySelectorAll('img[src=x]').length") == 0
     assert browser.problems == []
 

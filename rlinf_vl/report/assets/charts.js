@@ -6,13 +6,15 @@ const plots = [];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const color = (i) => css(`--c${i % 7}`);
 
-function drawCharts({ runs, charts, phases }) {
+function drawCharts({ runs, charts, phases, own_rewards: ownRewards }) {
   const section = document.getElementById("curves");
   const measured = new Set(runs.flatMap((run) => Object.keys(run.metrics)).map((name) => name.match(/^(?:val\/)?env\/(.+)/s)?.[1]).filter(Boolean));
   const about = "What the environment measures: mean over the episodes that gave it.";
-  charts = [...charts, ...[...measured].sort().map((name) => ({ title: `Environment: ${name}`, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
+  charts = [...charts, ...partCharts(runs, ownRewards), ...[...measured].sort().map((name) => ({ title: `Environment: ${name}`, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
   const shown = ["val/accuracy_error", "val/problems", ...charts.flatMap((spec) => Object.keys(spec.lines))];
-  const figures = charts.map((spec) => chart(spec, linesOf(spec, runs)));
+  const drawn = charts.map((spec) => [spec, linesOf(spec, runs)]).filter(([, lines]) => lines.length);
+  const figures = drawn.filter(([, lines]) => !isConstant(lines)).map(([spec, lines]) => chart(spec, lines));
+  const constant = drawn.filter(([, lines]) => isConstant(lines));
   for (const run of runs) {
     const names = [...phases, "other"].filter((name) => run.metrics[`time/${name}`]?.[1].some((v) => v > 0));
     const title = runs.length > 1 ? `Time by phase: ${run.name}` : "Time by phase";
@@ -20,7 +22,9 @@ function drawCharts({ runs, charts, phases }) {
     figures.push(chart({ title, about: "Seconds of each step.", zero: true, stacked: true }, lines));
   }
   section.querySelector(".charts").append(...figures.filter(Boolean));
-  if (!figures.some(Boolean)) section.querySelector(".about").textContent = "There are no metrics.";
+  foldConstant(constant);
+  setUpSmoothing();
+  if (!figures.some(Boolean) && !constant.length) section.querySelector(".about").textContent = "There are no metrics.";
   const others = new Set(runs.flatMap((run) => Object.keys(run.metrics)).filter((name) => !shown.includes(name)).sort());
   const more = document.getElementById("more-curves");
   more.hidden = !others.size;
@@ -28,6 +32,60 @@ function drawCharts({ runs, charts, phases }) {
     const specs = [...others].map((name) => ({ title: name, about: "", lines: { [name]: name.split("/").at(-1) } }));
     more.lastElementChild.append(...specs.map((spec) => chart(spec, linesOf(spec, runs))).filter(Boolean));
   }, { once: true });
+}
+
+/** Charts of the reward's parts: in one run all of them together, of several runs one each. */
+function partCharts(runs, own) {
+  const names = new Set(runs.flatMap((run) => Object.keys(run.metrics)).filter((name) => name.startsWith("reward/") && !own.includes(name)));
+  const label = (name) => name.slice("reward/".length);
+  const about = "Mean of each reward function's score, unweighted, and of what else it gave.";
+  const parts = [...names].sort().map(label);
+  if (runs.length === 1 && parts.length <= 7) {
+    const lines = (prefix) => Object.fromEntries(parts.map((part) => [`${prefix}reward/${part}`, part]));
+    return [{ title: "Parts of the reward", about, lines: lines("") }, { title: "Parts of the reward, in validation", about, lines: lines("val/") }];
+  }
+  return parts.map((part) => ({ title: `Reward: ${part}`, about, lines: { [`reward/${part}`]: "training", [`val/reward/${part}`]: "validation" } }));
+}
+
+/** Whether several values, all finite, are the same in each line, or differ in their last digits. */
+function isConstant(lines) {
+  return lines.every((line) => {
+    const values = [...line.at.values()];
+    const [low, high] = [Math.min(...values), Math.max(...values)];
+    return values.length > 1 && !values.includes(null) && high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high));
+  });
+}
+
+/** Charts without news, as a list that unfolds into charts. */
+function foldConstant(drawn) {
+  const fold = document.getElementById("constant-curves");
+  fold.hidden = !drawn.length;
+  fold.firstElementChild.textContent = `${drawn.length} that stay constant`;
+  const said = drawn.map(([spec, lines]) => `${spec.title}: ${[...new Set(lines.map((line) => number(line.at.values().next().value)))].join(", ")}`);
+  fold.querySelector(".about").textContent = said.join(" · ");
+  fold.addEventListener("toggle", () => fold.lastElementChild.append(...drawn.map(([spec, lines]) => chart(spec, lines))), { once: true });
+}
+
+let smoothing = 0;
+
+/** An exponential moving average, as TensorBoard's: without a bias to the first value. Gaps stay gaps. */
+function smooth(values, weight) {
+  let [mean, total] = [0, 0];
+  return values.map((value) => {
+    if (value === null || value === undefined) return value;
+    mean = mean * weight + value * (1 - weight);
+    total = total * weight + 1 - weight;
+    return mean / total;
+  });
+}
+
+function setUpSmoothing() {
+  const slider = document.getElementById("smoothing");
+  slider.addEventListener("input", () => {
+    smoothing = Number(slider.value);
+    slider.nextElementSibling.textContent = smoothing ? smoothing.toFixed(2) : "off";
+    plots.forEach((plot) => plot.resmooth?.());
+  });
 }
 
 function points(run, metric) {
@@ -119,6 +177,12 @@ function drawPlot(holder, spec, lines, steps, values, show) {
     }
     bands.push({ series: [series.length - 1, series.length], fill: () => `${color(line.color)}33` });
   });
+  const smoothed = spec.stacked ? [] : lines.map((line, i) => ({ i, line })).filter(({ line }) => !line.flat && line.at.size > 2);
+  const [shown, below] = [columns.length, smoothed.length];
+  for (const { i, line } of smoothed) { // the values themselves, faint below what is smoothed
+    columns.push(values[i]);
+    series.push({ label: "", width: 1, stroke: () => `${color(line.color)}55`, points: { show: false }, show: smoothing > 0 });
+  }
   const log = spec.log && columns.flat().every((value) => value === undefined || value === null || value > 0);
   const axis = { stroke: () => css("--muted"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const end = { pad: 0.06, soft: 0, mode: spec.zero ? 1 : 3 }; // from zero, or wherever the values are
@@ -126,7 +190,11 @@ function drawPlot(holder, spec, lines, steps, values, show) {
   const flat = (low, high) => high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high)); // too narrow for ticks of its own
   const range = (_, low, high) => flat(low, high) ? [Math.min(1.1 * low, 0), Math.max(1.1 * high, 0) || (low ? 0 : 1)]
     : uPlot.rangeNum(low, high, { min: end, max: end });
-  return new uPlot({
+  const data = () => [steps, ...columns.map((column, c) => {
+    const own = c < lines.length && smoothed.find(({ i }) => i === c);
+    return own && smoothing ? smooth(column, smoothing) : column;
+  })];
+  const plot = new uPlot({
     width: holder.clientWidth, height: HEIGHT, padding: [10, 12, 0, 0], legend: { show: false },
     series: [{}, ...series], bands,
     cursor: { sync: { key: "steps" }, y: false, points: { size: 6 } },
@@ -136,5 +204,10 @@ function drawPlot(holder, spec, lines, steps, values, show) {
       { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
     ],
     hooks: { setCursor: [(u) => show(u.cursor.idx)] },
-  }, [steps, ...columns], holder);
+  }, data(), holder);
+  plot.resmooth = () => {
+    plot.setData(data(), false);
+    for (let k = 0; k < below; k++) plot.setSeries(shown + k + 1, { show: smoothing > 0 });
+  };
+  return plot;
 }

@@ -67,7 +67,7 @@ function filmstrip(item, turns, view, go) {
     const done = turn.number === null ? "" : actionOf(item, turn);
     const label = turn.number === null ? "After the last turn" : `Turn ${turn.number}: ${done}, reward ${number(turn.reward)}`;
     return h("li", {}, h("button", { type: "button", title: label, "aria-label": label, onclick: () => go(turn) },
-      h("span", { class: "pictures" }, shown.length ? shown.map((index) => picture(item, index, view)) : h("small", {}, "no picture")),
+      h("span", { class: "pictures" }, shown.length ? shown.map((index) => picture(item, index, view, false)) : h("small", {}, "no picture")),
       h("span", { class: "done" }, turn.number !== null && h("b", {}, String(turn.number)), ` ${done} `, reward(turn))));
   });
   return h("ol", { class: "filmstrip", "aria-label": "Filmstrip: what each turn saw and did" }, cells);
@@ -122,18 +122,19 @@ function message(item, { role, content }, view) {
 }
 
 function foldedText(text) {
-  if (text.length <= TEXT_SHOWN) return h("span", {}, text);
+  if (text.length <= TEXT_SHOWN) return h("span", {}, ...withFormulas(text));
   const all = h("button", { type: "button", onclick: (event) => event.currentTarget.parentElement.replaceChildren(text) }, `Show all ${text.length.toLocaleString("en")} characters`);
   return h("span", {}, `${text.slice(0, TEXT_SHOWN)}… `, all);
 }
 
-function picture(item, index, view) {
+function picture(item, index, view, zooms = true) {
   const t = item.run.trajectories;
   const at = t.image_offsets[item.i] + index;
   const image = view.images[at < t.image_offsets[item.i + 1] ? t.images[at] : -1];
   if (!image) return h("span", { class: "no-image" }, "[image left out]");
   const [width, height] = image.size;
-  return h("img", { src: image.url, width, height, class: Math.max(width, height) <= 128 && "small", decoding: "async",
+  return h("img", { src: image.url, width, height, decoding: "async", tabindex: zooms && 0,
+    class: `${Math.max(width, height) <= 128 ? "small" : ""} ${zooms ? "zoomable" : ""}`.trim(), title: zooms && "Click to see it at full size",
     alt: `Image ${index + 1} of problem ${item.problem}, ${width} × ${height} pixels` });
 }
 

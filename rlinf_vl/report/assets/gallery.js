@@ -20,14 +20,17 @@ function setUpGallery({ runs, images }) {
   function apply(focus = false) {
     const wanted = Object.fromEntries(new FormData(form));
     const found = all.filter(filterBy(wanted, runs)).sort(comparison(wanted.sort));
-    entries = runs.length > 1 ? alignByProblem(found, runs) : found.map((item) => [[item]]);
+    const grouped = runs.length === 1 && wanted.view === "groups";
+    entries = runs.length > 1 ? alignByProblem(found, runs) : grouped ? groupsOf(found, all) : found.map((item) => [item]);
     let text = `${found.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} trajectories`;
+    if (grouped) text += `, in ${entries.length.toLocaleString("en")} groups`;
     if (runs.length > 1) {
       const both = entries.filter((entry) => entry.every((side) => side.length)).length;
       text += `, ${entries.length} problems; first the ${both} that all runs have`;
     }
     document.getElementById("found").textContent = all.length ? text : "The run has stored no trajectories.";
     form.hidden = !all.length;
+    showDistributions(document.getElementById("distributions"), found, runs);
     show(0, focus);
   }
 
@@ -40,7 +43,7 @@ function setUpGallery({ runs, images }) {
     } };
     showScale(view);
     const shown = entries.slice(page * pageSize, (page + 1) * pageSize);
-    holder.replaceChildren(...shown.map((entry) => (runs.length > 1 ? aligned(entry, runs, view) : card(entry[0][0], view))));
+    holder.replaceChildren(...shown.map((entry) => (runs.length > 1 ? aligned(entry, runs, view) : entry.length > 1 ? groupCard(entry, view) : card(entry[0], view))));
     pages.hidden = last === 0;
     pages.querySelector("span").textContent = `page ${page + 1} of ${last + 1}`;
     for (const button of pages.querySelectorAll("button")) button.disabled = button.value < 0 ? page === 0 : page === last;
@@ -57,7 +60,9 @@ function setUpGallery({ runs, images }) {
   pages.addEventListener("click", (event) => {
     if (event.target.tagName === "BUTTON") show(page + Number(event.target.value), true);
   });
+  form.elements.view.closest("label").hidden = runs.length > 1;
   setUpTooltip(holder);
+  setUpZoom(holder);
   apply();
 }
 
@@ -207,7 +212,7 @@ function asConversation(item, view) {
 }
 
 function verdict(item) {
-  return [item.error !== null && [h("h4", {}, "Error"), h("pre", { class: "error" }, item.error)], h("h4", {}, "Answer"), h("pre", {}, item.text("answer") ?? "–")].flat();
+  return [item.error !== null && [h("h4", {}, "Error"), h("pre", { class: "error" }, item.error)], h("h4", {}, "Answer"), h("pre", {}, ...withFormulas(item.text("answer") ?? "–", true))].flat();
 }
 
 function rewardParts(text) {
@@ -222,7 +227,7 @@ function rewardParts(text) {
 /** A prompt; its placeholders of an image, hundreds of the same, as one with their number. */
 function longText(text) {
   const shorter = text.replace(/(<\|[\w-]{1,40}\|>)\1{2,}/g, (all, one) => `${one}×${all.length / one.length} `);
-  return h("pre", { class: "long", tabindex: shorter.length > 700 && 0 }, shorter);
+  return h("pre", { class: "long", tabindex: shorter.length > 700 && 0 }, ...withFormulas(shorter));
 }
 
 /** A trajectory's sequences (positions of their first tokens) and turns; none in older files. */
@@ -257,6 +262,7 @@ function tokenList(item, view, start, end, name, labels = new Map(), limit = TOK
   const t = item.run.trajectories;
   const [first, count] = [Math.max(0, start), Math.min(end, item.to - item.from) - Math.max(0, start)];
   if (!(count > 0)) return h("pre", {}, "(empty)");
+  if (view.mode === "text") return h("div", { class: "rendered", tabindex: 0 }, ...withFormulas(tokensText(item, start, end).replace(/<\|[\w-]{1,40}\|>/g, ""), true));
   const spans = Array.from({ length: Math.min(count, limit) }, (_, i) => {
     const n = first + i;
     const k = item.from + n;

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import pickle
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,7 +12,7 @@ import tiny
 from tokenizers import Tokenizer, decoders, models
 
 from rlinf_vl.observe.trajectories import SCHEMA, TrajectoryStore
-from rlinf_vl.types import Group, ImageRef, TokenSequence, Trajectory, Turn
+from rlinf_vl.types import Group, ImageRef, Problem, TokenSequence, Trajectory, Turn
 
 IMAGE = "<|image_pad|>"
 
@@ -41,7 +43,9 @@ def rows(run, step):
 
 def test_rows_hold_what_was_sampled(model, run):
     rng = np.random.default_rng(0)
-    group = tiny.group(rng, [(1, 2), (2, 1)], [3, 5], "train-7-0")
+    labels = Problem("p", (), "1", columns={"level": 2, "kind": "area", "long": "x" * 65, "list": [1]}).labels
+    group = replace(tiny.group(rng, [(1, 2), (2, 1)], [3, 5], "train-7-0"), labels=labels)
+    group = pickle.loads(pickle.dumps(group))
     store = TrajectoryStore(run, model, IMAGE, 10**9)
     store.add(7, "train", group, ((0.5,), (-0.5,)), {1: np.arange(5, dtype=np.float32)})
     store.write(7)
@@ -54,6 +58,7 @@ def test_rows_hold_what_was_sampled(model, run):
         assert row["tokens"] == [f"w{i} " for i in response] and row["response"] == "".join(row["tokens"])
         assert row["rollout_logprobs"] == sequence.logprobs[group.prefix_length :].tolist()
         assert row["reward"] == trajectory.reward and row["advantage"] == 0.5 - place
+        assert json.loads(row["labels"]) == {"level": 2, "kind": "area"}
         for path, (image, _) in zip(row["images"], group.images, strict=True):
             assert path == f"images/{image.hash}.png"
             assert hashlib.sha256((run / path).read_bytes()).hexdigest() == image.hash
