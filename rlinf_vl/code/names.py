@@ -71,6 +71,8 @@ def check_code(
     defined = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     others = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     others |= {alias.asname or alias.name.partition(".")[0] for n in imports_of(tree) for alias in n.names}
+    values = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
+    others -= {name.id for n in values for name in n.targets if isinstance(name, ast.Name)}  # plain values are no code
     if attribute not in defined:
         if attribute not in others and not others & {"*", "__getattr__"} and "__getattr__" not in defined and tree.body:
             there = [n for n, v in defined.items() if isinstance(v, ast.ClassDef) or _noun(signature) != "class"]

@@ -108,21 +108,23 @@ def examples() -> dict[str, Path]:
 
 
 def _is_config(path: Path) -> bool:
-    return re.search("^defaults:", path.read_text(encoding="utf-8", errors="ignore"), re.MULTILINE) is not None
+    return (
+        path.is_file()
+        and re.search("^defaults:", path.read_text(encoding="utf-8", errors="ignore"), re.MULTILINE) is not None
+    )
 
 
 def _find(config_name: str) -> Path:
     named = Path(os.path.expanduser(config_name))
-    if named.suffix in (".yml", ".json") and named.is_file():
-        raise ConfigError(f"config {config_name!r}: a config's file ends in .yaml; rename it to {named.stem}.yaml")
-    if named.suffix in (".sh", ".py", ".ipynb") and named.is_file():
-        raise ConfigError(
-            f"config {config_name!r} is no YAML; one of another system is converted: rlinf-vl convert-config {named}"
-        )
+    if named.suffix != ".yaml" and named.is_file():
+        theirs = named.suffix in (".sh", ".py", ".ipynb")
+        way_out = f"rename it to {named.stem}.yaml" if named.suffix in (".yml", ".json") else "name one that does"
+        way_out = f"one of another system is converted: rlinf-vl convert-config {named}" if theirs else way_out
+        raise ConfigError(f"config {config_name!r}: a config's file ends in .yaml; {way_out}")
     if named.name != config_name:  # a path, not a bare name
         path = named.with_name(named.name.removesuffix(".yaml") + ".yaml")
         if not path.is_file():
-            there = [one.name for one in path.parent.glob("*.yaml")]
+            there = sorted(one.name for one in path.parent.glob("*.yaml") if one.is_file())
             hint = f"its folder has {', '.join(there) or 'none'};{nearest(path.name, there)}".rstrip(";")
             raise ConfigError(f"config {config_name!r}: no such .yaml file; {hint}")
         return path.resolve()
@@ -162,7 +164,9 @@ def _compose(path: Path) -> dict[str, Any]:
         tab = "; indent with blanks" if "\\t" in str(error.problem) else "; write it as YAML"
         raise ConfigError(f"{where}: {error.problem}{tab}") from error
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()) or " ".join(str(error.__cause__).split())
+        if isinstance(error, UnicodeDecodeError):
+            raise ConfigError(f"{path}: is not UTF-8 ({error.reason}); write it as YAML in UTF-8") from error
         way_out = (
             "; write keys with values, such as defaults: [toy-grpo-cpu]"
             if re.search("defaults|DictConfig", reason)

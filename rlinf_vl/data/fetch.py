@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlinf_vl.data.cache import build_once, cache_root
-from rlinf_vl.data.unusable import ImageError, shorten
+from rlinf_vl.data.unusable import NOT_FETCHED, ImageError, shorten
 
 #: Seconds for a whole image, from looking up its host to its last byte.
 TIMEOUT_S = 30.0
@@ -41,7 +41,7 @@ def fetch(url: str, hosts: Sequence[str], max_bytes: int, check: Callable[[bytes
 
 
 def _not_fetched(url: str, reason: str) -> ImageError:
-    return ImageError("image not fetched", f"{shorten(url)!r}{reason}")
+    return ImageError(NOT_FETCHED, f"{shorten(url)!r}{reason}")
 
 
 def _check_host(url: str, hosts: Sequence[str]) -> None:

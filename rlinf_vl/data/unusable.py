@@ -7,6 +7,7 @@ PROMPT_UNUSABLE = "prompt unusable"
 PROMPT_TOO_LONG = "prompt too long"
 TRAJECTORY_TOO_LONG = "trajectory too long"
 ANSWER_UNUSABLE = "answer unusable"
+NOT_FETCHED = "image not fetched"
 ENVIRONMENT_UNUSABLE = "environment unusable"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from rlinf_vl.code import load_code
+from rlinf_vl.code import check_code, load_code
 from rlinf_vl.envs.base import Env
 from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import nearest
@@ -34,6 +34,11 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
         files: runner.code_files.
     """
     return load_code(name, ENVIRONMENTS, files, what="environment", signature=_METHODS)
+
+
+def check_env_class(name: str, files: Mapping[str, str]) -> None:
+    """What `load_env_class` can refuse without running the class's file. Raises CodeError."""
+    check_code(name, ENVIRONMENTS, files, what="environment", signature=_METHODS)
 
 
 def grades_answers(cls: type) -> bool:

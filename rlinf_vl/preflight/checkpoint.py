@@ -36,6 +36,8 @@ def checkpoint(config: Config) -> Iterator[str]:
         yield f"{key}: empty; {way_out}"
     elif os.path.isdir(path):
         yield from _model_folder(config, folder)
+    elif os.path.isfile(path):
+        yield f"{key}: {path!r} is a file; {way_out}"
     elif path.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(path) or in_a_folder:
         yield f"{key}: no folder {path!r}{why_absent(path)}; {way_out}"
     else:

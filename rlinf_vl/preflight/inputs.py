@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rlinf_vl.code import CodeError, check_code, is_code
@@ -23,10 +24,9 @@ from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.sources import Peek, first_rows, peek, peek_seeds
-from rlinf_vl.data.videos import COLUMNS as VIDEO_COLUMNS
-from rlinf_vl.data.videos import video_in
+from rlinf_vl.data.unusable import NOT_FETCHED, RowError
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
-from rlinf_vl.envs.registry import EnvMaker, keyword_problems, load_env_class
+from rlinf_vl.envs.registry import EnvMaker, check_env_class, keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.preflight import gpus
 from rlinf_vl.preflight.checkpoint import checkpoint
@@ -86,14 +86,13 @@ def _data(config: Config) -> Iterator[str]:
                     found = seeds
                 elif os.path.exists(path):
                     found = peek(Path(path))
-                    yield from _videos(config, key, path, found.columns or ())
             except ValueError as error:
                 yield f"{key}: {path} {error}"
             counts.append(found.rows)
             if found.columns is not None:
-                yield from _columns(
-                    config, path, found.columns, config.data.curriculum_key if split == "train" else None
-                )
+                level_key = data.curriculum_key if split == "train" else None
+                problems = list(_columns(config, path, found.columns, level_key))
+                yield from problems or (_rows(config, key, path, found.columns) if os.path.isfile(path) else ())
         if split == "train" and None not in counts and 0 < (total := sum(counts)) < data.rollout_batch_size:
             yield (
                 f"data.rollout_batch_size: {data.rollout_batch_size} problems a step, but {key} has {total} rows; set it to {total} "
@@ -101,17 +100,26 @@ def _data(config: Config) -> Iterator[str]:
             )
 
 
-def _videos(config: Config, key: str, path: str, columns: Sequence[str]) -> Iterator[str]:
-    """Videos among the first rows, if they are more than bad rows may be."""
+def _rows(config: Config, key: str, path: str, columns: Sequence[str]) -> Iterator[str]:
+    """What is wrong with the first rows, if more of them are bad than may be. Nothing is fetched from the network for that."""
+    try:
+        from rlinf_vl.data.rows import row_to_problem
+    except ImportError:  # not the Python that will run it
+        return
     form = RowFormat.of(config.data).for_columns(columns)
-    rows = []
+    rows, reasons = [], {}
     with suppress(Exception):  # a damaged file is told of when it is loaded
-        rows = first_rows(Path(path), (form.prompt_key, *VIDEO_COLUMNS))
-    reasons = (video_in(row, form.prompt_key, form.image_keys) for row in rows)
-    found = {number: reason for number, reason in enumerate(reasons) if reason}
-    if len(found) > config.data.max_bad_rows * len(rows):
-        number, reason = next(iter(found.items()))
-        yield f"{key}: {path}: {len(found)} of the first {len(rows)} rows have a video; row {number}: {reason}"
+        rows = first_rows(Path(path), columns)
+    for number, row in enumerate(rows):
+        try:
+            row_to_problem(row, str(number), replace(form, image_hosts=()), Path(path).parent)
+        except RowError as error:
+            if not (error.kind == NOT_FETCHED and form.image_hosts):
+                reasons[number] = error.reason
+    if len(reasons) > config.data.max_bad_rows * len(rows):
+        number, reason = next(iter(reasons.items()))
+        bad = f"{len(reasons)} of the first {len(rows)} rows can't be used"
+        yield f"{key}: {path}: {bad}; row {number}: {reason}; 'rlinf-vl check-data' names them all"
 
 
 def _columns(config: Config, path: str, columns: Sequence[str], level_key: str | None) -> Iterator[str]:
@@ -132,6 +140,7 @@ def _environment(config: Config) -> Iterator[str]:
     """An environment is made once (and closed): what its constructor refuses is told now."""
     rollout, scale = config.rollout, config.reward
     try:
+        check_env_class(rollout.env_class, config.runner.code_files)
         found = load_env_class(rollout.env_class, config.runner.code_files)
         problems = [f"rollout.env_kwargs: {problem}" for problem in keyword_problems(found, rollout.env_kwargs)]
         yield from problems

@@ -101,7 +101,7 @@ def train_on(name: str) -> str:
 
 MISTAKES: list[tuple[list[str], list[str]]] = [
     # data
-    ([train_on("videos.jsonl"), NO_IMAGES], ["data.train_data_paths: FILES/videos.jsonl: 20 of the first 20 rows have a video"]),
+    ([train_on("videos.jsonl"), NO_IMAGES], ["data.train_data_paths: FILES/videos.jsonl: 20 of the first 20 rows can't be used"]),
     ([train_on("videos.json"), NO_IMAGES, "data.prompt_key=messages"], ["FILES/videos.json: 20 of", "content part {'type':"]),
     ([train_on("clips.parquet"), NO_IMAGES], ["FILES/clips.parquet: 20 of", "column 'videos' holds", "not supported"]),
     ([train_on("good.jsonl")], ["data.image_keys: column 'images' not in FILES/good.jsonl", "data.image_keys=[]"]),
