@@ -15,7 +15,7 @@ from rlinf_vl.config.keys import config_keys, config_sections
 from rlinf_vl.config.presets import PRESETS
 
 _BEGINS = re.compile(r"[+~]*[\w./@-]+=")
-_PLAIN = re.compile(r"[\w./:+%@-]+")  # what neither a shell nor Hydra's grammar takes for anything else
+_PLAIN = re.compile(r"[\w./:+%@-]+", re.ASCII)  # what neither a shell nor Hydra's grammar takes for anything else
 
 
 def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str, Any]]) -> list[str]:
@@ -187,7 +187,7 @@ def _value(value: Any) -> str:
 
 def in_shell(text: str) -> str:
     """An argument as it is written in a shell."""
-    if re.fullmatch(r"[\w./:+%@=,-]+", text):
+    if re.fullmatch(r"[\w./:+%@=,-]+", text, re.ASCII):
         return text
     if "'" not in text:
         return f"'{text}'"

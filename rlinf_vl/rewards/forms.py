@@ -15,8 +15,6 @@ from contextlib import suppress
 from numbers import Real
 from typing import Any, NamedTuple
 
-from PIL import Image
-
 from rlinf_vl.code import CodeError
 from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.types import Problem
@@ -253,6 +251,8 @@ class RewardFunction:
     def _with(self, problem: Problem, answers: Sequence[Answer]) -> Any:
         offered = dict(self.form.arguments(problem, answers))
         if self.wants_images and "images" not in offered:
+            from PIL import Image  # which a look at a config does without
+
             shown = [Image.open(io.BytesIO(image.data)) for image in problem.images]
             offered["images"] = [shown] * len(answers) if self.form.of_group else shown
         positional = [offered.pop("")] if "" in offered else []

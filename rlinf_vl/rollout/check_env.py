@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from rlinf_vl.code import CodeError
 from rlinf_vl.config import with_texts
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.formats import RowFormat
@@ -345,7 +346,7 @@ def main(arguments: argparse.Namespace) -> int:
         if problems:
             raise ConfigError(*problems)
         played = [_PROBLEM] if arguments.data is None else _problems(arguments.data, form)
-    except RowError as error:
+    except (CodeError, RowError) as error:
         raise ConfigError(str(error)) from error
     make = EnvMaker(arguments.env_class, kwargs, {}, _found, 1.0, 0.0)
     check = Check(make, inspect.getfile(found), arguments.time_limit)
