@@ -22,8 +22,8 @@ from rich.table import Table
 from torch.distributed.tensor import DTensor
 from workload import SHAPES, write_model
 
+from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.mesh import Mesh, join_ranks
-from rlinf_vl.actor.trainer import load_trainer
 from rlinf_vl.config import load_config
 
 ADAPTERS = "actor.model.is_lora=true"

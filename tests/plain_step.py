@@ -12,9 +12,12 @@ from tiny import banned, group, tiny_config, tiny_model, transformers_inputs, tr
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from rlinf_vl.config.schema import LoraConfig
+from rlinf_vl.data.corruption import Corruption
 
 LR = 0.05
 LONGEST = 24  # sampled tokens of a trajectory
+#: Of the teacher's random weights, and of what PAPO hides.
+TEACHER_SEED, MASK_SEED = 17, 23
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Layout:
     balance: float = 0.0  # weight of the load-balancing loss
     adv: str = "grpo"
     placement: str = "loss"  # of the KL
+    papo: tuple[float, float] = (0.0, 0.0)  # weights of the KL and of the two entropies
+    teacher: tuple[float, float, int] | None = None  # weights of the KL and of the reward, top_k
 
     @property
     def turns(self) -> bool:
@@ -64,7 +69,7 @@ def groups_of(kind: str):
     """Four groups of three. `errors`: some trajectories failed, among them a whole group but one. `gaps`: an environment's
     observations stand between sampled tokens, at the start and at the end, and one trajectory has nothing but them. `turns`: up to
     four turns with an observation between two, paid and with a state each. `sequences`: each of these begins another sequence, from
-    which the first half of the answers before it is gone."""
+    which the first half of the answers before it is gone. `corrupted`: the last of each group saw other images."""
     rng = np.random.default_rng(3)
     lengths = [[5, 12, 1], [4, 6, 9], [7, 3, 3], [2, 20, 8]]
     shapes = next((shapes for word, shapes in SHAPES.items() if word in kind), MIXED)
@@ -72,6 +77,8 @@ def groups_of(kind: str):
     if "errors" in kind:
         failed = {(0, 1), (2, 0), (2, 2), (3, 2)}
         groups = _changed(groups, lambda g, i, t: replace(t, error="a fault", reward=7.0) if (g, i) in failed else t)
+    if "corrupted" in kind:
+        groups = _changed(groups, lambda g, i, t: replace(t, corrupted=i == 2))
     if "gaps" in kind:
         sampled = {k: rng.random(n) < 0.6 for k, n in np.ndenumerate(np.array(lengths))}
         sampled[1, 1][:2], sampled[2, 0][-1], sampled[3, 0][:] = False, False, False
@@ -227,6 +234,9 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)
     groups = routed(groups, layout.family) if layout.replay else groups
+    teacher = tiny_model(TEACHER_SEED, family=layout.family, **layout.sizes) if layout.teacher else None
+    hide = Corruption("mask", 0.5)
+    hidden = {g.id: g.with_images({image.hash: hide(image, MASK_SEED) for image, _ in g.images}) for g in groups}
     mixtures = Mixtures(model, getattr(model.config.get_text_config(), "num_experts_per_tok", 0))
     tower = {id(p) for name, p in model.named_parameters() if ".visual." in name}
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]  # of peft's model, the adapters
@@ -258,7 +268,12 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         n_sequences = sum(len(found) for found in parts.values())
         loss = torch.zeros(())
         for g, i in members:
-            token = token_losses(layout, g, i, advantages[g.id, i], logprobs_of(model, g, i, True), start[g.id, i])
+            logp = logprobs_of(model, g, i, True)
+            token = token_losses(layout, g, i, advantages[g.id, i], logp, start[g.id, i], teacher)
+            if any(layout.papo):
+                token = token + perception(layout, model, g, hidden[g.id], i, logp)
+            if teacher is not None and layout.teacher[2]:
+                token = token + layout.teacher[0] * lesson(layout.teacher[2], model, teacher, g, i)
             token = token - 0.01 * entropy_of(model, g, i)
             if layout.kl_beta and layout.placement == "loss":
                 gap = ref[g.id, i] - logprobs_of(model, g, i)
@@ -337,11 +352,43 @@ def group_advantages(layout: Layout, g, i: int, trained_on: list[int], kl):
     return np.repeat(values, t.turn_tokens)
 
 
-def token_losses(layout: Layout, g, i: int, adv, logp, start):
+def perception(layout: Layout, model, g, hidden, i: int, logp):
+    """PAPO's terms: -γ (r - 1 - log r) with r the ratio of the masked policy to the policy, + η (H + H of the masked)."""
+    weight, entropy_weight = layout.papo
+    with torch.set_grad_enabled(entropy_weight > 0):
+        blind = transformers_logprobs(model, hidden, i, 0.7)
+        entropy = entropy_of(model, hidden, i)
+    log_ratio = blind - logp
+    token = -weight * (log_ratio.exp() - 1 - log_ratio)
+    return token + entropy_weight * (entropy_of(model, g, i) + entropy) if entropy_weight else token
+
+
+def lesson(k: int, model, teacher, g, i: int):
+    """KL(policy‖teacher) at each response position over the policy's k likeliest tokens and the rest as one."""
+    ours = log_distribution(model, g, i)
+    with torch.no_grad():
+        theirs = log_distribution(teacher, g, i)
+    top = ours.topk(min(k, ours.shape[1])).indices
+    told = torch.zeros_like(ours, dtype=torch.bool).scatter(1, top, True)
+    kl = (ours.exp() * (ours - theirs)).where(told, 0.0).sum(1)
+    if told.all():
+        return kl
+    rest = [x.exp().where(~told, 0.0).sum(1) for x in (ours, theirs)]
+    return kl + rest[0] * (rest[0] / rest[1]).log()
+
+
+def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):
     """Policy losses of a trajectory's sampled tokens, by the formulas in docs/algorithms.md and docs/credit.md."""
     sampled = [sequence.logprobs[sequence.loss_mask] for sequence in g.trajectories[i].sequences]
     rollout = torch.from_numpy(np.concatenate(sampled))
     train = start if layout.minibatches > 1 else logp.detach()
+    if g.trajectories[i].corrupted:  # the engine's are of another image
+        rollout = train
+    if teacher is not None:
+        weight, reward_weight, top_k = layout.teacher
+        with torch.no_grad():
+            taught = transformers_logprobs(teacher, g, i, 0.7)
+        adv = reward_weight * adv - (0.0 if top_k else weight) * (train - taught)
     parts = sequences_of(layout, g.trajectories[i])
     log_ratio = logp - (rollout if layout.old_logprobs == "false" else train)
     if layout.loss == "gspo":
@@ -367,6 +414,11 @@ def token_losses(layout: Layout, g, i: int, adv, logp, start):
 
 def entropy_of(model, g, i):
     """Entropy at each response position, from transformers' logits through every candidate's logprob."""
+    return torch.distributions.Categorical(logits=log_distribution(model, g, i)).entropy()
+
+
+def log_distribution(model, g, i):
+    """Logprobs of all tokens that can be sampled at each response position, from transformers' logits."""
     found = []
     for sequence in g.trajectories[i].sequences:
         ids, inputs = transformers_inputs(sequence)
@@ -374,4 +426,4 @@ def entropy_of(model, g, i):
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float() / 0.7
         before = torch.from_numpy(np.flatnonzero(sequence.loss_mask) - 1)
         found.append(logits[before][:, torch.from_numpy(~banned())])
-    return torch.distributions.Categorical(logits=torch.cat(found)).entropy()
+    return torch.cat(found).log_softmax(-1)

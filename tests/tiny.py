@@ -231,7 +231,9 @@ def tiny_collator(**settings):
     return Collator(family_of("qwen3_vl"), IMAGE_ID, MERGE, pixels, PAD, **settings)
 
 
-def tiny_trainer(mesh, load=tiny_policy, *, actor=None, algorithm=None, max_tokens: int = 400, **collator):
+def tiny_trainer(
+    mesh, load=tiny_policy, *, actor=None, algorithm=None, max_tokens: int = 400, load_teacher=None, **collator
+):
     """A `Trainer` of the tiny model in float32 (`actor` may say otherwise), for a run of one step."""
     from rlinf_vl.actor.trainer import Trainer
     from rlinf_vl.config.presets import with_presets
@@ -241,6 +243,6 @@ def tiny_trainer(mesh, load=tiny_policy, *, actor=None, algorithm=None, max_toke
         actor = ActorConfig()
         actor.fsdp_config.mixed_precision.param_dtype = "fp32"
     collate = tiny_collator(**collator)
-    return Trainer(
-        load, collate, mesh, actor, algorithm or with_presets(AlgorithmConfig()), max_tokens=max_tokens, total_steps=1
-    )
+    teacher = load_teacher and (load_teacher, collate)
+    algorithm = algorithm or with_presets(AlgorithmConfig())
+    return Trainer(load, collate, mesh, actor, algorithm, max_tokens=max_tokens, total_steps=1, teacher=teacher)

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from adapters import adapter_values
-from plain_step import LONGEST, LR, Layout, adapters_of, groups_of, routed
+from plain_step import LONGEST, LR, MASK_SEED, TEACHER_SEED, Layout, adapters_of, groups_of, routed
 from rank_processes import RankProcesses
 from tiny import IMAGE_ID, tiny_policy, tiny_trainer
 from torch.distributed.tensor import distribute_tensor
@@ -28,9 +28,11 @@ def train(layout: Layout, kind: str):
         ActorConfig,
         ActorModelConfig,
         AlgorithmConfig,
+        DistillationConfig,
         FsdpConfig,
         MixedPrecisionConfig,
         OptimConfig,
+        PapoConfig,
         SamplingConfig,
     )
     from rlinf_vl.controller.step_plan import plan_step, with_kl
@@ -67,8 +69,17 @@ def train(layout: Layout, kind: str):
             credit=layout.credit,
             turn_discount=layout.discount,
             state_advantage_weight=layout.state_weight,
+            papo=PapoConfig(*layout.papo[:1], entropy_weight=layout.papo[1], strength=0.5),
         )
     )
+    load_teacher = None
+    if layout.teacher is not None:
+        weight, reward_weight, top_k = layout.teacher
+        algorithm.distillation = DistillationConfig("a folder", weight, top_k, reward_weight)
+
+        def load_teacher(dtype: torch.dtype):
+            return tiny_policy(dtype, TEACHER_SEED, 0.7, 6, layout.family, **layout.sizes)
+
     fsdp = FsdpConfig(
         gradient_checkpointing=layout.checkpointing,
         gradient_checkpointing_use_reentrant=layout.reentrant,
@@ -89,6 +100,7 @@ def train(layout: Layout, kind: str):
         max_tokens=5,  # several calls of a frozen tower
         pad_to=layout.budget if layout.pad else None,
         share_prompts=layout.share,
+        load_teacher=load_teacher,
     )
     weights = dict(trainer.policy.model.named_parameters())
     for name, value in adapter_values((n, tuple(p.shape)) for n, p in weights.items()).items():
@@ -115,7 +127,7 @@ def train(layout: Layout, kind: str):
         kl = [None] * layout.ranks
         dist.all_gather_object(kl, trainer.reference_kl(mine, minibatches))
         plan = with_kl(plan, summaries, algorithm, {key: turns for part in kl for key, turns in part.items()})
-    sums, _ = trainer.update(mine, minibatches, plan.advantages, kl_scale=plan.kl_scale)
+    sums, _ = trainer.update(mine, minibatches, plan.advantages, kl_scale=plan.kl_scale, seed=MASK_SEED)
     weights = {name: value.numpy() for name, value in trainer.weights(torch.float32)}
     features = {}
     if cache := trainer.batches.cache:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rlinf_vl.actor.terms import Passes, extra_terms
+from rlinf_vl.actor.terms import Passes, extra_terms, guided_advantages
 from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.errors import RunError
@@ -58,7 +58,7 @@ def micro_batch_loss(
         per_token, stats = policy_loss(
             logprobs,
             ratio_base,
-            on_device(batch.advantages, device),
+            guided_advantages(on_device(batch.advantages, device), ratio_base, passes, algorithm),
             mask,
             clip_low=algorithm.clip_ratio_low,
             clip_high=algorithm.clip_ratio_high,

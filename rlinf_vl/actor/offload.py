@@ -1,12 +1,12 @@
 """What a rank moves from its device to host memory while collocated engines use the device, and back before it trains.
 
-The part `optimizer` is the optimizer's state and the reference; `weights` is the policy's parameters, which move last, because a
-weight sync reads them on the device. Beside a GPU, host memory is page-locked, which makes copies several times as fast; it is
-allocated once, because page-locking costs more than a copy.
+The part `optimizer` is the optimizer's state, the reference and a teacher; `weights` is the policy's parameters, which move last,
+because a weight sync reads them on the device. Beside a GPU, host memory is page-locked, which makes copies several times as fast;
+it is allocated once, because page-locking costs more than a copy.
 """
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -18,11 +18,11 @@ class Offload:
     """Moves the parts of one rank, between steps only: there may be no gradients."""
 
     def __init__(
-        self, policy: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module | None, device: str
+        self, policy: nn.Module, optimizer: torch.optim.Optimizer, frozen: Sequence[nn.Module], device: str
     ) -> None:
         self._policy = policy
         self._optimizer = optimizer
-        self._reference = reference
+        self._frozen = frozen
         self._device = device
         self._away: set[str] = set()  # parts in host memory
         self._host: dict[object, torch.Tensor] = {}  # memory for each tensor, by what names it
@@ -51,8 +51,8 @@ class Offload:
             if part == "weights":
                 self._policy._apply(parameter_moved)  # as `nn.Module.to` does
                 return
-            if self._reference is not None:
-                self._reference._apply(parameter_moved)
+            for model in self._frozen:
+                model._apply(parameter_moved)
             for parameter, state in self._optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor) and value.ndim:

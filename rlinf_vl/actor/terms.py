@@ -1,11 +1,11 @@
-"""What further passes over a micro-batch add to its loss, token by token."""
+"""What further passes over a micro-batch add to its loss, token by token: reference, teacher, corrupted images."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from rlinf_vl.algorithms import divergence
+from rlinf_vl.algorithms import divergence, reverse_kl
 from rlinf_vl.config.schema import AlgorithmConfig
 
 
@@ -15,11 +15,19 @@ class Passes:
 
     Attributes:
         reference: logprobs of the reference policy.
+        teacher: logprobs of the teacher.
+        candidates: logprobs [R, K] of the policy's K likeliest tokens, by the policy (differentiable) and by the teacher.
+        corrupted: logprobs of the policy on corrupted images, and entropies if they are in the loss; both are differentiable then.
     """
 
     reference: torch.Tensor | None = None
+    teacher: torch.Tensor | None = None
+    candidates: tuple[torch.Tensor, torch.Tensor] | None = None
+    corrupted: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
 
+#: PAPO's KL is maximised, so that of one token is bounded, as its authors do.
+MAX_PAPO_KL = 10.0
 #: Metric, weight in the loss (0: it is only reported), value of each token.
 Term = tuple[str, float, torch.Tensor]
 
@@ -29,7 +37,34 @@ def extra_terms(
 ) -> Iterator[Term]:
     """The terms that are added to the policy's loss, differentiable in `logprobs` and `entropy`, float32 [R]."""
     mask = torch.ones_like(logprobs, dtype=torch.bool)
-    yield "actor/entropy", -algorithm.entropy_bonus, entropy
+    papo, distillation = algorithm.papo, algorithm.distillation
+    yield "actor/entropy", papo.entropy_weight - algorithm.entropy_bonus, entropy
     if passes.reference is not None and algorithm.kl_penalty_type is not None:
         kl = divergence(passes.reference, logprobs, mask, algorithm.kl_penalty_type)
         yield "actor/ref_kl", algorithm.kl_beta, kl
+    if passes.corrupted is not None:
+        blind, blind_entropy = passes.corrupted
+        yield "actor/papo_kl", -papo.weight, divergence(blind, logprobs, mask, "k3").clamp(max=MAX_PAPO_KL)
+        if blind_entropy is not None:
+            yield "actor/papo_entropy", papo.entropy_weight, blind_entropy
+    if passes.candidates is not None:
+        yield "actor/teacher_kl", distillation.weight, reverse_kl(*passes.candidates)
+    elif passes.teacher is not None:  # in the advantages
+        yield "actor/teacher_kl", 0.0, divergence(passes.teacher, logprobs, mask, "k1")
+
+
+def guided_advantages(
+    advantages: torch.Tensor, old_logprobs: torch.Tensor, passes: Passes, algorithm: AlgorithmConfig
+) -> torch.Tensor:
+    """Advantages of the sampled tokens, float32 [R]: the reward's, less each token's log-ratio to the teacher.
+
+    A · reward_weight - weight · (old_logprobs - teacher): the reverse KL as a reward of each token, without discount (Lu, "On-Policy
+    Distillation", Thinking Machines Lab 2025). With candidates the KL is a term of the loss.
+    """
+    distillation = algorithm.distillation
+    if passes.teacher is None:
+        return advantages
+    advantages = distillation.reward_weight * advantages
+    if passes.candidates is not None:
+        return advantages
+    return advantages - distillation.weight * (old_logprobs - passes.teacher)

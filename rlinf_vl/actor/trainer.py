@@ -23,26 +23,25 @@ from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all
 from rlinf_vl.actor.offload import Offload
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
-from rlinf_vl.actor.terms import Passes
+from rlinf_vl.actor.passes import FurtherPasses, reference_logprobs
 from rlinf_vl.algorithms import divergence
-from rlinf_vl.code import is_code, load_code
-from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig, Config
-from rlinf_vl.config.schema.algorithm import LOSSES
-from rlinf_vl.models.families import VisionFeatures, family_of
-from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, load_model, part_of, vocab_size
-from rlinf_vl.models.lora import adapters_off, engine_weights, is_adapter, train_parts, with_adapter
+from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
+from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of
+from rlinf_vl.models.lora import engine_weights, is_adapter, train_parts, with_adapter
 from rlinf_vl.models.mixture import ExpertLoad
 from rlinf_vl.models.nf4 import dense, shape_of
 from rlinf_vl.models.policy import PolicyModel
-from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.spans import span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.transport.buckets import fingerprint
-from rlinf_vl.types import Group, MicroBatch
+from rlinf_vl.types import Group
 
 Groups = Mapping[int, Group]
+#: Reads a model in a dtype, on the CPU.
+Load = Callable[[torch.dtype], PolicyModel]
+Teacher = tuple[Load, Collator]
 #: Group → index of a trajectory in it → float32 [sampled tokens].
 Logprobs = dict[int, dict[int, np.ndarray]]
 
@@ -52,7 +51,7 @@ class Trainer:
 
     def __init__(
         self,
-        load: Callable[[torch.dtype], PolicyModel],
+        load: Load,
         collate: Collator,
         mesh: Mesh,
         actor: ActorConfig,
@@ -61,10 +60,12 @@ class Trainer:
         max_tokens: int,
         total_steps: int,
         loss: Callable[..., torch.Tensor] | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         """`load` reads the model in a dtype, on the CPU: once for the policy, and again for a reference when the policy is sharded,
         so that a host need not have both whole. `collate` makes pixels. `max_tokens`: of a micro-batch, and so of the images that
-        are encoded at once. `total_steps`: of the run, for the learning rate. `loss`: the code that `algorithm.loss_type` names."""
+        are encoded at once. `total_steps`: of the run, for the learning rate. `loss`: the code that `algorithm.loss_type` names.
+        `teacher`: how it is read, and its collator."""
         self.mesh = mesh
         self.actor = actor
         self.algorithm = algorithm
@@ -72,6 +73,7 @@ class Trainer:
         self.loss = loss
         #: By mini-batch and micro-batch of the step to come, old logprobs and the KL from each token on: see `reference_kl`.
         self.before: list[list[tuple[torch.Tensor, np.ndarray]]] = []
+        self.max_patches = max_tokens * collate.merge_size**2
         self.frozen_differ = False  # from those of the engines' first weights
         computes = DTYPES[actor.fsdp_config.mixed_precision.param_dtype]  # what never changes is stored as it computes
         self.policy = self._sharded(load(computes if actor.model.is_lora else torch.float32), frozen=False)
@@ -80,14 +82,21 @@ class Trainer:
             self.reference = self.policy if actor.model.is_lora else self._sharded(load(computes), frozen=True)
         self.optimizer = make_optimizer(self.policy, actor.optim)
         self.scheduler = self._schedule(done=0)
-        own_reference = None if self.reference is self.policy else self.reference
-        self.memory = Offload(self.policy, self.optimizer, own_reference, mesh.device)
+        self.passes = FurtherPasses(
+            self.policy,
+            self.reference if algorithm.kl_placement == "loss" else None,
+            *self._taught_by(teacher),
+            algorithm,
+        )
+        frozen = [m for m in (self.reference, self.passes.teacher) if m not in (None, self.policy)]
+        self.memory = Offload(self.policy, self.optimizer, frozen, mesh.device)
         family, named = self.policy.family, self.policy.model.named_parameters()
         trained = {part_of(name, family) for name, p in named if p.requires_grad}
         self.trains_vision = not trained <= {"language_model"}  # images must then be encoded again in every micro-batch
         encodes_once = family.vision_tower and not self.trains_vision
-        cache = VisionCache(int(actor.vision_cache_gb * 2**30), mesh.device) if encodes_once else None
-        self.batches = BatchMaker(self.policy, collate, cache, max_tokens * collate.merge_size**2)
+        self.batches = BatchMaker(
+            self.policy, collate, self._vision_cache() if encodes_once else None, self.max_patches
+        )
 
     def _sharded(self, policy: PolicyModel, frozen: bool) -> PolicyModel:
         fsdp = self.actor.fsdp_config
@@ -103,6 +112,18 @@ class Trainer:
             policy.to(self.mesh.device)
         return self.mesh.shard(policy, fsdp).train(not frozen)
 
+    def _taught_by(self, teacher: Teacher | None) -> tuple[PolicyModel | None, BatchMaker | None]:
+        """The teacher, sharded as the policy, and what makes its micro-batches."""
+        if teacher is None:
+            return None, None
+        load, collate = teacher
+        model = self._sharded(load(DTYPES[self.actor.fsdp_config.mixed_precision.param_dtype]), frozen=True)
+        cache = self._vision_cache() if model.family.vision_tower else None
+        return model, BatchMaker(model, collate, cache, self.max_patches)
+
+    def _vision_cache(self) -> VisionCache:
+        return VisionCache(int(self.actor.vision_cache_gb * 2**30), self.mesh.device)
+
     def _schedule(self, done: int) -> torch.optim.lr_scheduler.LRScheduler:
         """The learning rate of the config, after so many steps of the run."""
         n = self.algorithm.n_minibatches
@@ -115,29 +136,32 @@ class Trainer:
         advantages: Advantages,
         recorded: Collection[int] = (),
         kl_scale: float = 0.0,
+        seed: int = 0,
     ) -> tuple[MetricSums, Logprobs]:
         """Train on this rank's mini-batches of `groups`, one optimizer step each. Returns its part of the metrics, and the old
         logprobs of what it has trained on of the groups `recorded`. `kl_scale`: how much of the KL from a token on to its
-        trajectory's end, as `reference_kl` has found it, is subtracted from the token's advantage."""
+        trajectory's end, as `reference_kl` has found it, is subtracted from the token's advantage. `seed` draws what PAPO hides."""
         sums, seen = MetricSums(), dict[int, dict[int, torch.Tensor]]()
         with span("images"):
             self.batches.prepare(groups.values())
+            self.passes.prepare(self.batches, groups.values(), seed)
         with span("old logprobs"):
             old = [[logprobs for logprobs, _ in mini] for mini in self.before]
             old = old or self._logprobs_before(groups, minibatches, advantages)
         gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
         for m, mini in enumerate(minibatches):
             load, balance = self._expert_load(), self._balance(groups, mini, advantages)
-            for i, (batch, features) in enumerate(self.batches(mini, groups, advantages)):
+            for i, view in enumerate(self.passes.over(self.batches, mini, groups, advantages)):
+                batch, features = view.own
                 if kl_scale:
                     later = (kl_scale * self.before[m][i][1]).astype(np.float32)
                     batch = replace(batch, advantages=batch.advantages - later)
-                passes = Passes()
-                if self.algorithm.kl_placement == "loss" and self.reference is not None:
-                    passes = Passes(reference=self._reference_logprobs(self.reference, batch, features))
+                passes, candidates = view.before(), self.passes.candidates()
                 reduce_in_backward(self.policy, not gathers_once or i == len(mini.micro_batches) - 1)
                 with span("forward", micro_batch=i):
-                    logprobs, entropy = self.policy(batch, features, load, balance)
+                    logprobs, entropy = self.policy(batch, features, load, balance, candidates)
+                passes = view.after(passes, logprobs, candidates)
+                logprobs = logprobs if candidates is None else logprobs[:, 0]
                 before = old[m][i] if old[m] else logprobs.detach()
                 loss, part = micro_batch_loss(
                     logprobs, entropy, before, passes, batch, self.algorithm, mini.denominator, self.loss
@@ -159,14 +183,6 @@ class Trainer:
         return sums, {group: {i: x.cpu().numpy() for i, x in parts.items()} for group, parts in seen.items()}
 
     @torch.no_grad()
-    def _reference_logprobs(
-        self, reference: PolicyModel, batch: MicroBatch, features: VisionFeatures | None
-    ) -> torch.Tensor:
-        with span("reference"), adapters_off(reference.model):
-            # another model: it chooses its experts by itself
-            return reference(replace(batch, routes=None), features)[0]
-
-    @torch.no_grad()
     def reference_kl(self, groups: Groups, minibatches: Sequence[RankMiniBatch]) -> TurnKl:
         """KL(policy‖reference) of this rank's part of what `update` is about to train on, of the weights as they are, in nats. What
         `update` needs of it stays in `before`."""
@@ -180,7 +196,7 @@ class Trainer:
         for mini, logprobs in zip(minibatches, old, strict=True):
             self.before.append([])
             for i, (batch, features) in enumerate(self.batches(mini, groups, none)):
-                reference = self._reference_logprobs(self.reference, batch, features)
+                reference = reference_logprobs(self.reference, (batch, features))
                 mask = torch.ones_like(reference, dtype=torch.bool)
                 kl = divergence(reference, logprobs[i], mask, self.algorithm.kl_penalty_type).double().cpu().numpy()
                 turns = [len(groups[item.group].trajectories[item.index].turns) for item in mini.micro_batches[i]]
@@ -333,39 +349,3 @@ class Trainer:
         """Of this rank's part of the weights that are not trained."""
         frozen = (p.detach() for p in self.policy.parameters() if not p.requires_grad)
         return fingerprint(p.to_local() if isinstance(p, DTensor) else p for p in frozen)
-
-
-def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) -> Trainer:
-    """The trainer of a run, its models read from `model_path`. Collective."""
-    rollout, actor, max_tokens = config.rollout.model, config.actor, config.runner.max_tokens_per_mbs
-    trust, files = rollout.trust_remote_code, config.runner.code_files
-    family = family_of(rollout.model_type, model_path, trust, actor.model.vlm.paths, files)
-    processor = Processor(
-        model_path,
-        family,
-        min_pixels=config.data.image_min_pixels,
-        max_pixels=config.data.image_max_pixels,
-        trust_remote_code=rollout.trust_remote_code,
-    )
-
-    def load(dtype: torch.dtype) -> PolicyModel:
-        model = load_model(model_path, family, dtype, trust_remote_code=rollout.trust_remote_code)
-        banned = processor.banned_ids(vocab_size(model))
-        temperature = config.algorithm.sampling_params.temperature
-        return PolicyModel(model, family, banned, temperature=temperature, chunk=actor.logprob_chunk_tokens)
-
-    collate = Collator(
-        family=family,
-        image_token_id=processor.image_token_id,
-        merge_size=processor.merge_size,
-        pixels=processor.pixels,
-        pad_id=processor.pad_id,
-        pad_to=None if actor.model.variable_seq_lengths else max_tokens,
-        share_prompts=actor.share_prompts,
-    )
-    name, loss = config.algorithm.loss_type, None
-    if is_code(name):
-        loss = load_code(name, {}, config.runner.code_files, what=LOSSES.what, signature=LOSSES.signature)
-    return Trainer(
-        load, collate, mesh, actor, config.algorithm, max_tokens=max_tokens, total_steps=total_steps, loss=loss
-    )

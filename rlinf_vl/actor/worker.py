@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from rlinf_vl.actor.batches import RankMiniBatch, TurnKl
+from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.mesh import Mesh, join_ranks
 from rlinf_vl.actor.optimizer import parts_table
-from rlinf_vl.actor.trainer import Logprobs, Trainer, load_trainer
+from rlinf_vl.actor.trainer import Logprobs, Trainer
 from rlinf_vl.config.schema import Config
 from rlinf_vl.models.families.family import same_name
 from rlinf_vl.models.loading import DTYPES
@@ -85,9 +86,10 @@ class ActorRank:
     ) -> tuple[dict, Logprobs]:
         """`Trainer.update` on the fetched groups, which are then released. Returns the state of its metrics, and logprobs."""
         profile = self.config.runner.profile
+        seed = 1_000_003 * self.config.runner.seed + step
         profiled = step in profile.steps and self.rank in profile.ranks
         with profiler(run_folder(self.config), step, self.rank) if profiled else nullcontext():
-            sums, logprobs = self.trainer.update(self.groups, minibatches, advantages, recorded, kl_scale)
+            sums, logprobs = self.trainer.update(self.groups, minibatches, advantages, recorded, kl_scale, seed)
         self.groups = {}
         return sums.state(), logprobs
 

@@ -9,7 +9,7 @@ or, without it, the rows of a 2-D tensor and the whole of a 1-D one. float16 and
 from rlinf_vl.algorithms.advantages import advantages, group_advantages, token_moments, token_normalized
 from rlinf_vl.algorithms.aggregation import AGGREGATION_MODES, aggregate
 from rlinf_vl.algorithms.credit import discounted_returns, gigpo_advantages, turn_advantages
-from rlinf_vl.algorithms.divergence import DIVERGENCE_ESTIMATORS, divergence
+from rlinf_vl.algorithms.divergence import DIVERGENCE_ESTIMATORS, divergence, reverse_kl
 from rlinf_vl.algorithms.losses import IMPORTANCE_LEVELS, importance_weights, policy_loss
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "group_advantages",
     "importance_weights",
     "policy_loss",
+    "reverse_kl",
     "token_moments",
     "token_normalized",
     "turn_advantages",

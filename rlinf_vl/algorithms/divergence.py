@@ -9,6 +9,32 @@ DIVERGENCE_ESTIMATORS = ("k1", "k2", "k3", "abs")
 #: Log-ratios above this are lowered to it before exp (and carry no gradient): e^20 is 5e8, and a few of those would
 #: drown a batch or overflow.
 MAX_LOG_RATIO = 20.0
+#: Least probability that `reverse_kl` gives to all tokens but its K together: what float32 leaves of 1.
+MIN_REST = 1e-6
+
+
+def reverse_kl(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+    """KL(q‖p) per token of two distributions over K tokens and "any other", whose probability is what is left of 1.
+
+        Σ_k q_k (log q_k - log p_k) + q_rest (log q_rest - log p_rest)
+
+    Never more than the KL over all tokens, and equal to it if the K are all. Differentiable in both; a rest below 1e-6 counts as
+    that.
+
+    Args:
+        log_q, log_p: float `[..., K]`, logprobs of the same K distinct tokens.
+
+    Returns:
+        `[...]`, float32 or wider.
+
+    Source: Agarwal et al., "On-Policy Distillation of Language Models" (2024) for the reverse KL on the student's own samples.
+    """
+    if log_q.shape != log_p.shape:
+        raise ValueError(f"log_q has shape {tuple(log_q.shape)}, log_p {tuple(log_p.shape)}")
+    wide = torch.promote_types(log_q.dtype, torch.float32)
+    log_q, log_p = log_q.to(wide), log_p.to(wide)
+    rest_q, rest_p = ((1 - x.exp().sum(-1)).clamp(min=MIN_REST) for x in (log_q, log_p))
+    return (log_q.exp() * (log_q - log_p)).sum(-1) + rest_q * (rest_q.log() - rest_p.log())
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, estimator: str) -> torch.Tensor:

@@ -24,8 +24,10 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, banned, chunk, with_entropy):
         n = hidden.shape[0]
-        logprobs, lse = (hidden.new_empty(n, dtype=torch.float32) for _ in range(2))
-        entropy = torch.empty_like(logprobs) if with_entropy else None
+        found = hidden.new_empty(targets.shape, dtype=torch.float32)
+        targets, logprobs = _columns(targets), _columns(found)
+        lse = hidden.new_empty(n, 1, dtype=torch.float32)
+        entropy = torch.empty_like(lse[:, 0]) if with_entropy else None
         with bfloat16_products(hidden):
             rows, matrix = _operands(hidden, weight)
             for start in range(0, n, chunk):
@@ -33,22 +35,22 @@ class _Head(torch.autograd.Function):
                 logits = _logits(rows[part], matrix, temperature, banned)
                 top = logits.amax(dim=1, keepdim=True)
                 logits.sub_(top)
-                logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1)  # less the log of the sum, below
+                logprobs[part] = logits.gather(1, targets[part])  # less the log of the sum, below
                 if entropy is None:
-                    logsum = logits.exp_().sum(dim=1).log_()
+                    logsum = logits.exp_().sum(dim=1, keepdim=True).log_()
                 else:  # H = log Σ e^x - Σ e^x x / Σ e^x
                     p = logits.exp()
-                    total = p.sum(dim=1)
+                    total = p.sum(dim=1, keepdim=True)
                     if banned is not None:
                         logits.index_fill_(1, banned, 0.0)  # p = 0 there; 0 · -inf would be NaN
                     logsum = total.log()
-                    entropy[part] = logsum - p.mul_(logits).sum(dim=1).div_(total)
+                    entropy[part] = (logsum - p.mul_(logits).sum(dim=1, keepdim=True).div_(total)).squeeze(1)
                 logprobs[part] -= logsum
-                lse[part] = logsum.add_(top.squeeze(1))
+                lse[part] = logsum.add_(top)
         ctx.save_for_backward(hidden, weight, targets, banned, lse, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return found, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -62,7 +64,7 @@ class _Head(torch.autograd.Function):
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)
                 columns = (
-                    x if x is None else x[part, None] for x in (targets, lse, entropy, grad_logprobs, grad_entropy)
+                    x if x is None else _columns(x[part]) for x in (targets, lse, grad_logprobs, entropy, grad_entropy)
                 )
                 # No name for the logits: it would hold 0.6 GiB of the flagship's into the next chunk.
                 grad = _grad_logits(_logits(hidden[part], weight, ctx.temperature, banned), banned, *columns)
@@ -78,25 +80,31 @@ class _Head(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(saved_weight.dtype), *[None] * 5
 
 
+def _columns(x: torch.Tensor) -> torch.Tensor:
+    """[R] as [R, 1]."""
+    return x if x.ndim == 2 else x[:, None]
+
+
 def _operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Factors of the products: on CUDA the tensors themselves, on a CPU float32."""
     return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
 
 
-def _grad_logits(logits, banned, targets, lse, entropy, grad_logprobs, grad_entropy) -> torch.Tensor:
-    """Gradient [C, V] of Σ logprob · grad_logprobs + entropy · grad_entropy; either gradient may be None, all are [C, 1].
+def _grad_logits(logits, banned, targets, lse, grad_logprobs, entropy, grad_entropy) -> torch.Tensor:
+    """Gradient [C, V] of Σ logprob · grad_logprobs + entropy · grad_entropy; either gradient may be None. Targets and their
+    gradients are [C, K], the others [C, 1].
 
     d logprob_t / d logit_v = [v = t] - p_v ;  d H / d logit_v = -p_v (log p_v + H)
     """
     logp = logits.sub_(lse)
     if grad_entropy is None:
-        grad = logp.exp_().mul_(-grad_logprobs)
+        grad = logp.exp_().mul_(-grad_logprobs.sum(dim=1, keepdim=True))
     else:
         grad = logp.exp()
         if banned is not None:
             logp.index_fill_(1, banned, 0.0)
         factor = logp.add_(entropy).mul_(-grad_entropy)
-        grad.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs))
+        grad.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs.sum(dim=1, keepdim=True)))
     if grad_logprobs is not None:
         grad.scatter_add_(1, targets, grad_logprobs)
     return grad
@@ -119,15 +127,40 @@ def token_logprobs(
     Args:
         hidden: [R, H], float32 or bfloat16.
         weight: [V, H], the output embedding.
-        targets: int64 [R], none of them banned.
+        targets: int64 [R] or, several at each position, [R, K]; none of them banned.
         temperature: the sampling temperature, > 0.
         banned: int64 [B], ids that can't be sampled; None bans nothing.
         chunk: positions whose [chunk, V] logits exist at once; None: as many as fit `CHUNK_BYTES`, 128 at least.
         with_entropy: False leaves the entropy out, which saves two passes over the logits.
 
     Returns:
-        (logprobs, entropy or None), float32 [R], differentiable in `hidden` and `weight`.
+        (logprobs, of the shape of `targets`; entropy [R] or None), float32, differentiable in `hidden` and `weight`.
     """
-    if chunk is None:
-        chunk = max(128, CHUNK_BYTES[hidden.device.type] // (4 * weight.shape[0]))
-    return _Head.apply(hidden, weight, targets, float(temperature), banned, int(chunk), with_entropy)
+    sizes = float(temperature), banned, _chunk(hidden, weight, chunk)
+    return _Head.apply(hidden, weight, targets, *sizes, with_entropy)
+
+
+@torch.no_grad()
+def likeliest(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    banned: torch.Tensor | None = None,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """The k likeliest of the ids that are not banned, or all of them if they are fewer: int64 [R, K]; arguments as of
+    `token_logprobs`."""
+    k, size = min(k, weight.shape[0] - (0 if banned is None else len(banned))), _chunk(hidden, weight, chunk)
+    found = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    with bfloat16_products(hidden):
+        rows, matrix = _operands(hidden, weight)
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            found[part] = _logits(rows[part], matrix, temperature, banned).topk(k, dim=1).indices
+    return found
+
+
+def _chunk(hidden: torch.Tensor, weight: torch.Tensor, chunk: int | None) -> int:
+    return int(chunk or max(128, CHUNK_BYTES[hidden.device.type] // (4 * weight.shape[0])))

@@ -3,6 +3,7 @@
 The trainer and the torch engine's prefill share `hidden_states`, so they can't disagree on how a prompt is fed.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from rlinf_vl.models.attention import AttentionContext, SegmentAttention
 from rlinf_vl.models.families import Family, Mixture, VisionFeatures
 from rlinf_vl.models.loading import output_weight
-from rlinf_vl.models.logprobs import token_logprobs
+from rlinf_vl.models.logprobs import likeliest, token_logprobs
 from rlinf_vl.models.mixture import ExpertLoad, Routing
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import MicroBatch
@@ -64,6 +65,14 @@ def hidden_states(
     )[0]
 
 
+@dataclass(slots=True)
+class Candidates:
+    """Tokens beside the sampled ones that several models are asked about: the first one asked names its `k` likeliest."""
+
+    k: int
+    ids: torch.Tensor | None = None  # int64 [R, K]; K is k, or all tokens that can be sampled
+
+
 class PolicyModel(nn.Module):
     """A transformers model that answers a `MicroBatch` with per-token logprobs and entropies.
 
@@ -95,11 +104,12 @@ class PolicyModel(nn.Module):
         features: VisionFeatures | None = None,
         load: ExpertLoad | None = None,
         balance: torch.Tensor | None = None,
+        candidates: Candidates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(logprobs, entropy), float32 [R], of the batch's response tokens; a pass without gradients gives no entropy.
 
         `features` of `batch.images`, in order, stand in for its pixels. `load` counts which experts tokens go to; `balance`: as of
-        `Routing`.
+        `Routing`. With `candidates`, logprobs are [R, 1 + K]: of the sampled tokens, then of those.
         """
         device = self.banned.device
         ids, positions, predict, targets, image_positions, image_features = (
@@ -119,15 +129,13 @@ class PolicyModel(nn.Module):
         hidden = hidden_states(self.model, self.family, ids, positions, context, features, image_positions, routing)
         if routing is not None:
             routing.load = None
-        return token_logprobs(
-            hidden.index_select(0, predict),
-            weight,
-            targets,
-            temperature=self.temperature,
-            banned=self.banned,
-            chunk=self.chunk,
-            with_entropy=torch.is_grad_enabled(),
-        )
+        hidden = hidden.index_select(0, predict)
+        head: Any = {"temperature": self.temperature, "banned": self.banned, "chunk": self.chunk}
+        if candidates is not None:
+            if candidates.ids is None:
+                candidates.ids = likeliest(hidden, weight, candidates.k, **head)
+            targets = torch.cat([targets[:, None], candidates.ids], dim=1)
+        return token_logprobs(hidden, weight, targets, with_entropy=torch.is_grad_enabled(), **head)
 
     def _routing(
         self, mixture: Mixture, batch: MicroBatch, load: ExpertLoad | None, balance: torch.Tensor | None

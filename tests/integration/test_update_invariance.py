@@ -63,7 +63,7 @@ def references():
         plain = (layout.minibatches, layout.aggregation, layout.kl_beta, layout.train_tower, layout.tis_clip,
                  layout.tis_level, layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
                  layout.discount, layout.state_weight, layout.family, layout.lora, layout.quantization, layout.replay,
-                 layout.balance, layout.adv, layout.placement, kind)  # fmt: skip
+                 layout.balance, layout.adv, layout.placement, layout.papo, layout.teacher, kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -127,6 +127,43 @@ def test_a_frozen_tower_that_never_runs_has_no_gradients_to_keep(lora, run):
     """Of text alone: FSDP2 looks for gradients, to keep them in `reduce_dtype` until the last micro-batch."""
     metrics, *_ = run(replace(BASE, dtype="bf16", train_tower=False, lora=lora, budget=80), "text")
     assert metrics["actor/grad_norm"] > 0
+
+
+PAPO, TEACHER = (0.05, 0.03), (0.7, 0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        pytest.param(replace(BASE, papo=PAPO), "mixed", id="PAPO"),
+        pytest.param(
+            replace(BASE, papo=PAPO, ranks=2, budget=80, minibatches=2, share=False), "mixed", id="PAPO, split"
+        ),
+        pytest.param(
+            replace(BASE, papo=PAPO, ranks=2, checkpointing=True, reshard=False), "gaps", id="PAPO, kept gathered"
+        ),
+        pytest.param(
+            replace(BASE, papo=(0.05, 0.0), ranks=2, train_tower=False, budget=80), "mixed", id="PAPO without entropy"
+        ),
+        pytest.param(replace(BASE, teacher=TEACHER), "mixed", id="teacher"),
+        pytest.param(replace(BASE, teacher=TEACHER, ranks=2, budget=80, minibatches=2), "turns", id="teacher, split"),
+        pytest.param(
+            replace(BASE, teacher=(1.0, 0.0, 5), ranks=2, budget=80, train_tower=False), "mixed", id="teacher's top 5"
+        ),
+        pytest.param(replace(BASE, teacher=(1.0, 1.0, 999), checkpointing=True), "mixed", id="all of the teacher's"),
+        pytest.param(
+            replace(BASE, teacher=TEACHER, papo=PAPO, kl_beta=0.1, ranks=2, budget=90),
+            "one image",
+            id="everything at once",
+        ),
+        pytest.param(replace(BASE, ranks=2, budget=80), "corrupted", id="corrupted images"),
+        pytest.param(
+            replace(BASE, tis_level="sequence", minibatches=2), "corrupted", id="corrupted images, by sequence"
+        ),
+    ],
+)
+def test_further_passes_are_laid_out_like_the_policys(layout, kind, run, references):
+    assert_same(run(layout, kind), references(layout, kind))
 
 
 LORA = replace(BASE, lora="language", kl_beta=0.1)

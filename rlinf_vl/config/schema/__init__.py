@@ -17,16 +17,16 @@ from rlinf_vl.config.schema.actor import (
 )
 from rlinf_vl.config.schema.algorithm import AlgorithmConfig, SamplingConfig
 from rlinf_vl.config.schema.data import DataConfig
-from rlinf_vl.config.schema.guidance import ImageCorruptionConfig
+from rlinf_vl.config.schema.guidance import DistillationConfig, ImageCorruptionConfig, PapoConfig
 from rlinf_vl.config.schema.limits import Limit
 from rlinf_vl.config.schema.reward import RewardConfig
 from rlinf_vl.config.schema.rollout import RolloutConfig
 from rlinf_vl.config.schema.runner import ClusterConfig, RunnerConfig
 
 __all__ = [
-    "ActorConfig", "ActorModelConfig", "AlgorithmConfig", "ClusterConfig", "Config", "DataConfig", "FsdpConfig",
-    "ImageCorruptionConfig", "Limit", "LoraConfig", "MixedPrecisionConfig", "OptimConfig", "RewardConfig",
-    "RolloutConfig", "RunnerConfig", "SamplingConfig", "VlmConfig",
+    "ActorConfig", "ActorModelConfig", "AlgorithmConfig", "ClusterConfig", "Config", "DataConfig",
+    "DistillationConfig", "FsdpConfig", "ImageCorruptionConfig", "Limit", "LoraConfig", "MixedPrecisionConfig",
+    "OptimConfig", "PapoConfig", "RewardConfig", "RolloutConfig", "RunnerConfig", "SamplingConfig", "VlmConfig",
 ]  # fmt: skip
 
 

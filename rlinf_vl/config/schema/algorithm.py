@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rlinf_vl.config.schema.guidance import ImageCorruptionConfig
+from rlinf_vl.config.schema.guidance import DistillationConfig, ImageCorruptionConfig, PapoConfig
 from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INFINITE, Limit, OrCode, key
 
 ADVANTAGES = OrCode(
@@ -114,6 +114,8 @@ class AlgorithmConfig:
     image_corruption: ImageCorruptionConfig = field(default_factory=ImageCorruptionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    papo: PapoConfig = field(default_factory=PapoConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling during validation; one response per problem."""

@@ -1,8 +1,8 @@
-"""Keys of `algorithm.image_corruption`: what a policy learns from beside its reward."""
+"""Keys of `algorithm.image_corruption`, `.papo` and `.distillation`: what a policy learns from beside its reward."""
 
 from dataclasses import dataclass
 
-from rlinf_vl.config.schema.limits import POSITIVE, SHARE, key
+from rlinf_vl.config.schema.limits import NOT_NEGATIVE, POSITIVE, SHARE, key
 
 #: What `rlinf_vl.data.corruption` does to an image.
 CORRUPTIONS = ("noise", "mask")
@@ -23,3 +23,30 @@ class ImageCorruptionConfig:
     """Of sigmoid: the share of the run after which half of the strength is left."""
     steepness: float = key(30.0, POSITIVE)
     """Of sigmoid: how sudden the fall is."""
+
+
+@dataclass
+class PapoConfig:
+    weight: float = key(0.0, NOT_NEGATIVE)
+    """PAPO's γ, usually 0.01 to 0.02: weight of KL(policy‖policy on corrupted images), subtracted from the loss. Costs a further
+    pass. 0 is off."""
+    kind: str = key("mask", CORRUPTIONS)
+    """How those images are corrupted, as image_corruption.kind; anew in each step."""
+    strength: float = key(0.6, SHARE)
+    """How strongly."""
+    entropy_weight: float = key(0.0, NOT_NEGATIVE)
+    """PAPO's η, usually 0.03: weight of two entropies, the policy's and that on corrupted images, added to the loss. Above 0 the
+    further pass has gradients, too."""
+
+
+@dataclass
+class DistillationConfig:
+    teacher_path: str | None = None
+    """A checkpoint with the policy's tokenizer and images, whose distribution the policy learns on its own answers; null is off."""
+    weight: float = key(1.0, NOT_NEGATIVE)
+    """Weight of the reverse KL, KL(policy‖teacher), of each token."""
+    top_k: int = key(0, NOT_NEGATIVE)
+    """0: the sampled token's log-ratio to the teacher is subtracted from its advantage. K > 0: the KL over the policy's K likeliest
+    tokens and the rest as one is added to the loss; more exact, for a larger head."""
+    reward_weight: float = key(1.0, NOT_NEGATIVE)
+    """What the reward's advantages are multiplied by; 0 learns from the teacher alone."""

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
-from rlinf_vl.actor.trainer import load_trainer
 from rlinf_vl.config import load_config
 from rlinf_vl.config.schema import OptimConfig
 

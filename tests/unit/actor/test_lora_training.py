@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
+from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.optimizer import parts_table
-from rlinf_vl.actor.trainer import load_trainer
 from rlinf_vl.config import load_config, save_config
 from rlinf_vl.controller.export import export_checkpoint
 from rlinf_vl.engines.make import make_engine

@@ -1,11 +1,12 @@
 """KL estimators: sign and direction by hand, expectations by enumeration of a categorical distribution."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
-from rlinf_vl.algorithms import DIVERGENCE_ESTIMATORS, divergence
+from rlinf_vl.algorithms import DIVERGENCE_ESTIMATORS, divergence, reverse_kl
 
 NAN, INF = float("nan"), float("inf")
 
@@ -119,3 +120,42 @@ def test_wrong_input_is_named():
         divergence(zeros, zeros, mask, "kl")
     with pytest.raises(ValueError, match=r"log_q has shape \(1, 3\), mask \(3,\)"):
         divergence(zeros, zeros[None], mask, "k1")
+
+
+def _two_distributions(tokens: int = 50, rows: int = 20):
+    generator = torch.Generator().manual_seed(0)
+    logits = [3 * torch.randn(rows, tokens, generator=generator, dtype=torch.float64) for _ in range(2)]
+    return [x.log_softmax(-1).requires_grad_() for x in logits]
+
+
+def test_reverse_kl_over_all_tokens_is_torchs_own():
+    q, p = _two_distributions()
+    torch.testing.assert_close(
+        reverse_kl(q, p),
+        torch.nn.functional.kl_div(p, q, log_target=True, reduction="none").sum(-1),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
+def test_reverse_kl_grows_with_the_tokens_told_apart_up_to_the_whole():
+    """Tokens that are merged hide what they differ in (the data-processing inequality)."""
+    q, p = _two_distributions()
+    order = q.argsort(dim=-1, descending=True)
+    found = [reverse_kl(q.gather(1, order[:, :k]), p.gather(1, order[:, :k])) for k in (1, 2, 5, 20, 50)]
+    assert all((more >= fewer - 1e-9).all() for fewer, more in pairwise(found))
+    assert (found[0] >= 0).all()
+    one = q.exp()[:, 0] * (q - p)[:, 0] + (1 - q.exp()[:, 0]) * ((1 - q.exp()[:, 0]) / (1 - p.exp()[:, 0])).log()
+    torch.testing.assert_close(reverse_kl(q[:, :1], p[:, :1]), one)
+
+
+def test_reverse_kl_descends_on_the_students_logits():
+    """Its gradient in the student's logits is q_v (log q_v - log p_v - KL), where the K are all tokens."""
+    logits = torch.tensor([[1.0, 0.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[0.0, 1.0, 0.5]], dtype=torch.float64).log_softmax(-1)
+    q = logits.log_softmax(-1)
+    (grad,) = torch.autograd.grad(reverse_kl(q, teacher).sum(), logits, retain_graph=True)
+    kl = (q.exp() * (q - teacher)).sum(-1, keepdim=True)
+    torch.testing.assert_close(grad, q.exp() * (q - teacher - kl), atol=1e-5, rtol=1e-5)
+    same = reverse_kl(q[:, :2], q[:, :2].detach())
+    assert same.item() == 0 and torch.autograd.grad(same.sum(), logits)[0].abs().max() < 1e-12

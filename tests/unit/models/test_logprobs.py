@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf_vl.models.logprobs import token_logprobs
+from rlinf_vl.models.logprobs import likeliest, token_logprobs
 
 
 def reference(hidden, weight, targets, temperature, banned):
@@ -89,3 +89,36 @@ def test_peak_memory_is_a_chunk_not_the_whole():
         logprobs, _ = token_logprobs(hidden, weight, torch.randint(0, vocab, (rows,)), chunk=chunk)
         logprobs.sum().backward()
     assert largest <= chunk * vocab
+
+
+@pytest.mark.parametrize("ban", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_several_targets_at_each_position(ban, with_entropy):
+    """Values and gradients of K columns, one of them asked twice, are those of torch's own log-softmax."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, requires_grad=True) for n in (9, 33))
+    targets = torch.stack([torch.randperm(30)[:4] for _ in range(9)])
+    targets[:, 3] = targets[:, 0]
+    banned = torch.arange(30, 33) if ban else None
+    settings = {"temperature": 0.7, "banned": banned, "chunk": 4}
+    logprobs, entropy = token_logprobs(hidden, weight, targets, **settings, with_entropy=with_entropy)
+    expected = [reference(hidden, weight, column, 0.7, banned) for column in targets.T]
+    torch.testing.assert_close(logprobs, torch.stack([logp for logp, _ in expected], dim=1), atol=3e-6, rtol=3e-6)
+    factors = torch.randn(9, 4)
+    ours, theirs = (
+        (logprobs * factors).sum(),
+        sum((logp * f).sum() for (logp, _), f in zip(expected, factors.T, strict=True)),
+    )
+    if with_entropy:
+        ours, theirs = ours + entropy.sum(), theirs + expected[0][1].sum()
+    grads = (torch.autograd.grad(loss, (hidden, weight)) for loss in (ours, theirs))
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+
+
+def test_the_likeliest_are_those_of_the_sampled_distribution():
+    torch.manual_seed(0)
+    hidden, weight, banned = torch.randn(9, 8), torch.randn(33, 8), torch.tensor([3, 8])
+    logits = (hidden @ weight.t()).index_fill(1, banned, -torch.inf)
+    assert torch.equal(likeliest(hidden, weight, 5, banned=banned, chunk=4), logits.topk(5).indices)
+    everything = likeliest(hidden, weight, 100, banned=banned)
+    assert everything.shape == (9, 31) and not torch.isin(everything, banned).any()
