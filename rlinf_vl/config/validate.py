@@ -12,9 +12,10 @@ from functools import reduce
 from typing import Any
 
 from rlinf_vl.code import CodeError, check_code, is_code
+from rlinf_vl.config import algorithm_rules
 from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.placement import parse_placement
-from rlinf_vl.config.schema import AlgorithmConfig, Config, RewardConfig
+from rlinf_vl.config.schema import Config, RewardConfig
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError, nearest
@@ -33,8 +34,8 @@ def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
         _thinking,
         _runner,
         _lengths,
-        _algorithm,
-        _correction,
+        algorithm_rules.algorithm,
+        algorithm_rules.correction,
         _data,
         _actor_and_reward,
     )
@@ -170,115 +171,6 @@ def _lengths(config: Config) -> Iterator[str]:
                 f"data.max_prompt_length={prompt} plus algorithm.{name}.max_new_tokens={most} exceeds {longest}; raise seq_length, "
                 "lower one of them, or set max_new_tokens to null for what is left"
             )
-
-
-def _algorithm(config: Config) -> Iterator[str]:
-    algorithm, batch, running = config.algorithm, config.data.rollout_batch_size, config.rollout.max_running_requests
-    group, parts = f"algorithm.group_size={algorithm.group_size}", f"algorithm.n_minibatches={algorithm.n_minibatches}"
-    in_groups = not is_code(algorithm.adv_type) and algorithm.adv_type != "reinforce_plus_plus"  # code may do otherwise
-    if algorithm.group_size == 1 and in_groups:
-        yield (
-            f"algorithm.group_size: 1 with algorithm.adv_type={algorithm.adv_type} makes every advantage zero (the baseline is the "
-            "group's own rewards); use at least 2, or adv_type=reinforce_plus_plus"
-        )
-    if algorithm.kl_beta > 0 and algorithm.kl_placement == "loss" and algorithm.kl_penalty_type == "k1":
-        yield (
-            "algorithm.kl_penalty_type: k1 (kl) in the loss has an expected gradient of exactly zero, so that algorithm.kl_beta="
-            f"{algorithm.kl_beta:g} would add noise and pull nowhere; use k2 or k3, or kl_placement=reward, where k1 belongs"
-        )
-    if algorithm.kl_placement == "reward" and not algorithm.kl_beta:
-        yield "algorithm.kl_placement: reward with algorithm.kl_beta=0 subtracts nothing; set kl_beta > 0, or kl_placement=loss"
-    for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
-        used = algorithm.loss_type != "sapo" and (name != "clip_ratio_c" or algorithm.loss_type in ("actor", "gspo"))
-        if not used and getattr(algorithm, name) is not None:
-            yield (
-                f"algorithm.{name}: {getattr(algorithm, name):g} clips nothing with algorithm.loss_type={algorithm.loss_type}; "
-                "leave it null, or choose another loss"
-            )
-    yield from _overlong(algorithm)
-    weight, one_turn = algorithm.state_advantage_weight, config.rollout.max_turns == 1
-    if weight and algorithm.credit == "turn":
-        yield (
-            f"algorithm.state_advantage_weight: {weight:g} adds to a trajectory's advantage (GiGPO), but algorithm.credit=turn "
-            "replaces that by each turn's own; set credit=trajectory, or state_advantage_weight=0"
-        )
-    if algorithm.turn_discount != 1 and not algorithm.turns_are_sequences:
-        yield (
-            f"algorithm.turn_discount: {algorithm.turn_discount:g} with algorithm.credit=trajectory discounts nothing; set "
-            "credit=turn, state_advantage_weight > 0, or turn_discount=1"
-        )
-    if weight and algorithm.adv_type not in ("grpo", "dr_grpo", "rloo"):
-        yield (
-            f"algorithm.state_advantage_weight: {weight:g} compares turns with others of their state, which algorithm.adv_type="
-            f"{algorithm.adv_type} does not; use grpo, dr_grpo or rloo"
-        )
-    for key, used in (
-        ("credit: turn", algorithm.credit == "turn"),
-        (f"state_advantage_weight: {weight:g}", weight > 0),
-    ):
-        if used and one_turn:
-            yield f"algorithm.{key} with rollout.max_turns=1: an episode of one turn has no other credit; raise max_turns"
-    if algorithm.n_minibatches >= 1 and batch % algorithm.n_minibatches:
-        yield f"data.rollout_batch_size={batch} is not divisible by {parts}; change one of them"
-    corruption = algorithm.image_corruption
-    if 0 < corruption.share <= 1 and round(corruption.share * algorithm.group_size) == 0:
-        yield f"algorithm.image_corruption.share: {corruption.share:g} of {group} answers is none; raise it, or set it 0"
-    if running < algorithm.group_size:
-        yield f"rollout.max_running_requests={running} is less than {group}: a group is decoded together; raise it"
-    if algorithm.sampling_params.temperature == 0:
-        yield (
-            "algorithm.sampling_params.temperature: 0 must be > 0: the policy is trained at the temperature it was sampled with, "
-            "and greedy groups have no spread"
-        )
-
-
-def _overlong(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """What answers that are cut, and groups that tie, may be asked."""
-    overlong, longest = algorithm.overlong, algorithm.sampling_params.max_new_tokens
-    if overlong.buffer and longest and overlong.buffer >= longest:
-        yield (
-            f"algorithm.overlong.buffer: {overlong.buffer} leaves no response of algorithm.sampling_params.max_new_tokens={longest} "
-            "unpunished; lower it"
-        )
-    if overlong.filter and algorithm.kl_placement == "reward":
-        yield (
-            "algorithm.overlong.filter: true with algorithm.kl_placement=reward: what is left out of the loss has no KL; "
-            "set one of them otherwise"
-        )
-    if algorithm.dynamic_sampling.enable and algorithm.group_size == 1:
-        yield "algorithm.dynamic_sampling.enable: true with algorithm.group_size=1: a group of one ties with itself; set it false"
-
-
-def _correction(config: Config) -> Iterator[str]:
-    """Old logprobs and truncated importance sampling (TIS): what they need, and where they'd be wrong."""
-    algorithm, with_logprobs = config.algorithm, config.rollout.return_logprobs
-    tis, from_engine = algorithm.importance_sampling_fix, algorithm.recompute_logprobs == "false"
-    if tis and from_engine:
-        yield (
-            "algorithm.importance_sampling_fix: true with algorithm.recompute_logprobs=false: the old logprobs are the engine's "
-            "own, so every weight would be 1; set recompute_logprobs=auto, or importance_sampling_fix=false"
-        )
-    if from_engine and (share := algorithm.image_corruption.share):
-        yield (
-            f"algorithm.image_corruption.share: {share:g} with algorithm.recompute_logprobs=false: the engine's logprobs are of the "
-            "corrupted images, and the update is on the clean ones; set recompute_logprobs=auto, or share=0"
-        )
-    for used, key, value, otherwise in (
-        (tis, "importance_sampling_fix", "true", "set importance_sampling_fix=false"),
-        (from_engine, "recompute_logprobs", "false", "set recompute_logprobs=auto"),
-    ):
-        if used and not with_logprobs:
-            yield (
-                f"algorithm.{key}: {value} needs the engine's logprobs, but rollout.return_logprobs is false; set it true, or "
-                f"{otherwise}"
-            )
-        for name, whole in (("top_p", 1), ("top_k", 0)):
-            if used and (drawn := getattr(algorithm.sampling_params, name)) != whole:
-                yield (
-                    f"algorithm.sampling_params.{name}: {drawn} with algorithm.{key}={value}: tokens are then drawn from a "
-                    "truncated distribution, but the engine's logprobs are of the whole one, like the trainer's, and can't correct "
-                    f"for that; set {name}={whole}, or {otherwise}"
-                )
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -31,6 +31,7 @@ from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.preflight import gpus
 from rlinf_vl.preflight.checkpoint import checkpoint
 from rlinf_vl.preflight.hub import HUB_NAME, ask_hub
+from rlinf_vl.preflight.teacher import teacher
 from rlinf_vl.rewards.forms import SIGNATURE
 from rlinf_vl.rewards.named import named_function
 from rlinf_vl.rewards.processes import load_function
@@ -270,6 +271,6 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 #: Rules that find what of the things that a config names would stop its run on this machine.
-RULES = (_data, _environment, _rewards, checkpoint, _server_arguments, _folders, _object_store, _gpus)
+RULES = (_data, _environment, _rewards, checkpoint, teacher, _server_arguments, _folders, _object_store, _gpus)
 #: Those on the data, the graders and the model whose tokens are counted.
 DATA_RULES = (_data, _rewards, checkpoint)

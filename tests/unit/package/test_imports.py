@@ -28,7 +28,7 @@ ROOMS = {
     "observe": {"config", "runtime"},
     "engines": {"config", "models", "observe", "runtime", "transport"},
     "rollout": {"config", "data", "engines", "envs", "models", "observe", "rewards", "runtime", "transport"},
-    "actor": {"algorithms", "config", "models", "observe", "packing", "runtime", "transport"},
+    "actor": {"algorithms", "config", "data", "models", "observe", "packing", "runtime", "transport"},
     "toy": {"config", "data", "envs", "models", "runtime"},
     "check_data": {"config", "data", "envs", "models", "preflight", "rollout", "runtime", "toy"},
     "report": {"config", "observe", "runtime"},
