@@ -69,7 +69,7 @@ def test_a_sequence_is_a_trajectory_or_a_turn(changes):
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_tokens_sampled_on_a_corrupted_image_are_taken_as_the_trainers_own(level):
     """Their engine's logprobs are of another image: no weight, and nothing to compare. The others are as without them."""
-    algorithm = AlgorithmConfig(importance_sampling_level=level)
+    algorithm = with_presets(AlgorithmConfig(importance_sampling_level=level))
     old = torch.tensor([-1.0, -2.0, -0.5, -3.0])
     rollout = np.array([-1.2, -1.9, -6.0, -9.0], np.float32)
     batch = replace(
