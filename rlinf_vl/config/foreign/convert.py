@@ -158,7 +158,9 @@ def _gathered(known: Table, theirs: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for key, value in theirs.items():
         parents = itertools.accumulate(key.split(".")[:-1], "{}.{}".format)
-        parent = next((name for name in parents if name in known.rows and known.row(key) is None), None)
+        parent = next(
+            (name for name in parents if name in known.rows and name not in theirs and known.row(key) is None), None
+        )
         if parent is None:
             whole[key] = value
         else:
@@ -367,6 +369,13 @@ def _path(text: str) -> str:
     return text
 
 
+def _one_folder(value: Any) -> str:
+    folders = dict.fromkeys(str(value).split(":"))
+    if len(folders) > 1:
+        raise ValueError("images stand in one folder here: the nearest that holds all, data.image_root")
+    return str(value).partition(":")[0]
+
+
 def _or(otherwise: Any) -> Callable[[Any], Any]:
     """null, and numbers that mean it, is a value of ours."""
     return lambda value: otherwise if value is None or float(value) <= 0 else int(value)
@@ -407,6 +416,8 @@ def _only_zero(value: Any) -> float | None:
 #: Name in a table → their value as ours. Raises ValueError: refused, for the reason told.
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "paths": _paths,
+    "colons": lambda value: _paths(str(value).split(":")),
+    "one_folder": _one_folder,
     "as_list": rules.names_of,
     "model": lambda value: None if value is None else str(value),
     "name": _name,

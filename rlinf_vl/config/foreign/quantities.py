@@ -311,17 +311,21 @@ def rewards(q: Quantities) -> Iterator[Derived]:
         scale = q.number("reward_scale", 1.0)
         yield Derived("reward.reward_max_val", q.number("reward_right", 1.0) * scale)
         yield Derived("reward.reward_min_val", q.number("reward_wrong", 0.0) * scale)
+    kwargs = q("reward_kwargs")
+    kwargs = dict(kwargs) if isinstance(kwargs, Mapping) else {}
     if path:
         path, _, name = str(path).partition(":")
-        if (file := q.find(path)) is None:
+        name = name or q("reward_name", "main")
+        if f"{path}:{name}".endswith("reward_function/math.py:compute_score"):  # EasyR1's
+            form = float(kwargs.get("format_weight", 0.1))
+            functions = [{"function": "math", "weight": 1 - form}]
+            functions += [{"function": "format", "weight": form, "kwargs": {"tags": ["think"], "box": True}}]
+            yield Derived("reward.functions", functions, "EasyR1's math.py by ours")
+        elif file := q.find(path):
+            function = {"function": f"{file.resolve()}:{name}"}
+            yield Derived("reward.functions", [function | ({"kwargs": kwargs} if kwargs else {})])
+        else:
             q.refused["reward_path"] = f"no file {path!r} near the config: bring it, and name it in reward.functions"
-            return
-        kwargs = q("reward_kwargs")
-        function = {"function": f"{file.resolve()}:{name or q('reward_name', 'main')}"}
-        yield Derived(
-            "reward.functions",
-            [function | ({"kwargs": dict(kwargs)} if isinstance(kwargs, Mapping) and kwargs else {})],
-        )
     elif names:
         functions, kept, unknown = [], names_of(names), []
         for i, name in enumerate(kept):
@@ -344,7 +348,9 @@ def rewards(q: Quantities) -> Iterator[Derived]:
 NAMED_REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"function": "math"},
     "reasoning_accuracy_reward": {"function": "math"},
-    "think_format_reward": {"function": "format", "kwargs": {"tags": ["think"]}},
+    "accuracy": {"function": "math"},  # open-r1's names
+    "format": {"function": "format", "kwargs": {"tags": ["think", "answer"]}},
+    "get_soft_overlong_punishment": {"function": "overlong", "kwargs": {"max_tokens": 1280, "buffer": 256}},
 }
 
 

@@ -62,7 +62,7 @@ def _logical_lines(text: str) -> Iterator[str]:
     while i < len(text):
         c = text[i]
         if c == "\\" and quote != "'":
-            line += " " if text[i + 1 : i + 2] == "\n" else text[i : i + 2]
+            line += " " if text[i + 1 : i + 2] in ("\n", "") else text[i : i + 2]
             i += 2
             continue
         if quote:
@@ -112,7 +112,8 @@ def _words(text: str, variables: _Variables) -> list[str]:
             elif any(word.endswith(literal) for literal in single) and '"' + word not in text:
                 words.append(word)
             else:
-                words.append(_expanded(word, variables))
+                value = _expanded(word, variables)
+                words += value.split() if value.startswith("-") and re.fullmatch(r"\$\{?\w+\}?", word) else [value]
     except ValueError:  # prose, or an unclosed quote
         return []
     return words
