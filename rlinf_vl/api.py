@@ -4,7 +4,7 @@ import hashlib
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -178,22 +178,23 @@ def _pickled(what: str, given: Any, files: dict[str, str]) -> str:
 def _paths(dataset: Any) -> list[str]:
     """The paths that these are; none if they are rows."""
     given = [dataset] if isinstance(dataset, str | Path) else dataset
-    there = isinstance(given, Iterable) and not hasattr(given, "features")
-    return [str(path) for path in given] if there and all(isinstance(one, str | Path) for one in given) else []
+    are_paths = isinstance(given, list | tuple) and all(isinstance(one, str | Path) for one in given)
+    return [str(path) for path in given] if are_paths else []
 
 
 def _write_rows(given: Any, config: Config, split: str) -> str:
     """Write rows as a parquet file, images included, and return its path; the same rows have the same file."""
     import datasets
+    import pandas
     from datasets.table import embed_table_storage
     from pyarrow.parquet import ParquetWriter
 
+    given = given.to_dict("records") if isinstance(given, pandas.DataFrame) else given
     if not isinstance(given, datasets.Dataset):
         if not isinstance(given, Sequence) or not all(isinstance(row, Mapping) for row in given):
             of = f"; name a split: {split}_dataset={type(given).__name__}[…]" if isinstance(given, Mapping) else ""
-            raise ConfigError(
-                f"{split}_dataset: an object of type {type(given).__name__} is no datasets.Dataset, no list of dicts and no path{of}"
-            )
+            known = "datasets.Dataset, DataFrame, list of dicts or path"
+            raise ConfigError(f"{split}_dataset: a value of type {type(given).__name__} is no {known}{of}")
         try:
             given = datasets.Dataset.from_list([dict(row) for row in given])
         except Exception as error:  # Arrow's own, of many kinds

@@ -5,7 +5,13 @@ import re
 from collections.abc import Iterable, Sequence
 
 
-class ConfigError(ValueError):
+class _Told:
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the message, which says what to do."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class ConfigError(_Told, ValueError):
     """Mistakes of the user: every problem found, each naming the key, its value and the way out, on one line."""
 
     def __init__(self, *problems: str) -> None:
@@ -14,7 +20,7 @@ class ConfigError(ValueError):
         super().__init__(text)
 
 
-class RunError(RuntimeError):
+class RunError(_Told, RuntimeError):
     """The run can't go on. The message says why, what was saved, and the way out: it needs no traceback."""
 
 

@@ -1,5 +1,6 @@
 """What a rank writes and reads: model and optimizer through torch.distributed.checkpoint, which reshards on load."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -82,6 +83,8 @@ def load_weights_only(folder: Path, model: nn.Module) -> None:
         weights = {n: value for n, value in weights.items() if is_adapter(n) or f"model.{n}" in saved}
     state = {"model": weights}
     try:
-        dcp.load(state, checkpoint_id=folder, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
+            dcp.load(state, checkpoint_id=folder, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
     except CheckpointException as error:  # as in `save`
         raise OSError(f"{folder}: {next(str(reason) for reason, _ in error.failures.values())}") from None

@@ -1,4 +1,4 @@
-"""Which data a run saw: `data.json` of its folder, {"train" or "val": {entry of its data paths: {"sha256", "bytes"}}}.
+"""Which data a run saw: `datasets.json` of its folder, {"train" or "val": {entry of its data paths: {"sha256", "bytes"}}}.
 
 Of a file the hash is that of `sha256sum`; of a folder, that of the lines that `sha256sum` prints of its files, sorted by path. Of
 the hub it is the revision: {"revision"}.
@@ -14,11 +14,11 @@ from typing import Any
 from rlinf_vl.data.sources import HUB_PREFIX
 from rlinf_vl.runtime.files import write_aside
 
-FILE = "data.json"
+FILE = "datasets.json"
 
 
 def write_digests(run_dir: Path, files: Mapping[str, Mapping[str, Path]]) -> None:
-    """Write `data.json`, given where the data of each entry are. What can't be read is left out: the run says so itself."""
+    """Write `datasets.json`, given where the data of each entry are. What can't be read is left out: the run says so itself."""
     found: dict[str, dict[str, Any]] = {split: {} for split in files}
     for split, paths in files.items():
         for entry, path in paths.items():

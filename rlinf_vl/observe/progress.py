@@ -150,7 +150,8 @@ class RunProgress:
         summary = "  ".join(f"{name} {figure}" for name, figure in figures.items())
         self._live.update(self._task, completed=step, summary=summary)
         if self._notebook is not None:
-            self._notebook.show(step, self._total, "", figures)
+            left = figures.pop("left", "")
+            self._notebook.show(step, self._total, left and f"left {left}", figures)
         if not self._console.is_terminal:
             logger.info("step %d/%d  %s", step, self._total, summary)
 

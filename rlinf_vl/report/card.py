@@ -49,7 +49,7 @@ def write_card(
     notes: list[str] = []
     rows = [row for row in read_metrics(run_dir, notes) if (row["step"] or 0) <= step]
     config: dict[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    digests, environment = _json(run_dir / "data.json"), flatten(_json(run_dir / "environment.json"))
+    digests, environment = _json(run_dir / "datasets.json"), flatten(_json(run_dir / "environment.json"))
     series = {name: [(r["step"] or 0, r[name]) for r in rows if r.get(name) is not None] for name, *_ in _LINES}
     if any(len(points) > 1 for points in series.values()):
         draw_curve(series, output / CURVE)  # pyright: ignore[reportArgumentType]  # no None is left

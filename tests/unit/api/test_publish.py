@@ -4,9 +4,11 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,6 +20,7 @@ from transformers import AutoModelForImageTextToText
 import rlinf_vl
 from rlinf_vl.config import load_config, save_config
 from rlinf_vl.data.digest import digest, write_digests
+from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.lora import add_adapters, is_adapter
@@ -59,6 +62,13 @@ def export(*arguments, expect=0, **environment):
     return done.stderr
 
 
+def at_this_hub(monkeypatch, hub):
+    """For this process, which has read its environment before; the hub and its protocol are as in another one."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+
 @pytest.fixture(scope="module")
 def hub():
     with running_hub() as hub:
@@ -73,23 +83,16 @@ def run(tmp_path_factory, toy_folder):
 
 def test_what_is_pushed_is_what_transformers_loads_from_there(run, hub, tmp_path):
     folder, weights = run
-    cache = {"HF_HOME": str(tmp_path / "home")}
-    said = export(folder, "--push", "me/model", "--private", "--dtype", "fp32", **hub.environment, **cache)
+    said = export(
+        folder, "--push", "me/model", "--private", "--dtype", "fp32", **hub.environment, HF_HOME=str(tmp_path)
+    )
     assert f"wrote {hub.url}/me/model" in said and hub.created[-1]["visibility"] == "private"
     files = hub.repositories["me/model"]
     assert {"README.md", "curve.png", "config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
-    program = (
-        "import sys, torch, transformers as t\n"
-        "m = t.AutoModelForImageTextToText.from_pretrained('me/model', dtype=torch.float32)\n"
-        "torch.save({n: p.detach() for n, p in m.named_parameters()}, sys.argv[1])"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "loaded.pt")]
-    loaded = subprocess.run(
-        command, env=os.environ | hub.environment | cache, capture_output=True, text=True, timeout=200
-    )
-    assert loaded.returncode == 0, loaded.stderr
-    for name, value in torch.load(tmp_path / "loaded.pt").items():
-        torch.testing.assert_close(value, weights[name], rtol=0, atol=0)
+    there = huggingface_hub.snapshot_download("me/model", endpoint=hub.url, cache_dir=tmp_path, token=TOKEN)
+    loaded = AutoModelForImageTextToText.from_pretrained(there, dtype=torch.float32)
+    for name, value in loaded.named_parameters():
+        torch.testing.assert_close(value.detach(), weights[name], rtol=0, atol=0)
 
 
 def test_the_card_has_curve_config_and_data(run, tmp_path):
@@ -113,13 +116,13 @@ def test_the_card_has_curve_config_and_data(run, tmp_path):
     assert {(0x2F, 0x81, 0xC7), (0xD9, 0x77, 0x2B)} <= colors
 
 
-def test_adapters_are_a_folder_of_peft(tmp_path, toy_folder, hub):
+def test_adapters_are_a_folder_of_peft(tmp_path, toy_folder, hub, monkeypatch):
     from peft import PeftModel
 
     lora = ["actor.model.is_lora=true", "actor.model.lora.target_modules=[all-linear]"]
     weights = run_of(tmp_path / "run", toy_folder, *lora)
-    said = export(tmp_path / "run", tmp_path / "out", "--adapters", "--push", "adapters", **hub.environment)
-    assert f"{hub.url}/me/adapters" in said
+    at_this_hub(monkeypatch, hub)
+    assert publish(tmp_path / "run", tmp_path / "out", adapters=True, push="adapters") == f"{hub.url}/me/adapters"
     files = hub.repositories["me/adapters"]
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= files.keys()
@@ -139,19 +142,34 @@ def test_adapters_are_a_folder_of_peft(tmp_path, toy_folder, hub):
     assert len(answers) == 1
 
 
-def test_what_is_refused_is_refused_before_the_model_is_loaded(run, hub, tmp_path):
+def test_what_is_refused_is_refused_before_the_model_is_loaded(run, hub, tmp_path, monkeypatch):
     folder, _ = run
-    nothing = {"HF_HOME": str(tmp_path)}
     assert "nowhere to write to" in export(folder, expect=2)
-    assert "write owner/name" in export(folder, "--push", "a/b/c", expect=2)
-    wrong = hub.environment | nothing | {"HF_TOKEN": "hf_of_somebody"}
-    said = export(folder, "--push", "me/other", expect=2, **wrong)
-    assert "log in with 'hf auth login', or set HF_TOKEN" in said and "Traceback" not in said
-    said = export(folder, "--push", "others/model", expect=2, **hub.environment, **nothing)
-    assert "the hub refuses" in said and "others" in said
-    gone = hub.environment | nothing | {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    assert "the hub can't be reached" in export(folder, "--push", "me/other", expect=1, **gone)
-    assert "me/other" not in hub.repositories and TOKEN not in said
+
+    def refused(kind, name):
+        with pytest.raises(kind) as error:
+            publish(folder, None, push=name)
+        return str(error.value)
+
+    assert "write owner/name" in refused(ConfigError, "a/b/c")
+    at_this_hub(monkeypatch, hub)
+    said = refused(ConfigError, "others/model")
+    assert "the hub refuses" in said and "HF_TOKEN" in said and TOKEN not in said
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody")
+    assert "log in with 'hf auth login'" in refused(ConfigError, "me/other")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "the hub can't be reached" in refused(RunError, "me/other")
+    assert "me/other" not in hub.repositories
+
+
+def test_a_torn_run_is_exported_all_the_same(run, tmp_path):
+    folder, _ = run
+    torn = tmp_path / "torn"
+    shutil.copytree(folder, torn, ignore=shutil.ignore_patterns("*.jsonl", "*.json"))
+    shutil.copy(folder / "checkpoints/global_step_2/controller.json", torn / "checkpoints/global_step_2")
+    publish(torn, tmp_path / "out")
+    text = (tmp_path / "out/README.md").read_text()
+    assert "`unknown`" in text and "curve" not in text and "model-index" not in text
 
 
 def test_digests_are_those_of_sha256sum(tmp_path):

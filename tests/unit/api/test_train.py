@@ -84,6 +84,7 @@ def test_rows_become_a_file_with_their_images(train):
     assert colors == [[(255, 0, 0)], [(0, 128, 0), (0, 0, 255)]]
     assert len(ProblemDataset(config.data.val_data_paths, "val")) == 1
     assert train({"data.rollout_batch_size": 2}, train_dataset=rows).data.train_data_paths == [path]
+    assert train({"data.rollout_batch_size": 2}, train_dataset=pd.DataFrame(rows)).data.train_data_paths == [path]
     assert len(os.listdir(os.path.dirname(path))) == 2, "the same rows have the same file, and nothing else is left"
 
 
@@ -139,7 +140,7 @@ def test_overrides_are_texts_or_a_mapping(train):
         ({"runner.max_steps": "many"}, {}, "runner.max_steps: 'many' is not an integer"),
         ({}, {"env": int}, "int has no start"),
         ({}, {"train_dataset": []}, "train_dataset: has no rows"),
-        ({}, {"train_dataset": 7}, "an object of type int is no datasets.Dataset"),
+        ({}, {"train_dataset": 7}, "a value of type int is no datasets.Dataset, DataFrame"),
         ({}, {"train_dataset": datasets.DatasetDict()}, "train_dataset=DatasetDict[…]"),
         ({}, {"train_dataset": [{"problem": "a", "answer": 1}, {"problem": {}, "answer": 2}]}, "make no table"),
         ({}, {"train_dataset": [{"question": "a", "answer": "1", "images": []}] * 16}, "column 'problem' not in"),
