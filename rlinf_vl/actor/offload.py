@@ -43,6 +43,16 @@ class Offload:
             self._move(part, lambda value, _: value.to(self._device, non_blocking=True))
         self._away.clear()
 
+    def measured(self) -> dict[str, float]:
+        """GiB of the device: what this process's tensors took at their most since this was last asked, and what all processes hold
+        now. Nothing without a GPU."""
+        if self._device != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info()
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return {"actor/gpu_memory_peak": peak / 2**30, "actor/gpu_memory_used": (total - free) / 2**30}
+
     def _move(self, part: str, moved: Callable[[torch.Tensor, object], torch.Tensor]) -> None:
         def parameter_moved(value: torch.Tensor) -> torch.Tensor:  # buffers are small, and stay
             return moved(value, id(value)) if isinstance(value, nn.Parameter) else value

@@ -180,6 +180,8 @@ class Trainer:
                 sums.merge(self._expert_metrics(load))
         self.before = []
         sums.add("actor/lr", self.scheduler.get_last_lr()[0], 1)
+        for name, gib in self.memory.measured().items():
+            sums.maximum(name, gib)
         return sums, {group: {i: x.cpu().numpy() for i, x in parts.items()} for group, parts in seen.items()}
 
     @torch.no_grad()
