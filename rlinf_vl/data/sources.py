@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Container, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,11 +50,16 @@ class Source:
     stem: str  # the beginning of its rows' ids
     rows: "datasets.Dataset"
     root: Path | None  # the folder that image paths in rows are relative to; None for the hub
+    #: Columns → rows of these in Arrow's form, and what all columns hold.
+    _views: dict[tuple[str, ...], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def row(self, i: int, columns: Sequence[str]) -> dict[str, Any]:
         """The wanted columns of row i as Python values: bytes, strings, numbers, lists and dicts."""
-        table: Any = self.rows.with_format("arrow", columns=list(columns))[i]
-        return {name: _python(self.rows.features[name], value) for name, value in table.to_pylist()[0].items()}
+        wanted = tuple(columns)
+        if wanted not in self._views:  # making one takes longer than reading a row of it
+            self._views[wanted] = self.rows.with_format("arrow", columns=list(wanted)), self.rows.features
+        view, features = self._views[wanted]
+        return {name: _python(features[name], value) for name, value in view[i].to_pylist()[0].items()}
 
     def plain_columns(self, known: Container[str]) -> list[str]:
         """Columns beside `known` that hold no images and no bytes."""

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rlinf_vl.code import CodeError, check_code, is_code
@@ -72,7 +73,8 @@ def _without_nf4(config: Config) -> str | None:
     return f"which fails on {device} ({said[-1]}); install one that runs there" if tried.returncode else None
 
 
-def _data(config: Config) -> Iterator[str]:
+def _data(config: Config, with_rows: bool = True) -> Iterator[str]:
+    """`with_rows`: also what is wrong with the rows, of which `check-data` finds more."""
     data = config.data
     for split, paths in (("train", data.train_data_paths), ("val", data.val_data_paths)):
         key, counts = f"data.{split}_data_paths", []
@@ -93,8 +95,15 @@ def _data(config: Config) -> Iterator[str]:
             if found.columns is not None:
                 level_key = data.curriculum_key if split == "train" else None
                 problems = list(_columns(config, path, found.columns, level_key))
-                yield from problems or (_rows(config, key, path, found.columns) if os.path.isfile(path) else ())
-        if split == "train" and None not in counts and 0 < (total := sum(counts)) < data.rollout_batch_size:
+                if with_rows and not problems and os.path.isfile(path):
+                    yield from _rows(config, key, path, found.columns)
+                yield from problems
+        if (
+            with_rows
+            and split == "train"
+            and None not in counts
+            and 0 < (total := sum(counts)) < data.rollout_batch_size
+        ):
             yield (
                 f"data.rollout_batch_size: {data.rollout_batch_size} problems a step, but {key} has {total} rows; set it to {total} "
                 f"or less (a multiple of algorithm.n_minibatches={config.algorithm.n_minibatches}), or add data"
@@ -273,4 +282,4 @@ def _rewards(config: Config) -> Iterator[str]:
 #: Rules that find what of the things that a config names would stop its run on this machine.
 RULES = (_data, _environment, _rewards, checkpoint, teacher, _server_arguments, _folders, _object_store, _gpus)
 #: Those on the data, the graders and the model whose tokens are counted.
-DATA_RULES = (_data, _rewards, checkpoint)
+DATA_RULES = (partial(_data, with_rows=False), _rewards, checkpoint)
