@@ -1,10 +1,11 @@
 """The toy with each algorithm of docs/algorithms.md, on several seeds and the same budget of answers: a table and a curve.
 
-    python benchmarks/algorithms.py [NAME …] [--seeds 1 2 3] [--steps 120] [--minibatches 4] [--set KEY=VALUE …]
-                                    [--folder results/algorithms] [--json FILE]
+    python benchmarks/algorithms.py [NAME …] [--seeds 1 2 3] [--steps 120] [--minibatches 4] [--lr 2e-4]
+                                    [--set KEY=VALUE …] [--folder results/algorithms] [--json FILE]
 
 Every run is `toy-grpo-cpu` with what `ALGORITHMS` says, several optimizer steps a rollout (with one, the losses have the same
-gradient), and a checkpoint, a data order and sampling of its seed. The budget is what `--steps` plain steps generate; a run that
+gradient), a learning rate for so many of them (with the toy's own, 5e-4, those that do not clip fall apart in four steps a rollout),
+and a checkpoint, a data order and sampling of its seed. The budget is what `--steps` plain steps generate; a run that
 generates more in a step, as dynamic sampling does, is read where it has spent that. A run that is there whole is not run again.
 """
 
@@ -54,6 +55,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Path:
         f"data.seed={seed}",
         f"runner.max_steps={args.steps}",
         f"algorithm.n_minibatches={args.minibatches}",
+        f"actor.optim.lr={args.lr}",
         f"rollout.model.model_path={toy_checkpoint_path(seed=seed)}",
         "runner.save_interval=-1",
         "runner.trajectories.interval=-1",
@@ -97,6 +99,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--minibatches", type=int, default=4, help="optimizer steps of a rollout")
+    parser.add_argument("--lr", type=float, default=2e-4, help="the peak of the learning rate")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides, of every run")
     parser.add_argument("--folder", type=Path, default=ROOT / "results/algorithms")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -107,7 +110,12 @@ def main() -> None:
     runs = {name: [run(name, seed, args) for seed in args.seeds] for name in names}
     budget = args.steps * PLAIN
     table = Table(title=f"val/accuracy after {budget:,} answers, {len(args.seeds)} seeds: mean (lowest … highest)")
-    figures: dict[str, float | int] = {"steps": args.steps, "minibatches": args.minibatches, "answers": budget}
+    figures: dict[str, float | int] = {
+        "steps": args.steps,
+        "minibatches": args.minibatches,
+        "lr": args.lr,
+        "answers": budget,
+    }
     columns = "accuracy", "best", "answers_to_half", "clip_fraction", "entropy", "response_length", "seconds_per_step"
     for column in ("algorithm", *columns):
         table.add_column(column.replace("_", " "))
