@@ -24,7 +24,7 @@ from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.step_plan import Estimator, StepPlan, plan_step, with_kl
-from rlinf_vl.data.bad_rows import check_faults
+from rlinf_vl.data.bad_rows import check_faults, no_verdicts
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import env_metrics, part_metrics, summarize_rollout
 from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, CheckpointFailed, load_state, newest_checkpoint, save_checkpoint
@@ -229,11 +229,13 @@ def estimator_of(config: Config) -> Estimator | None:
 
 
 def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:
-    """Record what failed in the engine or the environment; RunError if that is most of a rollout, or if every trajectory failed."""
+    """Record what failed, by no fault of its row; RunError if that is most of a rollout, or if every trajectory failed."""
     if faults := check_faults(summaries):
         log.event("trajectories_failed", faults)
     if all(error for s in summaries for error in s.errors):
         raise RunError(f"step {log.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
+    if line := no_verdicts(summaries):
+        log.event("no_verdict", line)
 
 
 def count_bad_rows(split: str, summaries: Sequence[GroupSummary], data: RunData, step: int) -> int:

@@ -43,16 +43,30 @@ def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
     faults = [error for error in errors if error and _is_fault(error)]
     if not faults:
         return None
-    frequent = Counter(shorten(fault, 3 * SHOWN) for fault in faults).most_common(3)
-    reasons = "; ".join(f"{n} × {reason}" for reason, n in frequent)
-    line = f"{len(faults)} of {len(errors)} trajectories failed, by no fault of their rows: {reasons}"
+    line = f"{len(faults)} of {len(errors)} trajectories failed, by no fault of their rows: {_frequent(faults)}"
     if len(faults) > MAX_FAULTS * len(errors):
         raise TooManyFaults(
             f"{line}. That is more than half of the rollout. If requests are not answered in time, raise "
             "rollout.request_timeout or lower rollout.max_running_requests; an error of the environment is one of the code "
-            "behind rollout.env_class"
+            "behind rollout.env_class, or of a reward function"
         )
     return line
+
+
+def no_verdicts(summaries: Sequence[GroupSummary]) -> str | None:
+    """A line on the answers that reward functions came to no verdict on, with the most frequent reasons; None without any."""
+    reasons = [reason for summary in summaries for reason in summary.ungraded]
+    if not reasons:
+        return None
+    n = sum(len(summary.errors) for summary in summaries)
+    return (
+        f"{len(reasons)} of {n} answers have no verdict of a reward function, which then scores 0: {_frequent(reasons)}"
+    )
+
+
+def _frequent(reasons: Sequence[str]) -> str:
+    frequent = Counter(shorten(reason, 3 * SHOWN) for reason in reasons).most_common(3)
+    return "; ".join(f"{n} × {reason}" for reason, n in frequent)
 
 
 class BadRows:

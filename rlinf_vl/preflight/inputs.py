@@ -274,7 +274,7 @@ def _rewards(config: Config) -> Iterator[str]:
                 check_code(name, {}, config.runner.code_files, what="reward function", signature=SIGNATURE)
                 load_function(name, kwargs, config.runner.code_files)
             else:
-                named_function(name, kwargs)
+                named_function(name, kwargs, reward.judge_hosts)
         except CodeError as error:
             yield f"{key}: {error}"
 

@@ -1,12 +1,14 @@
 """The reward functions that have names, one a row."""
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlinf_vl.code import CodeError
 from rlinf_vl.errors import nearest
 from rlinf_vl.rewards.boxes import bbox_giou, point_in_box, reference_box
 from rlinf_vl.rewards.forms import WANTED, RewardFunction
+from rlinf_vl.rewards.judge import Judge
 from rlinf_vl.rewards.math_grader import check_reference, math_verdict
 from rlinf_vl.rewards.texts import anls, choice, exact, exact_alnum, format_reward, length, overlong, references
 
@@ -14,7 +16,8 @@ from rlinf_vl.rewards.texts import anls, choice, exact, exact_alnum, format_rewa
 class Named(NamedTuple):
     """
     Attributes:
-        function: of (response, answer) and of those keywords that it names; see docs/rewards.md.
+        function: of (response, answer) and of those keywords that it names; see docs/rewards.md. A class is made with the entry's
+            kwargs, and with `hosts`, and then called.
         judges: whether it judges answers, and not just their form.
         check: raises `GradingError` if no response can be compared with this reference answer.
     """
@@ -38,14 +41,19 @@ NAMED: dict[str, Named] = {
     "anls": Named(anls),
     "bbox_giou": Named(bbox_giou, check=reference_box),
     "point_in_box": Named(point_in_box, check=reference_box),
+    "judge": Named(Judge),
     "format": Named(format_reward, judges=False),
     "length": Named(length, judges=False),
     "overlong": Named(overlong, judges=False),
 }
 
 
-def named_function(name: str, kwargs: Mapping[str, Any]) -> tuple[RewardFunction, bool]:
-    """A function of the table with its keywords, and whether it judges answers. Raises CodeError: it doesn't take them."""
+def named_function(name: str, kwargs: Mapping[str, Any], hosts: Sequence[str] = ()) -> tuple[RewardFunction, bool]:
+    """A function of the table with its keywords, and whether it judges answers; `hosts`: those that may be asked.
+
+    Raises:
+        CodeError: there is none of this name, or it doesn't take the keywords.
+    """
     if name not in NAMED:
         known = ", ".join(sorted(NAMED))
         raise CodeError(
@@ -53,6 +61,11 @@ def named_function(name: str, kwargs: Mapping[str, Any]) -> tuple[RewardFunction
             f"({WANTED});{nearest(name, NAMED)}".rstrip(";")
         )
     named = NAMED[name]
+    if isinstance(named.function, type):
+        try:
+            return RewardFunction(named.function(**kwargs, hosts=hosts), name, {}), named.judges
+        except (TypeError, ValueError) as error:
+            raise CodeError(f"{name!r}: {error}; kwargs are {inspect.signature(named.function)}") from error
     function = RewardFunction(named.function, name, kwargs)
     for missing in function.needed() - kwargs.keys():
         raise CodeError(f"{name!r} needs kwargs: {{{missing}: …}}")

@@ -108,15 +108,17 @@ def make_scorer(
     reward_min: float,
     files: Mapping[str, str],
     limits: Limits,
+    hosts: Sequence[str] = (),
 ) -> Scorer:
-    """The scorer of `reward.functions`; `files` is `runner.code_files`. Neither a process nor a thread is started yet.
+    """The scorer of `reward.functions`; `files` is `runner.code_files`, `hosts` is `reward.judge_hosts`. Neither a process nor a
+    thread is started yet.
 
     Raises:
         CodeError, ValueError: there is no such function, or it can't be called.
     """
     own = [(entry["function"], entry.get("kwargs") or {}) for entry in functions if is_code(entry["function"])]
     pool = ProcessPool(own, files, limits)
-    threads = ThreadPoolExecutor(thread_name_prefix="rewards")
+    threads: dict[int | None, ThreadPoolExecutor] = {}
     parts: list[Part] = []
     for entry in functions:
         name, kwargs = entry["function"], entry.get("kwargs") or {}
@@ -129,8 +131,10 @@ def make_scorer(
                 together=function.together(),
             )
         else:
-            function, judges = named_function(name, kwargs)
-            begin = partial(_begin, threads, function)
+            function, judges = named_function(name, kwargs, hosts)
+            at_once = getattr(function.function, "at_once", None)
+            room = threads.setdefault(at_once, ThreadPoolExecutor(at_once, thread_name_prefix="rewards"))
+            begin = partial(_begin, room, function)
         taken = {part.name for part in parts}
         attribute = name.rpartition(":")[2]
         numbered = (attribute if n == 1 else f"{attribute}_{n}" for n in count(1))
@@ -139,7 +143,8 @@ def make_scorer(
 
     def close() -> None:
         pool.close()
-        threads.shutdown(wait=False, cancel_futures=True)
+        for room in threads.values():
+            room.shutdown(wait=False, cancel_futures=True)
 
     return Scorer(parts, reward_max, reward_min, close)
 

@@ -67,6 +67,7 @@ class Played:
     correct: bool = False
     status: str = "error"
     cuts: int = 0  # of what was said
+    ungraded: str = ""  # why there is no verdict on it
     left: str | None = None  # the answer that the environment leaves to the run's reward functions
     fault: str | None = None  # "kind: reason" why it failed
 
@@ -128,16 +129,15 @@ class Played:
         """Add what reward functions give for the last answer."""
         self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + score.reward)
         self.parts |= score.parts | ({UNGRADABLE: float(len(score.ungraded))} if score.ungraded else {})
-        self.correct = score.correct
+        self.correct, self.ungraded = score.correct, "; ".join(score.ungraded)
 
     def trajectory(self, logprobs: bool) -> Trajectory:
         sequences = tuple(s if logprobs else replace(s, logprobs=None) for s in self.sequences)
         if self.fault is not None:
             return Trajectory(sequences, tuple(self.turns), 0.0, {}, "error", False, self.fault, cuts=self.cuts)
         reward = sum(turn.reward for turn in self.turns)
-        return Trajectory(
-            sequences, tuple(self.turns), reward, self.parts, self.status, self.correct, None, self.metrics, self.cuts
-        )
+        facts = reward, self.parts, self.status, self.correct, None, self.metrics, self.cuts
+        return Trajectory(sequences, tuple(self.turns), *facts, ungraded=self.ungraded)
 
 
 def random_stream(seed: int, place: str) -> int:

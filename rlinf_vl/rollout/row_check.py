@@ -41,7 +41,9 @@ def scorer_of(config: Config) -> Scorer:
     reward = config.reward
     bounds = {"reward_max": reward.reward_max_val, "reward_min": reward.reward_min_val}
     limits = Limits(reward.timeout, reward.memory_gb, reward.workers)
-    return make_scorer(reward.entries, **bounds, files=config.runner.code_files, limits=limits)
+    return make_scorer(
+        reward.entries, **bounds, files=config.runner.code_files, limits=limits, hosts=reward.judge_hosts
+    )
 
 
 def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:

@@ -104,7 +104,7 @@ class Group:
                 places = tuple((number[image.hash], grid) for image, grid in sequence.images)
                 sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
             turns = tuple(map(astuple, t.turns))
-            facts = t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics, t.cuts, t.corrupted
+            facts = t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics, t.cuts, t.corrupted, t.ungraded
             rows.append((sequences, turns, *facts))
         buffer = np.concatenate(
             [np.zeros(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in self._arrays())]
@@ -170,7 +170,8 @@ class GroupSummary:
     image_bytes: dict[str, int]  # encoded bytes of each by hash, those that corrupted trajectories saw included
     array_bytes: int = 0
     object_bytes: int = 0  # in the object store: the group, and each image that no group before it had stored
-    ungradable: int = 0  # responses that could not be graded within the grader's limits
+    ungradable: int = 0  # responses that a reward function came to no verdict on
+    ungraded: tuple[str, ...] = ()  # why
     turns: tuple[int, ...] = ()  # answers of each
     metrics: tuple[dict[str, float], ...] = ()  # `Trajectory.metrics` of each
     #: Since its worker's last group: seconds with work for the engine, and all.
@@ -210,6 +211,7 @@ class GroupSummary:
             array_bytes=group.array_bytes,
             object_bytes=object_bytes,
             ungradable=sum(UNGRADABLE in t.reward_parts for t in group.trajectories),
+            ungraded=tuple(t.ungraded for t in group.trajectories if t.ungraded),
             turns=tuple(len(t.turns) for t in group.trajectories),
             metrics=tuple(t.metrics for t in group.trajectories),
             turn_rewards=tuple(tuple(float(turn.reward) for turn in t.turns) for t in group.trajectories),

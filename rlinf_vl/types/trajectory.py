@@ -129,6 +129,7 @@ class Trajectory:
     #: Whether its answers were drawn on corrupted images (`algorithm.image_corruption`), which `Group.shown` has. Its sequences have
     #: the images as they are, on which it is trained; their logprobs are those that it was sampled with.
     corrupted: bool = False
+    ungraded: str = ""  # why reward functions came to no verdict on its answer, and score it 0
 
     def __post_init__(self) -> None:
         for turn in self.turns:

@@ -1,6 +1,6 @@
 """Keys of `reward`: what an answer is worth."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf_vl.config.schema.limits import AT_LEAST_1, POSITIVE, OrCode, key
@@ -26,6 +26,9 @@ class RewardConfig:
     """Memory that a process with functions of yours may take beyond what it has when they are imported."""
     workers: int = key(4, AT_LEAST_1)
     """Most processes with functions of yours, per rollout worker; each is started when it is needed."""
+
+    judge_hosts: list[str] = field(default_factory=list)
+    """Hosts that the reward function `judge` may ask, by name without port. [] asks nobody."""
 
     @property
     def entries(self) -> list[dict[str, Any]]:

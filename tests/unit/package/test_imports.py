@@ -20,7 +20,7 @@ ROOMS = {
     "config": set(),
     "runtime": {"config"},
     "data": {"config", "runtime"},
-    "rewards": set(),
+    "rewards": {"data"},
     "envs": {"data", "rewards"},
     "models": {"data"},
     "packing": {"models"},

@@ -12,7 +12,7 @@ import pytest
 import torch
 from episodes import encoded, picture, said
 
-from rlinf_vl.data.bad_rows import BadRows, TooManyFaults, check_faults
+from rlinf_vl.data.bad_rows import BadRows, TooManyFaults, check_faults, no_verdicts
 from rlinf_vl.data.corruption import Corruption
 from rlinf_vl.data.unusable import ImageError, RowError
 from rlinf_vl.engines.base import EngineDied
@@ -21,6 +21,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import GradingTimeout
+from rlinf_vl.rewards.scoring import Score
 from rlinf_vl.rollout.episode import Played
 from rlinf_vl.rollout.player import Player
 from rlinf_vl.rollout.renderer import Renderer
@@ -542,3 +543,37 @@ def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_cl
     assert seen == [clean] * 2 + [[group.shown[name].hash for name in clean]] * 2
     sent = pickle.loads(pickle.dumps(group, protocol=5))
     assert sent.shown == group.shown and [t.corrupted for t in sent.trajectories] == [False, False, True, True]
+
+
+def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(processor, env_class):
+    """The last one fails, the one before has no verdict; both parts and reasons go with their trajectories."""
+    env_class.script = (
+        StepResult((said("go on"),), 0.5, False, {"reward_parts": {"turn": 0.5}}),
+        StepResult((), -0.25, True, {"answer": "18!"}),
+    )
+    asked = []
+
+    async def score(problem, answers):
+        asked.append((problem, [(a.response, a.said, len(a.ids), a.truncated) for a in answers]))
+        return [
+            Score(1.0, {"math": 1.0}, True),
+            Score(0.0, {"math": 0.0, "form": 0.0}, False, ("form: slow",)),
+            Score(0.0, fault="judge: gone"),
+        ]
+
+    group, summary = play(player_of(processor, Scripted(processor), env_class, score=score), 3)
+    ((problem, answers),) = asked
+    assert problem is PROBLEM and [a[:2] for a in answers] == [("18!", "18!")] * 3 and all(a[2] for a in answers)
+    right, slow, failed = group.trajectories
+    assert (right.reward, right.correct, right.reward_parts) == (1.25, True, {"turn": 0.5, "math": 1.0})
+    assert [turn.reward for turn in right.turns] == [0.5, 0.75] and right.error is None
+    assert slow.reward_parts == {"turn": 0.5, "math": 0.0, "form": 0.0, "ungradable": 1.0} and slow.reward == 0.25
+    assert failed.error == "environment: the reward function judge: gone" and failed.reward == 0.0
+    assert summary.ungradable == 1 and summary.ungraded == ("form: slow",)
+    assert (
+        no_verdicts([summary])
+        == "1 of 3 answers have no verdict of a reward function, which then scores 0: 1 × form: slow"
+    )
+    metrics = summarize_rollout([summary], 1.0)
+    assert metrics["reward/math"] == 0.5 and metrics["reward/form"] == 0.0 and metrics["reward/turn"] == 0.5
+    assert "reward/ungradable_part" not in metrics and metrics["reward/accuracy"] == 0.5
