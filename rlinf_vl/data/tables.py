@@ -41,8 +41,8 @@ def read_table(path: Path, limit: int | None = None) -> dict[str, list[str]]:
     rows: list[list[str]] = []
     try:
         names += map(str.strip, next(reader, []))
-        if not all(names) or len(set(names)) != len(names):
-            raise ValueError(f"line 1 has to name every column once, and has {', '.join(map(repr, names))}")
+        if twice := sorted({name for name in names if name and names.count(name) > 1}):
+            raise ValueError(f"line 1 names columns twice: {', '.join(twice)}; give each a name of its own")
         for row in reader:
             if len(row) not in (0, len(names)) and not cut:
                 said = f"line {reader.line_num} has {len(row)} cells, the first line {len(names)}"
@@ -54,7 +54,7 @@ def read_table(path: Path, limit: int | None = None) -> dict[str, list[str]]:
             raise ValueError(f"line {reader.line_num} can't be read ({error}); repair or delete it") from error
     if cut:  # perhaps in the middle of a row
         rows = [row for row in rows[:-1] if len(row) == len(names)]
-    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    return {name: [row[i] for row in rows] for i, name in enumerate(names) if name}  # pandas' index has none
 
 
 def typed_columns(table: dict[str, list[str]]) -> dict[str, list[Any]]:
@@ -77,7 +77,8 @@ def _typed(cells: list[str]) -> list[Any]:
 
 def rows_of_pictures(folder: Path, split: str) -> Path | dict[str, list[str]] | None:
     """Where the rows of a folder with images are: a file of `TABLES` in it (metadata.*, one named after the split, or the only one),
-    or else columns file_name and label, the name of the subfolder that an image is in. None: that isn't what the folder is.
+    or else columns file_name and label, the name of the subfolder that an image is in. None: that isn't what the folder is, as it has
+    rows elsewhere.
 
     Where there are subfolders for several splits, such as train and test, the one for `split` is meant.
     """
@@ -88,7 +89,7 @@ def rows_of_pictures(folder: Path, split: str) -> Path | dict[str, list[str]] | 
     named = [file for stem in ("metadata", *SPLITS[split]) for file in tables if file.stem == stem]
     if named or len(tables) == 1:
         return (named or tables)[0]
-    if tables:
+    if tables or any(file.suffix in TABLES for file in folder.rglob("*")):
         return None
     files = sorted(file for file in root.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
     names = [str(file.relative_to(folder)) for file in files]

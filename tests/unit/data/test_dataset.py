@@ -199,7 +199,7 @@ def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
         ("rows.csv", "is empty; write at least one row"),
         ("odd.csv", "line 3 has 3 cells, the first line 2; put cells that have a ',' in double quotes"),
         ("latin.csv", "line 2 is not UTF-8"),
-        ("twice.csv", "line 1 has to name every column once"),
+        ("twice.csv", "line 1 names columns twice: answer"),
         ("broken.parquet", "is no parquet file"),
         ("empty", "holds no files"),
     ):

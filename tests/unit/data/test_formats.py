@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,8 @@ def test_a_table_keeps_what_its_cells_say(tmp_path: Path) -> None:
         "read as written unless all are numbers so written"
     )
     assert [problem.columns["note"] for problem in found] == [None, "NA", "nan"]
+    (tmp_path / "pandas.csv").write_text(",problem,answer\n0,x?,2\n1,y?,3\n")
+    assert [row.columns for row in ProblemDataset([str(tmp_path / "pandas.csv")], "train", RowFormat(image_keys=[]))] == [{}, {}]
     for name, text in (("rows.tsv", "problem\tanswer\nA, B; C?\t2\n"), ("semicolons.csv", "problem;answer\nA, B?;2\n")):
         (tmp_path / name).write_text(text)
         (row,) = ProblemDataset([str(tmp_path / name)], "train", RowFormat(image_keys=[]))
@@ -318,6 +321,10 @@ def test_folders_named_after_what_they_show_are_asked_about(tmp_path: Path) -> N
         ("blue", ["IMAGE", "What color?"]),
         ("red", ["IMAGE", "What color?"]),
     ]
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"problem": ["x?"], "answer": ["3"]}), tmp_path / "data/train.parquet")
+    assert ProblemDataset([str(tmp_path)], "train", RowFormat(image_keys=[]))[0].answer == "3", "rows go before pictures beside them"
+    shutil.rmtree(tmp_path / "data")
     with pytest.raises(ValueError, match="data.prompt_variants: .* has pictures and labels, but no question"):
         ProblemDataset([str(tmp_path)], "train")
 
