@@ -182,6 +182,26 @@ def _paths(dataset: Any) -> list[str]:
     return [str(path) for path in given] if are_paths else []
 
 
+def _with_parts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same rows; in a column of chat messages, all contents are lists of parts if one is, as a table mixes no texts with lists."""
+
+    def contents(cell: Any) -> list[Any]:
+        return [one.get("content") for one in cell if isinstance(one, dict)] if isinstance(cell, list) else []
+
+    mixed = {
+        name for row in rows for name, cell in row.items() if any(isinstance(said, list) for said in contents(cell))
+    }
+
+    def in_parts(message: Any) -> Any:
+        text = message.get("content")
+        return message | {"content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+    return [
+        {name: list(map(in_parts, cell)) if name in mixed and contents(cell) else cell for name, cell in row.items()}
+        for row in rows
+    ]
+
+
 def _write_rows(given: Any, config: Config, split: str) -> str:
     """Write rows as a parquet file, images included, and return its path; the same rows have the same file."""
     import datasets
@@ -196,7 +216,7 @@ def _write_rows(given: Any, config: Config, split: str) -> str:
             known = "datasets.Dataset, DataFrame, list of dicts or path"
             raise ConfigError(f"{split}_dataset: a value of type {type(given).__name__} is no {known}{of}")
         try:
-            given = datasets.Dataset.from_list([dict(row) for row in given])
+            given = datasets.Dataset.from_list(_with_parts(given))
         except Exception as error:  # Arrow's own, of many kinds
             raise ConfigError(
                 f"{split}_dataset: the rows make no table ({type(error).__name__}: {error}); give all of them the same columns, "

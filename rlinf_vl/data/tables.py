@@ -77,8 +77,8 @@ def _typed(cells: list[str]) -> list[Any]:
 
 def rows_of_pictures(folder: Path, split: str) -> Path | dict[str, list[str]] | None:
     """Where the rows of a folder with images are: a file of `TABLES` in it (metadata.*, one named after the split, or the only one),
-    or else columns file_name and label, the name of the subfolder that an image is in. None: that isn't what the folder is, as it has
-    rows elsewhere.
+    or else columns file_name and label, the name of the subfolder that an image is in. None: that isn't what the folder is:
+    it has rows elsewhere.
 
     Where there are subfolders for several splits, such as train and test, the one for `split` is meant.
     """

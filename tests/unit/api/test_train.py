@@ -88,6 +88,37 @@ def test_rows_become_a_file_with_their_images(train):
     assert len(os.listdir(os.path.dirname(path))) == 2, "the same rows have the same file, and nothing else is left"
 
 
+def test_rows_of_trl_and_verl_are_given_as_they_are(train):
+    parts = [{"type": "image", "image": picture("red")}, {"type": "text", "text": "x?"}]
+    rows = [
+        {"prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": parts}], "solution": "3"},
+        {"prompt": [{"role": "user", "content": "y?"}], "solution": "4"},
+    ]
+    config = train({"data.rollout_batch_size": 2}, train_dataset=rows)
+    found = list(ProblemDataset(config.data.train_data_paths, "train"))
+    assert [problem.answer for problem in found] == ["3", "4"] and [len(problem.images) for problem in found] == [1, 0]
+    assert [message["content"][-1]["text"] for problem in found for message in problem.messages] == [
+        "Think.",
+        "x?",
+        "y?",
+    ]
+    rows = [
+        {
+            "prompt": rows[1]["prompt"],
+            "reward_model": {"style": "rule", "ground_truth": "4"},
+            "images": [picture("red")],
+        }
+    ]
+    (problem,) = ProblemDataset(
+        train({"data.rollout_batch_size": 1}, train_dataset=rows).data.train_data_paths, "train"
+    )
+    assert (
+        problem.answer == "4"
+        and len(problem.images) == 1
+        and problem.columns["reward_model"] == rows[0]["reward_model"]
+    )
+
+
 def test_images_of_files_are_taken_along(train, tmp_path):
     picture("red").save(tmp_path / "a.png")
     table = datasets.Dataset.from_dict(

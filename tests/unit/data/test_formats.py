@@ -286,7 +286,9 @@ def test_a_table_keeps_what_its_cells_say(tmp_path: Path) -> None:
     )
     assert [problem.columns["note"] for problem in found] == [None, "NA", "nan"]
     (tmp_path / "pandas.csv").write_text(",problem,answer\n0,x?,2\n1,y?,3\n")
-    assert [row.columns for row in ProblemDataset([str(tmp_path / "pandas.csv")], "train", RowFormat(image_keys=[]))] == [{}, {}]
+    assert [
+        row.columns for row in ProblemDataset([str(tmp_path / "pandas.csv")], "train", RowFormat(image_keys=[]))
+    ] == [{}, {}]
     for name, text in (("rows.tsv", "problem\tanswer\nA, B; C?\t2\n"), ("semicolons.csv", "problem;answer\nA, B?;2\n")):
         (tmp_path / name).write_text(text)
         (row,) = ProblemDataset([str(tmp_path / name)], "train", RowFormat(image_keys=[]))
@@ -323,7 +325,9 @@ def test_folders_named_after_what_they_show_are_asked_about(tmp_path: Path) -> N
     ]
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"problem": ["x?"], "answer": ["3"]}), tmp_path / "data/train.parquet")
-    assert ProblemDataset([str(tmp_path)], "train", RowFormat(image_keys=[]))[0].answer == "3", "rows go before pictures beside them"
+    assert ProblemDataset([str(tmp_path)], "train", RowFormat(image_keys=[]))[0].answer == "3", (
+        "rows go before pictures beside them"
+    )
     shutil.rmtree(tmp_path / "data")
     with pytest.raises(ValueError, match="data.prompt_variants: .* has pictures and labels, but no question"):
         ProblemDataset([str(tmp_path)], "train")
