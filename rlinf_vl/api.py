@@ -183,7 +183,7 @@ def _paths(dataset: Any) -> list[str]:
 
 
 def _with_parts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same rows; in a column of chat messages, all contents are lists of parts if one is, as a table mixes no texts with lists."""
+    """The same rows; in a column of chat messages, all contents are lists of parts if one is: tables mix no texts with lists."""
 
     def contents(cell: Any) -> list[Any]:
         return [one.get("content") for one in cell if isinstance(one, dict)] if isinstance(cell, list) else []
