@@ -14,6 +14,7 @@ import rlinf_vl.running
 from rlinf_vl.code import CodeError, pickled
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.schema import Config
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.observe.progress import shown_log
@@ -86,12 +87,11 @@ def train(
     made.runner.code_files |= files
     if made.runner.save_interval == -1:
         made.runner.save_interval = _ONLY_AT_THE_END
-    if len(rows) == sum(map(bool, (made.data.train_data_paths, made.data.val_data_paths))):
-        made.data.image_root = (
-            made.data.image_root or os.getcwd()
-        )  # paths in rows of a program are relative to its folder
+    named = {"train": made.data.train_data_paths, "val": made.data.val_data_paths}
+    if rows and all(path in TOYS for split in named.keys() - rows for path in named[split]):
+        made.data.image_root = made.data.image_root or os.getcwd()  # which paths in a program's rows are relative to
     for split, dataset in rows.items():
-        getattr(made.data, f"{split}_data_paths")[:] = [_write_rows(dataset, made, split)]
+        named[split][:] = [_write_rows(dataset, made, split)]
     validate_config(made, (packages_missing, *RULES))
     stop = StopRequest()
     with stop.installed(), shown_log():

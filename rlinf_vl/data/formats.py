@@ -67,9 +67,7 @@ class RowFormat:
     prompt_key: str = "problem"
     answer_key: str = "answer"
     image_keys: Sequence[str] = ("images",)
-    image_root: str | None = (
-        None  # the folder that paths are relative to and may not leave, in place of the dataset's own
-    )
+    image_root: str | None = None  # the folder that paths start in and may not leave; None: the dataset's own
     system_prompt: str | None = None  # replaces the row's own, and the images shown there
     prompt_suffix: str = ""  # appended to the last message
     prompt_variants: Sequence[str] = ()  # texts around the question, {problem} in each

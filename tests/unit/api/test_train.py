@@ -136,7 +136,13 @@ def test_paths_in_rows_are_relative_to_the_working_folder(train, tmp_path):
     rows = [{"problem": "<image>?", "answer": "1", "images": ["a.png"]}]
     config = train({"data.rollout_batch_size": 1}, train_dataset=rows, val_dataset=rows)
     assert config.data.image_root == str(tmp_path)
-    assert train({"data.rollout_batch_size": 1}, train_dataset=rows).data.image_root is None, "the toy has its own"
+    assert train({"data.rollout_batch_size": 1}, train_dataset=rows).data.image_root == str(tmp_path), (
+        "the toy names no file"
+    )
+    datasets.Dataset.from_list([row(0, "red")]).to_parquet("own.parquet")
+    bare = [{"problem": "?", "answer": "1", "images": []}]
+    config = train({"data.rollout_batch_size": 1}, train_dataset=bare, val_dataset="own.parquet")
+    assert config.data.image_root is None, "a file's own paths are relative to where it is"
 
 
 def test_paths_and_names_are_taken_as_they_are(train, tmp_path):
