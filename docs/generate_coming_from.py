@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlinf_vl.config.aliases import SYSTEMS, quantities, table, written
+from rlinf_vl.config.aliases import SYSTEMS, Row, Table, quantities, table, written
 
 PAGE = Path(__file__).with_name("coming-from.md")
 
@@ -80,7 +80,7 @@ def _glance() -> Iterator[str]:
 def _system(name: str) -> Iterator[str]:
     known, data = table(name), written(name)
     yield f"\n## {SYSTEMS[name]}\n\n{NOTES[name]}\n\n| {SYSTEMS[name]} | here | how |\n|---|---|---|\n"
-    for one in (known.rows[theirs] for theirs in data["keys"]):
+    for one in (_row(known, theirs) for theirs in data["keys"]):
         if one.kind == "mapped":
             ours = ", ".join(_key(key) for key in one.to)
             yield f"| `{one.theirs}` | {ours} | {_how(one.role, one.values, one.default, one.note)} |\n"
@@ -110,6 +110,12 @@ def _system(name: str) -> Iterator[str]:
             ]
         if rows:
             yield f"\n{title}:\n\n" + "".join(f"- {keys}: {why.strip().rstrip('.')}.\n" for keys, why in rows)
+
+
+def _row(known: Table, theirs: str) -> Row:
+    row = known.row(theirs)
+    assert row is not None
+    return row
 
 
 def _is_check(row: Any) -> bool:

@@ -5,8 +5,6 @@ written is accepted by the schema: where theirs would not be, the nearest that i
 """
 
 import itertools
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +17,7 @@ from rlinf_vl.config.aliases import SYSTEMS, UNSAID, Row, Table, hint, system_of
 from rlinf_vl.config.foreign import quantities as rules
 from rlinf_vl.config.foreign.files import near, read_settings
 from rlinf_vl.config.foreign.quantities import BadQuantity, Derived, Quantities
-from rlinf_vl.config.foreign.values import Unreadable
+from rlinf_vl.config.foreign.values import CONVERSIONS, Unreadable, plain
 from rlinf_vl.config.keys import config_keys, suggestion
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import value_problems
@@ -33,10 +31,6 @@ PLACEHOLDERS = {
     "rollout.model.model_path": "PATH/TO/MODEL",
     "runner.experiment_name": "converted",
 }
-TRACKERS = ("tensorboard", "wandb", "trackio")
-#: Where they log besides, which every run here does: metrics.jsonl, the progress line, the log.
-_ALWAYS_LOGGED = ("console", "file", "none", "all")
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16", "float": "fp32", "auto": None}
 
 
 class Outcome(NamedTuple):
@@ -107,7 +101,7 @@ def convert_file(path: Path, system: str | None = None) -> Conversion:
         raise ConfigError(
             f"config {str(path)!r}: no keys of {', '.join(SYSTEMS.values())} are in it; name its system with --from"
         )
-    made = convert(table(system), source.said, lambda name: near(path, name), _name(path.stem))
+    made = convert(table(system), source.said, lambda name: near(path, name), CONVERSIONS["name"](path.stem))
     made.missing = source.missing
     return made
 
@@ -196,6 +190,8 @@ def _sort(table: Table, theirs: Mapping[str, Any], made: Conversion) -> tuple[di
             made.add(key, value, "dropped", row.why if row.kind == "dropped" else "off, as here")
         elif ours is None and row.role != "tis" and (row.role or not _may_be_null(row.to[0])):
             made.add(key, value, "dropped", "null: the default is taken")
+        elif row.is_pattern and row.role in said:
+            made.add(key, value, "refused", f"one only here: that of {sources[row.role][0]} is taken")
         elif row.role:
             combined = bool(said.get(row.role)) or bool(ours) if row.role == "offload" else ours
             said[row.role] = combined
@@ -213,23 +209,18 @@ def _converted(row: Row, value: Any) -> Any:
             return None
         raise ValueError(row.why)
     if row.values is not None:
-        known = {_plain(theirs): ours for theirs, ours in row.values.items()}
-        if _plain(value) not in known:
+        known = {plain(theirs): ours for theirs, ours in row.values.items()}
+        if plain(value) not in known:
             if value is None:
                 return None
             allowed = ", ".join(str(theirs) for theirs in row.values)
             raise ValueError(row.why or f"{value!r} is not one of {allowed}")
-        return known[_plain(value)]
+        return known[plain(value)]
     if row.kind == "refused":
         if value in (None, False, "", [], {}, 0, -1):
             return None
         raise ValueError(row.why)
     return CONVERSIONS[row.by](value) if row.by else value
-
-
-def _plain(value: Any) -> str:
-    """One spelling of what YAML, Python and a command line write differently."""
-    return str(value).strip().lower()
 
 
 def _may_be_null(key: str) -> bool:
@@ -269,6 +260,7 @@ def _derive(q: Quantities, sources: Mapping[str, list[str]], made: Conversion) -
         rules.reference_kl,
         rules.correction,
         rules.sampling_kit,
+        rules.teacher,
         rules.validation,
         rules.adapters,
         rules.machines,
@@ -354,80 +346,3 @@ def _fit(made: Conversion) -> None:
             made.settings.pop(key, None)
     if value("actor.fsdp_config.mixed_precision.param_dtype") == "fp16":
         change("actor.fsdp_config.mixed_precision.param_dtype", "bf16", "fp16 needs a loss scaler")
-
-
-def _paths(value: Any) -> list[str]:
-    return [_path(text) for text in rules.names_of(value)]
-
-
-def _path(text: str) -> str:
-    """EasyR1's and the hub's owner/name@split → hf://owner/name:split; a path as it is."""
-    name, _, split = text.partition("@")
-    plain = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith(".")
-    if plain and not name.endswith((".parquet", ".json", ".jsonl", ".csv", ".arrow")) and not os.path.exists(name):
-        return f"hf://{name}{':' + split if split else ''}"
-    return text
-
-
-def _one_folder(value: Any) -> str:
-    folders = dict.fromkeys(str(value).split(":"))
-    if len(folders) > 1:
-        raise ValueError("images stand in one folder here: the nearest that holds all, data.image_root")
-    return str(value).partition(":")[0]
-
-
-def _or(otherwise: Any) -> Callable[[Any], Any]:
-    """null, and numbers that mean it, is a value of ours."""
-    return lambda value: otherwise if value is None or float(value) <= 0 else int(value)
-
-
-def _trackers(value: Any) -> list[str] | None:
-    names = [name.lower() for name in rules.names_of(value)]
-    other = [name for name in names if name not in (*TRACKERS, *_ALWAYS_LOGGED)]
-    if other and not set(names) & set(TRACKERS):
-        raise ValueError(f"{', '.join(other)}: trackers are {', '.join(TRACKERS)}; one of your own is module:Class")
-    return [name for name in names if name in TRACKERS]
-
-
-def _dtype(value: Any) -> str | None:
-    text = _plain(value).removeprefix("torch.")
-    return _DTYPES.get(text, text)
-
-
-def _name(value: Any) -> str:
-    """A plain folder's name."""
-    text = re.sub(r"[^\w.+=-]+", "-", os.path.basename(str(value).rstrip("/"))).strip("-.")
-    return text[:200] or PLACEHOLDERS["runner.experiment_name"]
-
-
-def _family(value: Any) -> str:
-    """RLinf's names of model families."""
-    allowed = config_keys()["rollout.model.model_type"].allowed
-    name = str(value).replace(".", "_").replace("-", "_")
-    return name if isinstance(allowed, tuple) and name in allowed else "auto"
-
-
-def _only_zero(value: Any) -> float | None:
-    if float(value or 0):
-        raise ValueError("a loss for routers needs actor.model.freeze_router: false; set both")
-    return 0.0
-
-
-#: Name in a table → their value as ours. Raises ValueError: refused, for the reason told.
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    "paths": _paths,
-    "colons": lambda value: _paths(str(value).split(":")),
-    "one_folder": _one_folder,
-    "as_list": rules.names_of,
-    "model": lambda value: None if value is None else str(value),
-    "name": _name,
-    "dtype": _dtype,
-    "family": _family,
-    "trackers": _trackers,
-    "top_k": rules.top_k,
-    "or_all": _or(-1),
-    "or_never": _or(-1),
-    "or_none": _or(None),
-    "whole": lambda value: max(1, round(float(value))),
-    "only_zero": _only_zero,
-}

@@ -4,13 +4,14 @@ Every rule takes the quantities of a file (`Quantities`, by the roles of systems
 that a file says nothing of, and whose result is our default, is left out by the caller.
 """
 
-import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rlinf_vl.config.foreign.values import names_of, top_k
 
 KL_NAMES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 #: Longest prompt where a system has no limit.
@@ -208,6 +209,20 @@ def sampling_kit(q: Quantities) -> Iterator[Derived]:
         yield Derived("algorithm.overlong.penalty", q.number("overlong_penalty", 1.0))
 
 
+def teacher(q: Quantities) -> Iterator[Derived]:
+    """On-policy distillation."""
+    if not q("teacher_on") or not q.has("teacher_path"):
+        return
+    prefix = "algorithm.distillation"
+    if q("teacher_loss") not in ("k1", "kl"):
+        q.refused["teacher_loss"] = (
+            f"{q('teacher_loss')}: the reverse KL (k1) is what a teacher teaches here, or over {prefix}.top_k"
+        )
+    yield Derived(f"{prefix}.teacher_path", str(q("teacher_path")))
+    yield Derived(f"{prefix}.weight", q.number("teacher_weight", 1.0))
+    yield Derived(f"{prefix}.reward_weight", 1.0 if q("teacher_and_reward", True) else 0.0)
+
+
 def validation(q: Quantities) -> Iterator[Derived]:
     prefix = "algorithm.val_sampling_params"
     sampled = q("val_sampled", True)
@@ -378,21 +393,3 @@ def datasets(q: Quantities) -> Iterator[Derived]:
     for role, key in (("dataset_train_split", "data.train_data_paths"), ("dataset_val_split", "data.val_data_paths")):
         if key == "data.train_data_paths" or str(q("validate_strategy", "no")) not in ("no", "False"):
             yield Derived(key, [f"hf://{name}:{q(role)}" if hub else str(name)])
-
-
-def top_k(value: Any) -> int:
-    """-1, and more than any vocabulary has, is 0: all tokens."""
-    return 0 if value is None or float(value) <= 0 or float(value) >= 500_000 else int(value)
-
-
-def names_of(value: Any) -> list[str]:
-    """A list of names from a list, from a text with commas, or from JSON."""
-    if value in (None, ""):
-        return []
-    if isinstance(value, str) and value.startswith("["):
-        try:
-            value = json.loads(value.replace("'", '"'))
-        except ValueError:
-            value = value.strip("[]")
-    parts = value if isinstance(value, list | tuple) else str(value).split(",")
-    return [part for text in parts if (part := str(text).strip().strip("\"'"))]

@@ -7,8 +7,9 @@ import pytest
 
 from rlinf_vl.config import config_keys, parse_config
 from rlinf_vl.config.aliases import SYSTEMS, quantities, table
-from rlinf_vl.config.foreign.convert import CONVERSIONS, convert, convert_file
+from rlinf_vl.config.foreign.convert import convert, convert_file
 from rlinf_vl.config.foreign.render import render, summary
+from rlinf_vl.config.foreign.values import CONVERSIONS
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
 
@@ -229,6 +230,17 @@ def test_a_share_of_warm_up_needs_the_runs_length():
     del said["trainer.max_steps"]
     (refused,) = convert(table("easyr1"), said, lambda _: None, "x").of("refused")
     assert refused.key == ratio and "actor.optim.lr_warmup_steps" in refused.text
+
+
+def test_one_teacher_is_taken_and_another_refused():
+    teachers = {f"distillation.teacher_models.{name}.model_path": f"owner/{name}" for name in ("math", "maps")}
+    said = {"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "k1", **teachers}
+    made = convert(
+        table("verl"), said | {"distillation.distillation_loss.use_task_rewards": False}, lambda _: None, "x"
+    )
+    assert made.written["algorithm.distillation.teacher_path"] == "owner/math"
+    assert made.written["algorithm.distillation.reward_weight"] == 0.0
+    assert [o.value for o in made.of("refused") if "teacher" in o.key] == ["owner/maps"]
 
 
 @pytest.mark.parametrize(("name", "ours"), [("low_var_kl", "k3"), ("mse", "k2"), ("abs", "abs"), ("kl", "k3")])
