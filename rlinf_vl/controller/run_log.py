@@ -11,10 +11,12 @@ from typing import Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.recorder import Recorder
+from rlinf_vl.observe.alarms import Alarms
 from rlinf_vl.observe.lines import EventLog, StepLines
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.spans import flush_spans, span
 from rlinf_vl.observe.tracker import Trackers, make_trackers
+from rlinf_vl.runtime.files import read_lines
 from rlinf_vl.types import GroupSummary
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,7 @@ class RunLog:
     """`open` it at a step, then per step: `begin_step`, any number of `timed` and `event`, `end_step`."""
 
     ledger: StepLines  #: from `open` on
+    _alarms: Alarms  # from `open` on
 
     def __init__(self, config: Config, run_dir: Path, model_path: str, progress: RunProgress) -> None:
         self.step = 0  # that what happens now belongs to: while it is trained, the next one
@@ -58,6 +61,10 @@ class RunLog:
             resume_step=resume_step,
             files=self._config.runner.code_files,
         )
+        distillation = self._config.algorithm.distillation
+        by_reward = distillation.teacher_path is None or distillation.reward_weight > 0
+        groups = self._config.data.rollout_batch_size if by_reward else None
+        self._alarms = Alarms(groups, read_lines(self._run_dir / "metrics.jsonl")[0])
         if metrics and self.last_step != step:
             self._trackers.log(step, metrics)
         self.progress.begin(total_steps, step)
@@ -91,7 +98,9 @@ class RunLog:
         """Log the step's metrics, and start writing its trajectories; returns groups that are written: release them."""
         self._trackers.log(step, metrics)
         if step:
-            self.progress.update(step, metrics)
+            for kind, message in self._alarms.check(metrics):
+                self.event(kind, message)
+            self.progress.update(step, metrics, self._alarms.active)
         return self.recorder.end_step(step)
 
     def show_workers(self, learner: Any, pool: Any) -> None:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -139,15 +139,15 @@ class RunProgress:
         if not self._console.is_terminal:
             logger.debug("step %d/%d: %s", self._step, self._total, name)
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` (counted from 1) is done, with these metrics. The last validation stays visible."""
+    def update(self, step: int, metrics: Mapping[str, float], alarms: Iterable[str] = ()) -> None:
+        """Step `step` (counted from 1) is done, with these metrics, and these alarms hold. The last validation stays visible."""
         self._step = step
         self._tell(step=step)
         self._ends.append(time.monotonic())
         if "val/accuracy" in metrics:
             self._validation["val/accuracy"] = metrics["val/accuracy"]
-        figures = self._figures(self._validation | dict(metrics))
-        summary = "  ".join(f"{name} {figure}" for name, figure in figures.items())
+        figures = self._figures(self._validation | dict(metrics)) | {f"! {a.replace('_', ' ')}": "" for a in alarms}
+        summary = "  ".join(f"{name} {figure}".rstrip() for name, figure in figures.items())
         self._live.update(self._task, completed=step, summary=summary)
         if self._notebook is not None:
             left = figures.pop("left", "")
