@@ -294,8 +294,6 @@ def _actor_and_reward(config: Config) -> Iterator[str]:
 
 
 def _reward_functions(reward: RewardConfig) -> Iterator[str]:
-    if reward.functions and reward.reward_type != "math":
-        yield f"reward.reward_type: {reward.reward_type!r} beside reward.functions, which replaces it; add it there instead"
     for number, entry in enumerate(reward.functions):
         where = f"reward.functions[{number}]"
         for name in entry.keys() - {"function", "weight", "kwargs"}:

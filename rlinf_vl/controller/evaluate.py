@@ -115,7 +115,9 @@ def evaluate(
         metrics = {"val/accuracy": made["pass@1"]["mean"] or 0.0, "val/problems": made["pass@1"]["problems"]}
         metrics |= {"val/errors": sum(made["errors"].values()), "val/ungradable": made["ungradable"]}
         metrics |= {"val/response_length_mean": made["response_tokens"] or 0.0}
-        pool.release(log.end_step(0, metrics | {f"val/env/{name}": value for name, value in made["env"].items()}))
+        measured = {f"val/env/{name}": value for name, value in made["env"].items()}
+        measured |= {f"val/reward/{name}": value for name, value in made["reward_parts"].items()}
+        pool.release(log.end_step(0, metrics | measured))
         pool.release(log.recorder.close())
         pool.stop()
     return made

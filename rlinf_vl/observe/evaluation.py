@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_vl.observe.metrics import env_metrics
+from rlinf_vl.observe.metrics import env_metrics, part_metrics
 from rlinf_vl.types import GroupSummary
 
 
@@ -49,6 +49,7 @@ def evaluation(summaries: Sequence[GroupSummary], samples: int, columns: Mapping
         for turns in sorted({s.turns[i] for s, i in answered})
     }
     made["env"] = {name.removeprefix("env/"): value for name, value in env_metrics(summaries).items()}
+    made["reward_parts"] = {name.removeprefix("reward/"): value for name, value in part_metrics(summaries).items()}
     made["tables"] = {}
     for name, values in columns.items():
         parts: dict[str, list[GroupSummary]] = {}
@@ -105,8 +106,9 @@ def render(made: Mapping[str, Any]) -> str:
     if len(made["by_turns"]) > 1:
         turns = [[n, str(f["trajectories"]), _number(f["accuracy"], 3)] for n, f in made["by_turns"].items()]
         tables.append([["turns", "trajectories", "right"], *turns])
-    if made["env"]:
-        tables.append([["the environment's", "mean"], *([n, _number(v, 3)] for n, v in made["env"].items())])
+    for title, name in (("the environment's", "env"), ("parts of the reward", "reward_parts")):
+        if made[name]:
+            tables.append([[title, "mean"], *([n, _number(v, 3)] for n, v in made[name].items())])
     return "\n".join("".join(f"| {' | '.join(row)} |\n" for row in _ruled(table)) for table in tables)
 
 

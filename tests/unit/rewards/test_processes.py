@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlinf_vl.code import pickled
 from rlinf_vl.rewards.processes import Limits
 from rlinf_vl.rewards.result import Answer
 from rlinf_vl.rewards.scoring import make_scorer
@@ -161,6 +162,18 @@ def test_functions_of_the_same_name_are_told_apart_and_a_group_may_be_cancelled(
     finally:
         scorer.close()
     assert score.parts == {"f": 0.25, "f_2": 0.5}
+
+
+def test_a_function_of_a_notebook_goes_to_the_processes_with_what_it_holds():
+    bonus = {"42": 0.5}
+    name, path, text = pickled(lambda response, answer: bonus.get(answer, 0.0) + (answer in response))
+    files = {path: text}
+    scorer = make_scorer([{"function": name}], reward_max=1.0, reward_min=0.0, files=files, limits=Limits(60.0, 1.0, 1))
+    try:
+        scores = asyncio.run(scorer(PROBLEM, [Answer("42", "42"), Answer("41", "41")]))
+    finally:
+        scorer.close()
+    assert [score.reward for score in scores] == [1.5, 0.5]
 
 
 def test_nothing_is_started_for_functions_that_have_names():

@@ -93,6 +93,39 @@ def test_a_reference_that_cannot_be_graded_is_the_rows_fault_and_found_by_the_fi
     assert TOWER in found.bad[1].reason
 
 
+def test_functions_of_a_file_see_the_row_and_what_was_sampled(tmp_path, toy_folder):
+    """The file is gone when the worker reads it: its text has come with the config."""
+    code = tmp_path / "own.py"
+    code.write_text(
+        "def ours(response, answer, *, kind, response_tokens, truncated, base=0.0, **row):\n"
+        "    return {'score': base + (kind == 'sum'), 'tokens': response_tokens, 'cut': truncated, 'level': row['level']}\n"
+        "def theirs(prompts, completions, level, **kwargs):\n"
+        "    return [len(prompts) + one for one in level]\n"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"problem": "1 + 1?", "answer": "2", "images": [], "kind": "sum", "level": 3}) + "\n")
+    config = load_config(
+        "toy-grpo-cpu",
+        [
+            f"data.train_data_paths=[{rows}]", "data.val_data_paths=[]", "algorithm.sampling_params.max_new_tokens=3",
+            "reward.timeout=60", f"reward.functions=[{{function: math}}, {{function: {code}:ours, weight: 0.5, "
+            f"kwargs: {{base: 0.25}}}}, {{function: {code}:theirs, weight: 0.1}}]",
+        ],
+    )  # fmt: skip
+    code.unlink()
+    rank = RolloutRank(config, str(toy_folder), "cpu")
+    try:
+        summary, group = generate(rank, Task("g", "train", 0, (1, 2, 3)))["g"]
+    finally:
+        asyncio.run(rank.stop())
+    assert summary.errors == (None,) * 3 and summary.ungradable == 0
+    for t, tokens in zip(group.trajectories, summary.response_tokens, strict=True):
+        own = {"ours.tokens": tokens, "ours.cut": float(t.status == "length"), "ours.level": 3.0}
+        assert t.reward_parts == {"math": float(t.correct), "ours": 1.25, "theirs": 6.0} | own
+        assert t.reward == pytest.approx(t.correct + 0.5 * 1.25 + 0.1 * 6)
+    assert summarize_rollout([summary], 1.0)["reward/theirs"] == 6.0
+
+
 def test_an_engine_that_takes_no_requests_is_dead(rank, monkeypatch):
     def submit(requests):
         raise RuntimeError("closed")
