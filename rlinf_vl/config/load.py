@@ -242,8 +242,11 @@ def with_texts(kwargs: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _absolute(path: str) -> str:
-    return str(Path(os.path.expanduser(path)).absolute())
+def _absolute(path: str, folder: Path | None = None) -> str:
+    """Relative to the working folder, or else to this one, where something is."""
+    here = Path(os.path.expanduser(path)).absolute()
+    beside = folder / os.path.expanduser(path) if folder else here
+    return str(beside if beside.exists() and not here.exists() else here)
 
 
 def _collect_code(config: Config, folders: Sequence[str]) -> None:
@@ -281,12 +284,12 @@ def _normalise(config: Config, folder: Path) -> None:
             sampling.max_new_tokens = max(1, room)  # a rule refuses a prompt that leaves no room
     # Workers may have another working folder. A model that is no folder here is a name on the hub.
     model = rollout.model
-    if model.model_path not in ("", *TOYS) and os.path.isdir(os.path.expanduser(model.model_path)):
-        model.model_path = _absolute(model.model_path)
+    if model.model_path not in ("", *TOYS) and os.path.isdir(path := _absolute(model.model_path, folder)):
+        model.model_path = path
     if config.runner.resume_dir not in (None, "auto"):
         config.runner.resume_dir = _absolute(config.runner.resume_dir)
     for paths in (config.data.train_data_paths, config.data.val_data_paths):
-        paths[:] = [path if path in ("", *TOYS) or "://" in path else _absolute(path) for path in paths]
+        paths[:] = [path if path in ("", *TOYS) or "://" in path else _absolute(path, folder) for path in paths]
     if config.data.image_root is not None:
-        config.data.image_root = _absolute(config.data.image_root)
+        config.data.image_root = _absolute(config.data.image_root, folder)
     config.runner.output_dir = os.path.expanduser(config.runner.output_dir)

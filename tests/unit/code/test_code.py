@@ -71,8 +71,11 @@ def test_a_config_anywhere_builds_on_ours_and_finds_code_beside_it(tmp_path, mon
     (tmp_path / "trackers.py").write_text(text)
     (tmp_path / "mine.yaml").write_text(
         "defaults: [toy-grpo-cpu]\nrunner:\n  experiment_name: mine\n  logger:\n    logger_backends: ['trackers.py:open_csv']\n"
+        "data:\n  train_data_paths: rows.jsonl\n"
     )
+    (tmp_path / "rows.jsonl").write_text("{}")
     config = load_config(str(tmp_path / "mine.yaml"))
+    assert config.data.train_data_paths == [f"{tmp_path}/rows.jsonl"]
     assert config.runner.logger.logger_backends == [f"{tmp_path}/trackers.py:open_csv"]
     assert config.runner.code_files.keys() == {f"{tmp_path}/trackers.py"}
     save_config(config, tmp_path / "run/config.yaml")
