@@ -110,7 +110,7 @@ def metrics(run: Path) -> list[dict]:
 def test_the_afternoon(afternoon):
     said = rlinf_vl(afternoon, "check-data", "shapes.yaml", "--output", "data.html", "--workers", "1")
     assert "30" in said and (afternoon / "data.html").stat().st_size > 10_000
-    assert "GB" in rlinf_vl(afternoon, "preflight", "shapes.yaml", "cluster.device=cuda", "--gpus", "2")
+    assert "GiB" in rlinf_vl(afternoon, "preflight", "shapes.yaml", "cluster.device=cuda", "--gpus", "2")
 
     rlinf_vl(afternoon, "train", "shapes.yaml")
     run = afternoon / "runs/shapes"

@@ -27,6 +27,7 @@ RUN = "examples/reasoning/run_main_grpo_vqa.sh"
 
 #: Who runs the commands that these tests only read: a pattern, and files of tests (or why there are none).
 RUN_BY = {
+    r'(eval "\$\()?rlinf-vl ': "tests/unit/cli/test_cli.py",
     r"bash tests/run\.sh": "tests/unit/scripts/test_scripts.py",
     r"bash requirements/install\.sh": "tests/unit/scripts/test_scripts.py",
     r"bash ray_utils/\w+\.sh": "tests/unit/scripts/test_ray_utils.py tests/e2e/test_cluster.py",
