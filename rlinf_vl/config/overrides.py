@@ -127,7 +127,7 @@ def _expanded(groups: list[list[str]]) -> Iterator[list[str]]:
         words = groups.pop(0)
         key, _, value = words[0].partition("=")
         takes_braces = key in config_sections() or (key in config_keys() and "dict" in str(config_keys()[key].type))
-        while takes_braces and ":" in value and value[0] not in "{[$'\"" and groups:
+        while takes_braces and re.match(r"\[?\w[\w.]*:", value) and groups:
             if not groups[0][0].startswith(f"{key}=") or ":" not in groups[0][0]:
                 break
             words = words + groups.pop(0)

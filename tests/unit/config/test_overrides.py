@@ -26,6 +26,12 @@ from rlinf_vl.errors import ConfigError
         ("actor.optim={lr: 1e-5, clip_grad: 2}", "actor.optim.clip_grad", 2.0),
         ("actor.optim={lr:1e-5,clip_grad:2}", "actor.optim.lr", 1e-5),
         ("rollout.env_kwargs={tries:3,name:'x y'}", "rollout.env_kwargs", {"tries": 3, "name": "x y"}),
+        ("reward.functions=[{function:math,weight:2}]", "reward.functions", [{"function": "math", "weight": 2}]),
+        (
+            "reward.functions=[{function: math}, {function: format}]",
+            "reward.functions",
+            [{"function": "math"}, {"function": "format"}],
+        ),
         ("rollout.env_kwargs={'prompt': 'Look (here)'}", "rollout.env_kwargs", {"prompt": "Look (here)"}),
         ("runner.max_steps 3", "runner.max_steps", 3),
         ("runner.max_steps = 3", "runner.max_steps", 3),
