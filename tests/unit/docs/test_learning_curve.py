@@ -55,7 +55,7 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
     ("low", "high"), [(0, 1), (0.25, 0.93), (-3, 7), (5.01, 5.03), (4, 4), (0, 1e6), (1e-6, 3e-6), (0, 9.99)]
 )
 def test_ticks_enclose_and_are_round(low, high):
-    ticks = curve._ticks(low, high)
+    ticks = curve.ticks(low, high)
     assert ticks[0] <= low + 1e-12 and ticks[-1] >= high - 1e-12
     assert 3 <= len(ticks) <= 8
     step = ticks[1] - ticks[0]
@@ -63,8 +63,8 @@ def test_ticks_enclose_and_are_round(low, high):
 
 
 def test_steps_have_whole_ticks():
-    assert curve._ticks(0, 2, whole=True) == [0, 1, 2]
-    assert curve._ticks(3, 3, whole=True) == [2, 3, 4]
+    assert curve.ticks(0, 2, whole=True) == [0, 1, 2]
+    assert curve.ticks(3, 3, whole=True) == [2, 3, 4]
 
 
 def write_run(folder: Path, rows: list[dict]) -> Path:
