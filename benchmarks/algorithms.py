@@ -18,6 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -93,6 +94,12 @@ def figures_of(folder: Path, budget: int) -> dict[str, float]:
     }
 
 
+def curve(folder: Path, steps: int) -> list[Point]:
+    """Validation accuracy after as many answers as each tenth plain step has generated, between those that were measured."""
+    found = [(answers / PLAIN, row["val/accuracy"]) for answers, row in spent(folder) if "val/accuracy" in row]
+    return [(step, float(np.interp(step, *zip(*found, strict=True)))) for step in range(0, steps + 1, 10)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ALGORITHMS)}; none: all")
@@ -126,17 +133,13 @@ def main() -> None:
         for column in columns:
             values = [one[column] for one in found]
             digits = 0 if column == "answers_to_half" else 3
-            cells.append(f"{fmean(values):.{digits}f} ({min(values):.{digits}f} … {max(values):.{digits}f})")
+            spread = f" ({min(values):.{digits}f} … {max(values):.{digits}f})" if len(values) > 1 else ""
+            cells.append(f"{fmean(values):.{digits}f}{spread}".replace("nan", "–"))
             figures |= {
                 f"{name}, seed {seed}: {column}": v for seed, v in zip(args.seeds, values, strict=True) if v == v
             }
         table.add_row(name, *cells)
-        series[name] = [
-            (answers, row["val/accuracy"])
-            for folder in folders
-            for answers, row in spent(folder)
-            if "val/accuracy" in row and answers <= budget
-        ]
+        series[name] = [point for folder in folders for point in curve(folder, args.steps)]
     Console(width=180).print(table)
     draw(series, args.folder / "curves.svg")
     if args.json:
@@ -148,7 +151,7 @@ def draw(series: dict[str, list[Point]], path: Path) -> None:
     sys.path.insert(0, str(ROOT / "docs"))
     from learning_curve import draw_curve
 
-    draw_curve(series, path, "The toy with each algorithm", "val/accuracy")
+    draw_curve(series, path, f"Validation accuracy by answers generated ({PLAIN} a step)", "val/accuracy")
     print(f"curves: {path}")
 
 

@@ -70,7 +70,7 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
     svg.append(
         f'<text x="18" y="{middle}" text-anchor="middle" transform="rotate(-90 18 {middle})">{escape(y_label)}</text>'
     )
-    legend_x = float(LEFT)
+    legend_x, legend_y = float(LEFT), 44
     for i, (name, line) in enumerate(lines.items()):
         color = COLORS[i % len(COLORS)]
         dash = ' stroke-dasharray="6 4"' if i >= len(COLORS) else ""
@@ -86,8 +86,10 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
         )
         if len(at) <= 40:
             svg.extend(f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in at)
-        svg.append(f'<path d="M{legend_x:.0f} 44h18" stroke="{color}" stroke-width="3"{dash}/>')
-        svg.append(f'<text x="{legend_x + 24:.0f}" y="48">{escape(name)}</text>')
+        if legend_x + 24 + 7 * len(name) > WIDTH:
+            legend_x, legend_y = float(LEFT), legend_y + 14
+        svg.append(f'<path d="M{legend_x:.0f} {legend_y}h18" stroke="{color}" stroke-width="3"{dash}/>')
+        svg.append(f'<text x="{legend_x + 24:.0f}" y="{legend_y + 4}">{escape(name)}</text>')
         legend_x += 48 + 7 * len(name)
     svg.append("</svg>")
     Path(path).write_text("\n".join(svg) + "\n", encoding="utf-8")

@@ -40,6 +40,24 @@ def test_trainer(tmp_path, tower):
     assert 0 < figures["floor_fraction"] < 1
 
 
+def test_algorithms(tmp_path):
+    """The table and curve of runs that are there, two seeds of one and one that spends its budget early."""
+    for name, groups in (("grpo-1", 16), ("grpo-2", 16), ("dapo-1", 32), ("dapo-2", 32)):
+        rows = []
+        for step in range(21):
+            accuracy = {"val/accuracy": step / 20} if step % 10 == 0 else {}
+            trained = {"rollout/generated_groups": groups, "actor/entropy": 0.1, "rollout/response_length_mean": 9}
+            rows.append({"step": step, "time/step": 2.0, **accuracy, **(trained if step else {})})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    options = ["grpo", "dapo", "--seeds", "1", "2", "--steps", "20", "--folder", str(tmp_path)]
+    figures = figures_of(tmp_path, "algorithms.py", *options)
+    assert figures["grpo, seed 2: best"] == 1.0 and figures["dapo, seed 2: best"] == 0.5
+    assert figures["grpo, seed 1: answers_to_half"] == 10 * 128
+    svg = (tmp_path / "curves.svg").read_text()
+    assert svg.count("<polyline") == 2 and "dapo" in svg
+
+
 def test_planner(tmp_path):
     figures = figures_of(tmp_path, "planner.py", "--largest", "10000")
     assert figures["fill_10000"] > 0.9 and figures["imbalance_10000"] < 0.03
