@@ -1,9 +1,8 @@
 """rlinf_vl from Python: `train`, what is in a run's folder (`Run`), and a trained policy to ask (`load_policy`)."""
 
-import hashlib
 import os
 import signal
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,6 +15,7 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import validate_config
+from rlinf_vl.data.digest import digest
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.observe.progress import shown_log
 from rlinf_vl.observe.status import read_status
@@ -58,7 +58,7 @@ def train(
         reward: what answers are worth, over the config's `reward.functions`: a function, a name that the config could have, a
             mapping {"function": either, "weight": 1.0, "kwargs": {}}; or a list of these, which are added up.
         env: a class with the methods of `rlinf_vl.envs.Env`, or a name that `rollout.env_class` could have.
-        train_dataset, val_dataset: rows in any form of `data.format`, with images as PIL images, bytes or paths; or what
+        train_dataset, val_dataset: rows in any form of `data.format`, with images as PIL images, bytes or files; or what
             `data.train_data_paths` could name. Rows are written once to `datasets/` in `runner.output_dir`.
 
     A config that saves nothing (`runner.save_interval: -1`) saves the last step, so that there is a `Run.model_path`.
@@ -226,14 +226,30 @@ def _write_rows(given: Any, config: Config, split: str) -> str:
         raise ConfigError(f"{split}_dataset: has no rows")
     folder = run_folder(config).parent / "datasets"
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
-        with ParquetWriter(file, given.features.arrow_schema) as writer:
+    for key in config.data.image_keys:
+        given = _with_images(given, key)
+    aside = folder / f".{uuid.uuid4().hex}.tmp"
+    try:
+        with ParquetWriter(aside, given.features.arrow_schema) as writer:
             for table in given.with_format("arrow").iter(_ROWS_AT_ONCE):
                 writer.write_table(embed_table_storage(table))
-        file.flush()
-        with open(file.name, "rb") as written:
-            digest = hashlib.file_digest(written, "sha256").hexdigest()
-    path = folder / f"{split}-{digest[:12]}.parquet"
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+        path = folder / f"{split}-{digest(aside)['sha256'][:12]}.parquet"
+        os.replace(aside, path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{split}_dataset: no file {error.filename!r}, which an image names") from error
+    finally:
+        aside.unlink(missing_ok=True)
     return str(path)
+
+
+def _with_images(rows: "datasets.Dataset", key: str) -> "datasets.Dataset":
+    """The same with the files that a column names, relative to the working folder, as images; a column of anything else stays."""
+    import datasets
+
+    text, image = datasets.Value("string"), datasets.Image()
+    kinds = ((text, image), (datasets.List(text), datasets.List(image)))
+    wanted = next((images for texts, images in kinds if rows.features.get(key) == texts), None)
+    if wanted is None:
+        return rows
+    named = [name for cell in rows[key] for name in (cell if isinstance(cell, list) else [cell]) if name is not None]
+    return rows.cast_column(key, wanted) if named and all(map(os.path.isfile, named)) else rows

@@ -58,6 +58,9 @@ def shown_log() -> Iterator[None]:
     root, own = logging.getLogger(), logging.getLogger("rlinf_vl")
     level = own.level
     setting_up = not root.handlers
+    logging.getLogger("ray.widgets").setLevel(
+        logging.WARNING
+    )  # when imported, it would have a notebook install packages
     if setting_up:
         setup_logging(logging.WARNING if in_notebook() else logging.INFO)
     try:

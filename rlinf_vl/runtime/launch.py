@@ -96,7 +96,6 @@ def _slots(cluster: ClusterConfig) -> int:
 def _start_ray(cluster: ClusterConfig, environment: dict[str, str]) -> None:
     """Connect to a cluster, or start a private one; its workers have `environment`."""
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
-    logging.getLogger("ray.widgets").setLevel(logging.WARNING)  # notebooks would be told to install packages
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address, node_ip = cluster_to_join(cluster.ray_address, os.environ)

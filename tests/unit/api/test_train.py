@@ -17,6 +17,7 @@ from rlinf_vl import running
 from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.images import decode
+from rlinf_vl.data.rows import RowFormat
 from rlinf_vl.envs.registry import load_env_class
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.runtime.stop_request import StopRequest
@@ -127,6 +128,9 @@ def test_images_of_files_are_taken_along(train, tmp_path):
     table = table.cast_column("images", datasets.List(datasets.Image()))
     config = train({"data.rollout_batch_size": 1}, train_dataset=table)
     (tmp_path / "a.png").unlink()
+    with pytest.raises(ConfigError, match="train_dataset: no file '.*a.png', which an image names"):
+        train(train_dataset=table)
+    assert not list((tmp_path / "out/datasets").glob(".*"))
     (image,) = ProblemDataset(config.data.train_data_paths, "train")[0].images
     assert decode(image).getpixel((0, 0)) == (255, 0, 0)
 
@@ -143,6 +147,24 @@ def test_paths_in_rows_are_relative_to_the_working_folder(train, tmp_path):
     bare = [{"problem": "?", "answer": "1", "images": []}]
     config = train({"data.rollout_batch_size": 1}, train_dataset=bare, val_dataset="own.parquet")
     assert config.data.image_root is None, "a file's own paths are relative to where it is"
+
+
+def test_files_that_rows_name_are_relative_to_the_working_folder(train, tmp_path):
+    for name in ("a.png", "b.png"):
+        picture("red").save(tmp_path / name)
+    rows = [{"problem": "<image><image>?", "answer": "1", "images": ["a.png", str(tmp_path / "b.png")]}]
+    alone = [{"problem": "<image>?", "answer": "1", "image": "a.png"}]
+    cases = [({}, {"train_dataset": rows, "val_dataset": rows})]
+    cases += [({"data.image_keys": ["image"], "data.val_data_paths": []}, {"train_dataset": alone})]
+    for overrides, given in cases:
+        (path,) = train({"data.rollout_batch_size": 1} | overrides, **given).data.train_data_paths
+        problems = ProblemDataset([path], "train", RowFormat(image_keys=overrides.get("data.image_keys", ["images"])))
+        assert {decode(image).getpixel((0, 0)) for image in problems[0].images} == {(255, 0, 0)}
+    with pytest.raises(ConfigError, match="gone.png"):
+        train(
+            {"data.rollout_batch_size": 1},
+            train_dataset=[{"problem": "<image>?", "answer": "1", "images": ["gone.png"]}],
+        )
 
 
 def test_paths_and_names_are_taken_as_they_are(train, tmp_path):
