@@ -35,7 +35,13 @@ ALGORITHMS: dict[str, Sequence[str]] = {
     "cispo": ("algorithm.loss_type=cispo",),
     "sapo": ("algorithm.loss_type=sapo",),
     "dapo": ("algorithm={clip_ratio_high: 0.28, dynamic_sampling: {enable: true}, overlong: {buffer: 4}}",),
+    "noisy_rollout": ("algorithm.image_corruption.share=0.5",),
+    "papo": ("algorithm.papo={weight: 0.01, entropy_weight: 0.03}",),
+    "distillation": ("algorithm.distillation={teacher_path: TEACHER, reward_weight: 0}",),
+    "distillation_top_k": ("algorithm.distillation={teacher_path: TEACHER, reward_weight: 0, top_k: 8}",),
 }
+#: What stands for the model that `toy-grpo-cpu` makes of the seed's checkpoint, as it is.
+TEACHER = "TEACHER"
 PLAIN = 16 * 8  #: answers of a step of `toy-grpo-cpu`
 
 Point = tuple[float, float]
@@ -61,11 +67,32 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Path:
         "runner.save_interval=-1",
         "runner.trajectories.interval=-1",
         "runner.logger.logger_backends=[]",
-        *ALGORITHMS[name],
+        *(
+            said.replace(TEACHER, str(teacher(seed, folder.parent))) if TEACHER in said else said
+            for said in ALGORITHMS[name]
+        ),
         *args.set,
     ]
     subprocess.run([sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", *overrides], cwd=ROOT, check=True)
     return folder
+
+
+def teacher(seed: int, folder: Path) -> Path:
+    """The seed's checkpoint after a run of `toy-grpo-cpu` as it stands, as a model's folder; made once."""
+    from rlinf_vl.toy.model import toy_checkpoint_path
+
+    run_folder, model = folder / f"teacher-{seed}", folder / f"teacher-{seed}-model"
+    if not (model / "config.json").exists():
+        where = [f"runner.output_dir={folder}", f"runner.experiment_name={run_folder.name}", "runner.resume_dir=auto"]
+        seeds = [
+            f"runner.seed={seed}",
+            f"data.seed={seed}",
+            f"rollout.model.model_path={toy_checkpoint_path(seed=seed)}",
+        ]
+        command = [sys.executable, "-m", "rlinf_vl"]
+        subprocess.run([*command, "train", "toy-grpo-cpu", *where, *seeds], cwd=ROOT, check=True)
+        subprocess.run([*command, "export", str(run_folder), str(model)], cwd=ROOT, check=True)
+    return model
 
 
 def spent(folder: Path) -> Iterator[tuple[int, dict]]:
