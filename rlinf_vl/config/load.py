@@ -73,7 +73,7 @@ def load_config(config_name: str, overrides: Sequence[str] = (), further: Sequen
 def parse_config(config_name: str, overrides: Sequence[str | tuple[str, Any]] = ()) -> Config:
     """`load_config` without validation: what a config says, whether or not it can work. An override may be (key, value), too."""
     path = _find(config_name)
-    written = rlinf_settings(path) or _compose(path)
+    written = rlinf_settings(path, examples) or _compose(path)
     typed = OmegaConf.structured(Config)
     problems = [*apply_overrides(written, overrides), *_fill(typed, written)]
     if problems:

@@ -1,6 +1,7 @@
 """A published config of RLinf's runs as it is, where all of it has a meaning here; one of another system is told apart."""
 
 import logging
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ log = logging.getLogger(__name__)
 _OURS = "rlinf_vl_schema"
 
 
-def rlinf_settings(path: Path) -> dict[str, Any] | None:
+def rlinf_settings(path: Path, ours: Callable[[], Iterable[str]]) -> dict[str, Any] | None:
     """Our settings for a YAML file of RLinf's, by dotted name; None for a file that is ours, or can't be read.
+
+    Args:
+        ours: the names of our configs, of which a file that has one in its defaults list is one, too.
 
     Raises:
         ConfigError: something in it can't be had here, or it is another system's.
     """
-    system = _foreign_system(path)
+    system = _foreign_system(path, ours)
     if system is None:
         return None
     command = f"rlinf-vl convert-config {path} --output mine.yaml"
@@ -43,7 +47,7 @@ def rlinf_settings(path: Path) -> dict[str, Any] | None:
     return made.written
 
 
-def _foreign_system(path: Path) -> str | None:
+def _foreign_system(path: Path, ours: Callable[[], Iterable[str]]) -> str | None:
     """The system whose config a file is: it is based on none of ours, and keys in it that are not ours are that system's."""
     try:
         data = load_yaml(path.read_text(encoding="utf-8"))
@@ -51,11 +55,10 @@ def _foreign_system(path: Path) -> str | None:
         return None
     if not isinstance(data, dict):
         return None
-    bases = data.get("defaults") or []
-    from_here = [
-        base for base in bases if isinstance(base, str) and not base.startswith(("_", ".")) and "@" not in base
-    ]
-    if _OURS in bases or any((path.parent / f"{base}.yaml").exists() for base in from_here):
+    bases = [base for base in data.get("defaults") or [] if isinstance(base, str)]
+    if _OURS in bases:
         return None
     other = [key for key, _ in flat(data) if key not in config_keys() and not key.startswith(("hydra.", "defaults"))]
-    return system_of(other) if len(other) >= 3 else None
+    system = system_of(other) if len(other) >= 3 else None
+    names = {base.removesuffix(".yaml") for base in bases}
+    return None if system and names & {*ours(), *(one.stem for one in path.parent.glob("*.yaml"))} else system

@@ -96,10 +96,11 @@ def convert_file(path: Path, system: str | None = None) -> Conversion:
         ConfigError: the file can't be read, or is of no system that is known.
     """
     source = read_settings(path)
-    system = system or system_of(list(source.said))
+    system = system or system_of([key for key in source.said if key not in config_keys()])
     if system is None:
+        names = ", ".join(SYSTEMS.values())
         raise ConfigError(
-            f"config {str(path)!r}: no keys of {', '.join(SYSTEMS.values())} are in it; name its system with --from"
+            f"config {str(path)!r}: no keys of {names} that aren't ours are in it; name its system with --from"
         )
     made = convert(table(system), source.said, lambda name: near(path, name), CONVERSIONS["name"](path.stem))
     made.missing = source.missing

@@ -307,6 +307,18 @@ def test_rlinf_runs_as_it_is_where_it_has_a_meaning(tmp_path):
         parse_config(str(path))
 
 
+def test_a_config_that_builds_on_ours_is_ours(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "defaults: [toy-grpo-cpu]\nactor_rollout_ref: {rollout: {n: 5}, actor: {ppo_epochs: 2, grad_clip: 1.0}}\n"
+    )
+    with pytest.raises(ConfigError, match="actor_rollout_ref.rollout.n: unknown key .*algorithm.group_size"):
+        parse_config(str(path))
+    path.write_text("defaults: [rlinf_vl_schema]\nrunner: {seed: 1, max_steps: 2}\ndata: {seed: 3}\n")
+    with pytest.raises(ConfigError, match="no keys of verl, EasyR1, TRL, RLinf, SkyRL that aren't ours"):
+        convert_file(path)
+
+
 def test_a_config_of_another_system_is_named(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(EASYR1)
