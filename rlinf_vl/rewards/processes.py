@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,8 @@ from rlinf_vl.types import Problem
 
 #: Seconds for a process to start: to import what the functions' files import.
 START_S = 300.0
+#: Tracebacks of functions that a process prints, each error once.
+MOST_TRACEBACKS = 10
 #: Seconds of processor time, on each core, after which a process ends itself although nobody has ended it: its parent is dead.
 ORPHAN_S = 60.0
 
@@ -181,6 +184,7 @@ def serve(descriptor: int) -> None:
         return
     _limit_memory(limits.memory_gb)
     pipe.send_bytes(b"ready")
+    told: set[str] = set()
     while True:
         try:
             number, problem, answers = pickle.loads(pipe.recv_bytes())
@@ -188,10 +192,14 @@ def serve(descriptor: int) -> None:
             return
         _limit_time(limits.timeout_s)
         try:
-            found = functions[number].results(problem, answers, limits.timeout_s)
-            replies = [_said(one, limits) if isinstance(one, Exception) else one for one in found]
+            found: list[Any] = functions[number].results(problem, answers, limits.timeout_s)
         except BaseException as error:  # SystemExit
-            replies = [_said(error, limits)] * len(answers)
+            found = [error] * len(answers)
+        replies = [_said(one, limits) if isinstance(one, BaseException) else one for one in found]
+        for one, reply in zip(found, replies, strict=True):
+            if isinstance(one, BaseException) and reply not in told and len(told) < MOST_TRACEBACKS:
+                told.add(reply)
+                traceback.print_exception(one)  # to the log
         pipe.send_bytes(json.dumps(replies).encode())
 
 
