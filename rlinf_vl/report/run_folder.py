@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from rlinf_vl.observe.alarms import ALARMS
 from rlinf_vl.observe.evaluation import render
 from rlinf_vl.observe.spans import read_spans
 from rlinf_vl.observe.status import read_status
@@ -54,13 +55,9 @@ class RunFolder:
 
     @property
     def alarms(self) -> list[dict[str, Any]]:
-        """The newest of each kind of alarm."""
-        newest = {
-            str(event.get("message", ""))[:24]: event
-            for event in reversed(self.events)
-            if "alarm" in str(event.get("kind"))
-        }
-        return list(newest.values())[-3:]
+        """The newest event of each kind of alarm."""
+        newest = {event.get("kind"): event for event in reversed(self.events)}
+        return [newest[alarm.kind] for alarm in ALARMS if alarm.kind in newest]
 
     @property
     def event_counts(self) -> Counter[str]:

@@ -16,6 +16,7 @@ from unit.observe.conversations import make_conversations
 from unit.observe.test_report import HOSTILE, make_run
 from whole_run import Run
 
+from rlinf_vl.observe.alarms import ALARMS
 from rlinf_vl.report import build_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
@@ -165,7 +166,12 @@ def research(tmp_path_factory) -> Path:
         line |= {"reward/ungradable": 0} if line["step"] else {"val/reward/math": 0.2}
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (run / "status.json").write_text(json.dumps({"state": "failed", "reason": "CUDA out of memory", "step": 9}))
-    alarm = {"time": 1.7e9, "step": 7, "kind": "alarm", "message": "entropy fell below a tenth; raise clip_ratio_high"}
+    alarm = {
+        "time": 1.7e9,
+        "step": 7,
+        "kind": ALARMS[0].kind,
+        "message": "entropy fell below a tenth; raise clip_ratio_high",
+    }
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(alarm) + "\n")
     return build_report([run])

@@ -88,9 +88,10 @@ def damaged_image(damage, k, good):
         case "narrow":
             return encode(Image.new("L", [(1, 4000), (4000, 1), (2, 401)][k % 3]))
         case "outside":
-            return ["../secret.png", "link.png", "linked/secret.png", "/etc/passwd", "images/../../secret.png"][k % 5]
+            absolute = ["/etc/passwd", "file:///etc/passwd"]
+            return ["../secret.png", "link.png", "linked/secret.png", "images/../../secret.png", *absolute][k % 6]
         case "missing":
-            return ["gone.png", "images", "pipe", "file:///etc/passwd", "loop"][k % 5]
+            return ["gone.png", "images", "pipe", "gone/a.png", "loop"][k % 5]
         case "url":
             return ["https://example.org/a.png", "http://good@evil/a.png"][k % 2]
     return None
