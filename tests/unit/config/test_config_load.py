@@ -228,4 +228,4 @@ def test_loading_imports_nothing_heavy():
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (path := tmp_path / "mine.yaml").write_bytes(b"\xff\xfe\x00")
-    assert f"{path}: 'utf-8' codec can't decode" in refused(str(path))
+    assert f"{path}: is not UTF-8" in refused(str(path))
