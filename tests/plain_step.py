@@ -23,6 +23,7 @@ TEACHER_SEED, MASK_SEED = 17, 23
 @dataclass(frozen=True)
 class Layout:
     ranks: int = 1
+    context: int = 1  # ranks that share each row
     budget: int = 400
     size: int | None = None
     pad: bool = False

@@ -37,7 +37,7 @@ def train(layout: Layout, kind: str):
     )
     from rlinf_vl.controller.step_plan import plan_step, with_kl
 
-    mesh = Mesh.make("cpu", shard=layout.shard)
+    mesh = Mesh.make("cpu", context=layout.context, shard=layout.shard)
     seeds = iter((0, 9))
 
     def load(dtype: torch.dtype):
@@ -116,7 +116,7 @@ def train(layout: Layout, kind: str):
     plan = plan_step(
         summaries,
         algorithm,
-        ranks=layout.ranks,
+        ranks=layout.ranks // layout.context,
         budget=layout.budget,
         micro_batch_size=layout.size,
         share_prompts=layout.share,

@@ -66,6 +66,8 @@ class BatchMaker:
     def __init__(self, policy: PolicyModel, collate: Collator, cache: VisionCache | None, max_patches: int) -> None:
         """`collate.pixels` is called from several threads. At most `max_patches` patches are encoded at once, or one image."""
         assert collate.pixels is not None
+        if ranks := policy.context_ranks:
+            collate = replace(collate, part=(ranks.rank, ranks.size))
         self.policy = policy
         self.collate = collate
         self.cache = cache

@@ -11,6 +11,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlinf_vl.config.schema import FsdpConfig
+from rlinf_vl.models.context import ContextRanks
 from rlinf_vl.models.families import submodules
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import is_quantized
@@ -68,6 +69,19 @@ class Mesh:
     def data_rank(self) -> int:
         """Which share of a step's trajectories this rank trains on."""
         return self.ranks.get_local_rank("data")
+
+    @property
+    def context_ranks(self) -> ContextRanks | None:
+        """The ranks that share this one's trajectories; None if it has them alone."""
+        dimension = self.ranks["context"]
+        if dimension.size() == 1:
+            return None
+        return ContextRanks(dimension.get_group(), dimension.get_local_rank(), dimension.size())
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank reports what all of those that share its trajectories know."""
+        return self.ranks.get_local_rank("context") == 0
 
     def gathers_once(self, settings: FsdpConfig) -> bool:
         """Whether weights stay gathered from the first micro-batch of an optimizer step to its last, and gradients are reduced

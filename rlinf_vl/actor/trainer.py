@@ -100,6 +100,7 @@ class Trainer:
 
     def _sharded(self, policy: PolicyModel, frozen: bool) -> PolicyModel:
         fsdp = self.actor.fsdp_config
+        policy.context_ranks = self.mesh.context_ranks
         if frozen:
             policy.requires_grad_(False)
         else:
@@ -168,6 +169,8 @@ class Trainer:
                 )
                 with span("backward", micro_batch=i):
                     (loss * self.mesh.size).backward()  # FSDP2 averages gradients; the loss is a sum over ranks
+                if not self.mesh.reports:
+                    continue
                 part.add("actor/loss", loss.detach(), 0)  # a sum over micro-batches and ranks: counted in `_optimize`
                 sums.merge(part)
                 for place, item in enumerate(mini.micro_batches[i]):
@@ -304,7 +307,7 @@ class Trainer:
                 rows.append((item.group, int(where.sum()), *sums))
         self.policy.train()
         reshard_all(self.policy)
-        return rows
+        return rows if self.mesh.reports else []
 
     def weights(self, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """Name (the transformers model's own) and whole value of every weight that the engines need, cast once to `dtype`, on

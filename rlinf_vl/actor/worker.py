@@ -60,7 +60,7 @@ class ActorRank:
         Collective. Returns which share of a step's trajectories this rank trains on, what things cost in this model, and a table
         of what is trained."""
         join_ranks(self.device, self.rank, size, address)
-        mesh = Mesh.make(self.device, shard=shard)
+        mesh = Mesh.make(self.device, context=self.config.actor.context_parallel_size, shard=shard)
         self.trainer = load_trainer(self.config, self.model_path, mesh, total_steps)
         policy, trained = self.trainer.policy, self.trainer.trains_vision
         precision = self.config.actor.fsdp_config.mixed_precision

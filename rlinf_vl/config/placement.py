@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError, nearest
 
 COMPONENTS = ("actor", "rollout")
@@ -18,14 +19,19 @@ class Placement:
     """The slots of a run, ascending: one for each actor rank, `tensor_parallel_size` for each engine.
 
     Raises:
-        ConfigError: rollout's slots do not come out even, or engines of several slots share them with actor ranks.
+        ConfigError: slots do not come out even, or engines of several slots share them with actor ranks.
     """
 
     actor: tuple[int, ...]
     rollout: tuple[int, ...]
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
+        if len(self.actor) % (context := self.context_parallel_size):
+            raise ConfigError(
+                f"actor.context_parallel_size: {context} does not divide the {len(self.actor)} slots of actor in {_KEY}"
+            )
         size, key = self.tensor_parallel_size, "rollout.tensor_parallel_size"
         if size > 1 and self.shared:
             raise ConfigError(
@@ -52,13 +58,13 @@ class Placement:
         return [self.rollout[i : i + size] for i in range(0, len(self.rollout), size)]
 
 
-def placement_of(component_placement: Mapping[str, Any], n_slots: int, tensor_parallel_size: int = 1) -> Placement:
-    """The placement on a cluster of `n_slots`.
+def placement_of(config: Config, n_slots: int) -> Placement:
+    """A run's placement on a cluster of `n_slots`.
 
     Raises:
         ConfigError: out-of-range slots; see also `parse_placement` and `Placement`.
     """
-    named = parse_placement(component_placement)
+    named = parse_placement(config.cluster.component_placement)
     if n_slots == 0:
         raise ConfigError(
             f"{_KEY}: no slots: the cluster has none of cluster.device; set that to cpu, or start Ray where there are GPUs"
@@ -68,7 +74,8 @@ def placement_of(component_placement: Mapping[str, Any], n_slots: int, tensor_pa
         if chosen[-1] >= n_slots:
             there = f"the cluster has {n_slots}, numbered 0 to {n_slots - 1}"
             raise ConfigError(f"{_KEY}: '{component}' wants slot {chosen[-1]}, but {there}")
-    return Placement(**slots, tensor_parallel_size=tensor_parallel_size)
+    sizes = config.rollout.tensor_parallel_size, config.actor.context_parallel_size
+    return Placement(slots["actor"], slots["rollout"], *sizes)
 
 
 def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:

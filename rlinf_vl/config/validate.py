@@ -81,7 +81,13 @@ def _code(config: Config) -> Iterator[str]:
 def _cluster(config: Config) -> Iterator[str]:
     cluster = config.cluster
     try:
-        parse_placement(cluster.component_placement)
+        slots = parse_placement(cluster.component_placement)
+        ranks, context = slots["actor"], max(1, config.actor.context_parallel_size)
+        if ranks is not None and len(ranks) % context:
+            yield (
+                f"actor.context_parallel_size: {context} does not divide the {len(ranks)} slots of actor in "
+                "cluster.component_placement"
+            )
     except ConfigError as error:
         yield from error.problems
     if cluster.num_nodes > 1 and cluster.ray_address in (None, "", "local"):

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlinf_vl.models.attention import AttentionContext, SegmentAttention
+from rlinf_vl.models.context import ContextAttention, ContextRanks
 from rlinf_vl.models.families import Family, Mixture, VisionFeatures
 from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.logprobs import likeliest, token_logprobs
@@ -90,6 +91,7 @@ class PolicyModel(nn.Module):
         self.family = family
         self.temperature = temperature
         self.chunk = chunk
+        self.context_ranks: ContextRanks | None = None  # that share each row; batches are then parts of rows
         self.replay = False  # take the experts that the engine took, where it reported them
         self.mixture = family.mixture(model.config)
         self.register_buffer("banned", torch.from_numpy(np.flatnonzero(banned)), persistent=False)
@@ -106,7 +108,8 @@ class PolicyModel(nn.Module):
         balance: torch.Tensor | None = None,
         candidates: Candidates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(logprobs, entropy), float32 [R], of the batch's response tokens; a pass without gradients gives no entropy.
+        """(logprobs, entropy), float32 [R], of the row's response tokens; a pass without gradients gives no entropy. Ranks that
+        share the row all get them whole, and each its own tokens' part of the gradient.
 
         `features` of `batch.images`, in order, stand in for its pixels. `load` counts which experts tokens go to; `balance`: as of
         `Routing`. With `candidates`, logprobs are [R, 1 + K]: of the sampled tokens, then of those.
@@ -124,7 +127,9 @@ class PolicyModel(nn.Module):
         if features is not None and len(image_features):
             features = features.select(image_features)
         weight = output_weight(self.model)
-        context = SegmentAttention(batch.cu_seqlens, batch.prefix, device=device, dtype=weight.dtype)
+        context: AttentionContext = SegmentAttention(batch.cu_seqlens, batch.prefix, device=device, dtype=weight.dtype)
+        if self.context_ranks is not None:
+            context = ContextAttention(context, self.context_ranks)
         routing = None if self.mixture is None else self._routing(self.mixture, batch, load, balance)
         hidden = hidden_states(self.model, self.family, ids, positions, context, features, image_positions, routing)
         if routing is not None:
@@ -135,7 +140,15 @@ class PolicyModel(nn.Module):
             if candidates.ids is None:
                 candidates.ids = likeliest(hidden, weight, candidates.k, **head)
             targets = torch.cat([targets[:, None], candidates.ids], dim=1)
-        return token_logprobs(hidden, weight, targets, with_entropy=torch.is_grad_enabled(), **head)
+        logprobs, entropy = token_logprobs(hidden, weight, targets, with_entropy=torch.is_grad_enabled(), **head)
+        if self.context_ranks is None or batch.part is None:
+            return logprobs, entropy
+        own, size = on_device(batch.part.sampled, device), len(batch.trajectories)
+        if entropy is None:
+            return self.context_ranks.whole(logprobs, own, size), None
+        both = torch.cat([logprobs.view(len(own), logprobs.shape[1:].numel()), entropy[:, None]], 1)
+        both = self.context_ranks.whole(both, own, size)
+        return both[:, :-1].reshape(size, *logprobs.shape[1:]), both[:, -1]
 
     def _routing(
         self, mixture: Mixture, batch: MicroBatch, load: ExpertLoad | None, balance: torch.Tensor | None
@@ -145,5 +158,7 @@ class PolicyModel(nn.Module):
         if batch.routes is not None and (self.replay or load is not None):
             given = on_device(batch.routes.reshape(len(batch.ids), len(mixture.layers), mixture.top_k), device)
         if load is not None or balance is not None:
-            copies = on_device(np.repeat(batch.copies, np.diff(batch.cu_seqlens)).astype(np.float32), device)
+            own = batch.part.tokens if batch.part else slice(None)
+            copies = np.repeat(batch.copies, np.diff(batch.cu_seqlens)).astype(np.float32)
+            copies = on_device(copies[own], device)
         return Routing(given, replay=self.replay, load=load, copies=copies, balance=balance)

@@ -10,12 +10,13 @@ sequence before packing; the placeholder count of every sequence is that of its 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
 
 from rlinf_vl.models.families import Family
+from rlinf_vl.packing.parts import row_part
 from rlinf_vl.types import Group, ImageRef, MicroBatch, TokenSequence, Trajectory
 
 
@@ -41,6 +42,7 @@ class Collator:
         pad_id: id of the filler tokens.
         pad_to: tokens every row is padded to (`actor.model.variable_seq_lengths` false); None pads nothing.
         share_prompts: whether the trajectories of one group share its prompt.
+        part: (number, how many): the part of each row that is made, of so many equal ones.
     """
 
     family: Family
@@ -50,6 +52,7 @@ class Collator:
     pad_id: int
     pad_to: int | None = None
     share_prompts: bool = True
+    part: tuple[int, int] = (0, 1)
 
     def __call__(self, members: Sequence[Member], *, run_vision: bool) -> MicroBatch:
         """Pack `members` in order. With none, the row is two filler tokens without loss, which keeps a rank in step."""
@@ -67,9 +70,6 @@ class Collator:
             for i in together:
                 self._branch(row, placed[i], shared, parent)
         self._pad(row)
-        pixel_values = None
-        if self.pixels is not None and shown:
-            pixel_values = np.concatenate([self.pixels(image) for image, _ in shown.values()])
         sampled = [(i, p, np.flatnonzero(p.sequence.loss_mask)) for i, own in enumerate(placed) for p in own]
         logprobs = [p.sequence.logprobs[t] for _, p, t in sampled if p.sequence.logprobs is not None]
         names = sampled[0][1].sequence.columns if sampled else ()
@@ -82,7 +82,7 @@ class Collator:
         turns = _concatenate(
             [n + before[i] for i, m in enumerate(members) for n in m.trajectory.turn_numbers()], np.int64
         )
-        return MicroBatch(
+        batch = MicroBatch(
             ids=np.concatenate([p.ids[start:end] for p, start, end in row.segments]),
             positions=np.concatenate([p.positions[:, start:end] for p, start, end in row.segments], axis=1),
             cu_seqlens=np.cumsum([0, *(end - start for _, start, end in row.segments)]),
@@ -97,13 +97,18 @@ class Collator:
             rollout_logprobs=_concatenate(logprobs, np.float32) if len(logprobs) == len(sampled) else None,
             columns={name: np.concatenate([p.sequence.columns[name][t] for _, p, t in sampled]) for name in names},
             images=tuple(shown),
-            pixel_values=pixel_values,
+            pixel_values=None,
             grids=np.array([grid for _, grid in shown.values()], np.int64).reshape(-1, 3),
             image_positions=np.flatnonzero(features >= 0),
             image_features=features[features >= 0],
             corrupted=corrupted[owners] if corrupted.any() else None,
             run_vision=run_vision,
         )
+        if self.part[1] > 1:
+            batch = row_part(batch, *self.part, self.merge_size)
+        if self.pixels is None or not batch.images:
+            return batch
+        return replace(batch, pixel_values=np.concatenate([self.pixels(shown[name][0]) for name in batch.images]))
 
     def _placed(self, sequence: TokenSequence, first_feature: Mapping[str, int]) -> "_Placed":
         """A sequence that is not in the row yet; the features of its images begin at `first_feature`, by hash."""

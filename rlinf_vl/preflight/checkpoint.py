@@ -148,6 +148,11 @@ def _family(config: Config, of_checkpoint: str, shape: Mapping[str, Any] | None 
                 "sliding window, which is not supported; set use_sliding_window to false in it if the model was trained without"
             )
         yield from _mixture(config, where, of_checkpoint, text)
+        ranks = max(1, config.actor.context_parallel_size)
+        for name in ("num_attention_heads", "linear_num_value_heads"):
+            if (heads := text.get(name) or 0) % ranks:
+                fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+                yield f"actor.context_parallel_size: {ranks} can't divide the {heads} heads ({name}), but {where}; these can: {fits}"
     if config.rollout.rollout_backend == "sglang":
         device = config.cluster.device
         no_gpu = device == "cpu" or (device == "auto" and gpus.is_private(config) and gpus.gpu_memory() == ())

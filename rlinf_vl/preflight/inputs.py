@@ -256,7 +256,7 @@ def _gpus(config: Config) -> Iterator[str]:
         )
         return
     try:
-        placement_of(config.cluster.component_placement, len(there), config.rollout.tensor_parallel_size)
+        placement_of(config, len(there))
     except ConfigError as error:
         yield from error.problems
 

@@ -106,8 +106,7 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     Raises:
         ConfigError: the placement does not fit the cluster, or the model's shape is unknown.
     """
-    tp = config.rollout.tensor_parallel_size
-    placed = placement_of(config.cluster.component_placement, hardware.gpus * hardware.nodes, tp)
+    tp, placed = config.rollout.tensor_parallel_size, placement_of(config, hardware.gpus * hardware.nodes)
     ranks, shared = len(placed.actor), placed.shared
     model = model or Model(config)
     strategy = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, placed.beside_actors)
@@ -169,7 +168,7 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
         "gradients": max(sharded_gradients, reduce * weights.trained) if keeps else sharded_gradients,
         # A unit's own, and the buffer of its reduction.
         "gradients in flight": (compute + reduce) * weights.unit_trained,
-        "activations": model.step(config.runner.max_tokens_per_mbs).peak,
+        "activations": model.step(-(-config.runner.max_tokens_per_mbs // actor.context_parallel_size)).peak,
     }
     images = {}
     if frozen:

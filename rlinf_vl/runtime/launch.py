@@ -152,7 +152,7 @@ def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | No
         device = "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
     kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
     offered = int(ray.cluster_resources().get(kinds[-1], 0))
-    placed = placement_of(cluster.component_placement, offered, config.rollout.tensor_parallel_size)
+    placed = placement_of(config, offered)
     ranks = [(slot,) for slot in placed.actor] if learns else []
     users = [*ranks, *placed.engines]  # the slots of each actor rank, then of each engine
     seats = sorted(set(users))  # one bundle each

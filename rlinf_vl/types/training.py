@@ -5,11 +5,21 @@ from dataclasses import dataclass
 import numpy as np
 
 
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """What one of the ranks that share a row has of it: which of the row's tokens, and which of the R sampled ones they predict,
+    int64 [r]."""
+
+    tokens: slice
+    sampled: np.ndarray
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class MicroBatch:
     """One packed row for the trainer: S segments end to end, T tokens, R sampled tokens, N image tokens.
 
-    Segments form trees, in depth-first order: a prompt that stands once is followed by the responses that continue it.
+    Segments form trees, in depth-first order: a prompt that stands once is followed by the responses that continue it. With a
+    `part`, what has a value for each token, image token or image is only that of the part's, and so are `predict` and `targets`.
     """
 
     ids: np.ndarray  # int64 [T]
@@ -35,14 +45,15 @@ class MicroBatch:
     corrupted: np.ndarray | None = (
         None  # bool [R], sampled on a corrupted image: rollout_logprobs are of that; None: none was
     )
+    part: RowPart | None = None  # None: all of the row
     run_vision: bool = False  # run the tower, on a blank patch without images: another rank does in this micro-step
 
     def __post_init__(self) -> None:
         assert self.positions.shape == (4, len(self.ids))
         assert len(self.prefix) == len(self.copies) == len(self.cu_seqlens) - 1
-        assert (
-            len(self.predict) == len(self.targets) == len(self.trajectories) == len(self.turns) == len(self.advantages)
-        )
+        sampled = self.trajectories if self.part is None else self.part.sampled
+        assert len(self.predict) == len(self.targets) == len(sampled)
+        assert len(self.trajectories) == len(self.turns) == len(self.advantages)
         assert len(self.image_positions) == len(self.image_features)
         assert self.run_vision or self.pixel_values is None
 

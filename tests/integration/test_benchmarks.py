@@ -71,6 +71,13 @@ def test_lora(tmp_path):
     assert figures["LoRA, language, as adapters: sync_bytes"] == 4 * figures["LoRA, language: trained"]
 
 
+def test_context_parallel(tmp_path):
+    """Losses must agree, or the benchmark fails. What activations take is counted, not timed."""
+    figures = figures_of(tmp_path, "context_parallel.py", "--shape", "tiny", "--tokens", "2048", "--repeats", "1")
+    assert figures["kept_ratio_2"] < 0.6 and figures["peak_ratio_2"] < 0.6
+    assert figures["kept_ratio_4"] < 0.35 and figures["peak_ratio_4"] < 0.35
+
+
 def test_exchange(tmp_path):
     figures = figures_of(tmp_path, "exchange.py", "--groups", "8", "--repeats", "1")
     assert 1 <= figures["object_store_over_unique"] < 1.1

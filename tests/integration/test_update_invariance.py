@@ -21,6 +21,17 @@ def run(processes):
     return partial(trained_step, processes)
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["", "each row on 2 ranks"])
+def run_shared(request, processes):
+    """`run`, and the same with twice the ranks, of which each two share their rows."""
+
+    def go(layout: Layout, kind: str = "mixed"):
+        sharing = replace(layout, ranks=layout.ranks * request.param, context=request.param)
+        return trained_step(processes, sharing, kind)
+
+    return go
+
+
 def assert_same(ours, theirs):
     metrics, weights, _ = ours
     loss, norm, expected = theirs
@@ -63,7 +74,8 @@ def references():
         plain = (layout.minibatches, layout.aggregation, layout.kl_beta, layout.train_tower, layout.tis_clip,
                  layout.tis_level, layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
                  layout.discount, layout.state_weight, layout.family, layout.lora, layout.quantization, layout.replay,
-                 layout.balance, layout.adv, layout.placement, layout.papo, layout.teacher, kind)  # fmt: skip
+                 layout.balance, str(layout.sizes), layout.adv, layout.placement, layout.papo, layout.teacher,
+                 kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -110,8 +122,8 @@ def references():
         pytest.param(replace(BASE, ranks=2, budget=90, adv="reinforce_plus_plus"), id="REINFORCE++"),
     ],
 )
-def test_layout_does_not_change_the_step(layout, run, references):
-    assert_same(run(layout), references(layout))
+def test_layout_does_not_change_the_step(layout, run_shared, references):
+    assert_same(run_shared(layout), references(layout))
 
 
 @pytest.mark.parametrize("adv", ["grpo", "reinforce_plus_plus"])
@@ -224,8 +236,8 @@ BALANCED = replace(MIXTURE, replay=False, balance=0.3)
         pytest.param(replace(BALANCED, family="qwen3_5_moe", ranks=2, replay=True), id="both, delta nets"),
     ],
 )
-def test_mixtures_of_experts_train_as_the_formulas_say(layout, run, references):
-    ours, expected = run(layout), references(layout)
+def test_mixtures_of_experts_train_as_the_formulas_say(layout, run_shared, references):
+    ours, expected = run_shared(layout), references(layout)
     assert_same(ours, expected)
     metrics = ours[0]
     assert 1 < metrics["actor/expert_load"] <= 4  # of 8 experts, 2 a token
@@ -316,8 +328,49 @@ def test_turns_are_credited_as_the_formulas_say(layout, run, references):
         ),
     ],
 )
-def test_a_trajectory_of_several_sequences_is_trained_once(layout, run, references):
-    assert_same(run(layout, "turns in sequences"), references(layout, "turns in sequences"))
+def test_a_trajectory_of_several_sequences_is_trained_once(layout, run_shared, references):
+    assert_same(run_shared(layout, "turns in sequences"), references(layout, "turns in sequences"))
+
+
+SIX = {"text": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        pytest.param(replace(BASE, ranks=4, context=4), "mixed", id="fewer heads of keys than ranks"),
+        pytest.param(
+            replace(BASE, ranks=2, context=2, sizes=SIX), "mixed", id="a head of keys for heads of both ranks"
+        ),
+        pytest.param(
+            replace(BY_TURN, ranks=4, context=2, budget=150), "turns in sequences", id="trees, credit by turn"
+        ),
+        pytest.param(
+            replace(BASE, ranks=4, context=4, family="qwen3_5", checkpointing=True),
+            "turns in sequences",
+            id="delta nets",
+        ),
+        pytest.param(
+            replace(BASE, ranks=4, context=4, family="qwen3_5_moe", train_tower=False, replay=True, balance=0.3),
+            "mixed",
+            id="delta nets, experts",
+        ),
+        pytest.param(replace(LORA, ranks=4, context=4, budget=90, lora="all-linear"), "mixed", id="adapters"),
+        pytest.param(
+            replace(BASE, ranks=4, context=2, shard=2, minibatches=2, budget=90, loss="gspo", tis_level="sequence"),
+            "one image",
+            id="ratios and weights of sequences",
+        ),
+        pytest.param(
+            replace(BASE, teacher=(1.0, 0.0, 5), papo=PAPO, kl_beta=0.1, ranks=2, context=2, train_tower=False),
+            "mixed",
+            id="teacher's top 5, PAPO, reference",
+        ),
+    ],
+)
+def test_ranks_that_share_rows(layout, kind, run, references):
+    """Each rank has a part of a row's tokens, and in attention and delta nets of its heads."""
+    assert_same(run(layout, kind), references(layout, kind))
 
 
 @pytest.mark.parametrize(

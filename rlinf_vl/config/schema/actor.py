@@ -152,6 +152,10 @@ class ActorConfig:
     memory. Each image is then encoded once per step at most, and again only after its features had to go."""
     logprob_chunk_tokens: int | None = key(None, AT_LEAST_1)
     """Response positions whose logits exist at once; null: as many as fit 16 MiB on the CPU, 1 GiB on CUDA, and 128 at least."""
+    context_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share each micro-batch's tokens, for trajectories too long for one rank's memory: each has a part of the tokens,
+    and in attention a part of the heads. Divides the ranks of actor in cluster.component_placement and the model's heads; the
+    other ranks share out the trajectories. runner.max_tokens_per_mbs is that of all of them together."""
     routing_replay: str = key("off", ("off", "record", "replay"))
     """Experts that tokens go to, in mixtures. off: those that the trainer's router chooses. record: the engine reports those its
     router chose, and actor/routing_disagreement compares. replay: the trainer takes the engine's (R3, Ma et al. 2025), for old

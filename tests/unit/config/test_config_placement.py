@@ -3,7 +3,14 @@
 import pytest
 
 from rlinf_vl.config.placement import Placement, placement_of, shares_slots
+from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
+
+
+def placed_on(n_slots, placement):
+    config = Config()
+    config.cluster.component_placement = placement
+    return placement_of(config, n_slots)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +25,7 @@ from rlinf_vl.errors import ConfigError
     ],
 )
 def test_slots(placement, n_slots, actor, rollout):
-    placed = placement_of(placement, n_slots)
+    placed = placed_on(n_slots, placement)
     assert (placed.actor, placed.rollout) == (actor, rollout)
     assert shares_slots(placement) == placed.shared == bool(set(actor) & set(rollout)), (
         "the engines' memory saver hangs on it"
@@ -44,7 +51,7 @@ def test_slots(placement, n_slots, actor, rollout):
 )
 def test_refusals(placement, n_slots, expected):
     with pytest.raises(ConfigError, match=r"^cluster\.component_placement: ") as error:
-        placement_of(placement, n_slots)
+        placed_on(n_slots, placement)
     assert expected in str(error.value)
 
 
@@ -60,3 +67,9 @@ def test_engines_of_several_slots():
 def test_engines_that_can_not_be_placed(actor, rollout, expected):
     with pytest.raises(ConfigError, match=expected):
         Placement(actor, rollout, 2)
+
+
+def test_ranks_that_share_rows_come_out_even():
+    assert Placement((0, 1, 2, 3), (0,), context_parallel_size=2).actor == (0, 1, 2, 3)
+    with pytest.raises(ConfigError, match=r"actor\.context_parallel_size: 2 does not divide the 3 slots of actor"):
+        Placement((0, 1, 2), (0,), context_parallel_size=2)

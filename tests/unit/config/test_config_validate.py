@@ -38,6 +38,7 @@ RULES = [
         ["algorithm.sampling_params.temperature: 0 must be > 0", "greedy groups have no spread"],
     ),
     (["runner.weight_sync_interval=4"], ["runner.weight_sync_interval: 4", "runner.mismatch_check_interval=-1"]),
+    (["actor.context_parallel_size=3"], ["actor.context_parallel_size: 3", "does not divide the 2 slots of actor"]),
     (["rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size", "SGLang", "torch"]),
     (["rollout.sglang.server_args={disable_radix_cache: true}"], ["rollout.sglang.server_args", "SGLang"]),
     (

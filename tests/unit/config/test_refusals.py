@@ -64,7 +64,7 @@ def files(tmp_path_factory) -> Path:
         "windows/config.json": '{"model_type": "qwen2_5_vl", "text_config": {"use_sliding_window": true}}',
         "experts/config.json": '{"model_type": "qwen3_vl_moe", "text_config": {"num_local_experts": 4, "hidden_size": 32, '
         '"moe_intermediate_size": 12}}',
-        "dense/config.json": '{"model_type": "qwen3_vl", "text_config": {"hidden_size": 32}}',
+        "dense/config.json": '{"model_type": "qwen3_vl", "text_config": {"hidden_size": 32, "num_attention_heads": 6}}',
         "text/config.json": '{"model_type": "qwen3"}',
         "bare/config.json": '{"model_type": "qwen3_vl"}',
         "broken/config.json": '{"model_type": ',
@@ -102,6 +102,12 @@ def train_on(name: str) -> str:
 
 
 MISTAKES: list[tuple[list[str], list[str]]] = [
+    # ranks
+    (
+        ["rollout.model.model_path=FILES/dense", "actor.context_parallel_size=4"]
+        + ["cluster.component_placement={actor: 0-3, rollout: 0}"],
+        ["actor.context_parallel_size: 4 can't divide the 6 heads (num_attention_heads)", "these can: 1, 2, 3, 6"],
+    ),
     # data
     ([train_on("videos.jsonl"), NO_IMAGES], ["data.train_data_paths: FILES/videos.jsonl: 20 of the first 20 rows can't be used"]),
     ([train_on("videos.json"), NO_IMAGES, "data.prompt_key=messages"], ["FILES/videos.json: 20 of", "content part {'type':"]),
