@@ -137,6 +137,9 @@ def _family(config: Config, of_checkpoint: str, shape: Mapping[str, Any] | None 
         where += ", which has no vision tower"
         if config.data.image_keys:
             yield f"data.image_keys: {config.data.image_keys}, but {where}; set data.image_keys=[], or name a vision-language model"
+        for key in ("image_corruption.share", "papo.weight"):
+            if attrgetter(key)(config.algorithm):
+                yield f"algorithm.{key}: there are no images to corrupt: {where}; set it 0"
         if config.actor.model.freeze_language_model:
             yield f"actor.model.freeze_language_model: true leaves nothing to train, for {where}; set it false"
     with suppress(AttributeError, TypeError):  # transformers will say what is wrong with such a config.json
