@@ -109,22 +109,22 @@ def examples() -> dict[str, Path]:
 
 def _is_config(path: Path) -> bool:
     return (
-        path.is_file()
+        os.path.isfile(path)
         and re.search("^defaults:", path.read_text(encoding="utf-8", errors="ignore"), re.MULTILINE) is not None
     )
 
 
 def _find(config_name: str) -> Path:
     named = Path(os.path.expanduser(config_name))
-    if named.suffix != ".yaml" and named.is_file():
+    if named.suffix != ".yaml" and os.path.isfile(named):
         theirs = named.suffix in (".sh", ".py", ".ipynb")
         way_out = f"rename it to {named.stem}.yaml" if named.suffix in (".yml", ".json") else "name one that does"
         way_out = f"one of another system is converted: rlinf-vl convert-config {named}" if theirs else way_out
         raise ConfigError(f"config {config_name!r}: a config's file ends in .yaml; {way_out}")
     if named.name != config_name:  # a path, not a bare name
         path = named.with_name(named.name.removesuffix(".yaml") + ".yaml")
-        if not path.is_file():
-            there = sorted(one.name for one in path.parent.glob("*.yaml") if one.is_file())
+        if not os.path.isfile(path):
+            there = sorted(one.name for one in path.parent.glob("*.yaml") if os.path.isfile(one))
             hint = f"its folder has {', '.join(there) or 'none'};{nearest(path.name, there)}".rstrip(";")
             raise ConfigError(f"config {config_name!r}: no such .yaml file; {hint}")
         return path.resolve()
@@ -134,7 +134,7 @@ def _find(config_name: str) -> Path:
         Path.cwd() / f"{name}.yaml",
         examples().get(name),
     ):
-        if path and path.is_file():
+        if path and os.path.isfile(path):
             return path.resolve()
     there = sorted({*examples(), *(path.stem for path in Path.cwd().glob("*.yaml") if _is_config(path))})
     where = f"not in {EXAMPLES_DIR} or {Path.cwd()}"
@@ -233,7 +233,7 @@ def with_texts(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name, value in kwargs.items():
         if isinstance(value, str) and value.startswith("@"):
             path = Path(os.path.expanduser(value[1:]))
-            found = next((place for place in (path, EXAMPLES_DIR / path) if place.is_file()), None)
+            found = next((place for place in (path, EXAMPLES_DIR / path) if os.path.isfile(place)), None)
             if found is None:
                 raise ConfigError(
                     f"rollout.env_kwargs.{name}: no file {value[1:]!r}, here or in {EXAMPLES_DIR}; give a path"
@@ -246,7 +246,7 @@ def _absolute(path: str, folder: Path | None = None) -> str:
     """Relative to the working folder, or else to this one, where something is."""
     here = Path(os.path.expanduser(path)).absolute()
     beside = folder / os.path.expanduser(path) if folder else here
-    return str(beside if beside.exists() and not here.exists() else here)
+    return str(beside if os.path.exists(beside) and not os.path.exists(here) else here)
 
 
 def _collect_code(config: Config, folders: Sequence[str]) -> None:

@@ -138,9 +138,10 @@ def test_a_file_travels_as_text_with_all_of_its_classes(envs, tmp_path, monkeypa
 )
 def test_refusals_are_told_before_anything_starts(envs, tmp_path, monkeypatch, name, kwargs, expected):
     (tmp_path / "broken.py").write_text("x = 1\nclass One(:\n")
-    (tmp_path / "raises.py").write_text("1 / 0\n")
-    (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
-    (tmp_path / "lacks.py").write_text("import not_there\n")
+    one = "class One:\n" + "".join(f"    def {name}(self, x=0): ...\n" for name in ("start", "step", "close"))
+    (tmp_path / "raises.py").write_text(f"{one}1 / 0\n")
+    (tmp_path / "exits.py").write_text(f"{one}import sys\nsys.exit(3)\n")
+    (tmp_path / "lacks.py").write_text(f"{one}import not_there\n")
     needs = "def __init__(self, size):\n        if size < 1: raise ValueError('size must be > 0')\n"
     (tmp_path / "needs.py").write_text(
         ENVS.replace("class One:\n", f"class One:\n    {needs}", 1).replace("*, seed", "")

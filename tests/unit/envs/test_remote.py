@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from task_app import Relay, TaskApp
 
+from rlinf_vl.code import CodeError
 from rlinf_vl.envs import EnvMaker
 from rlinf_vl.envs import remote as remote_module
-from rlinf_vl.envs.registry import EnvClassError, load_env_class
+from rlinf_vl.envs.registry import load_env_class
 from rlinf_vl.envs.remote import Remote, RemoteError
 from rlinf_vl.types import ImageRef, Problem
 
@@ -465,7 +466,7 @@ def test_settings_that_make_no_sense(settings, error):
 def test_without_its_client_library_the_way_out_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "rlinf_vl.envs.remote")
     monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(EnvClassError, match=r"'remote': .*httpx.*; pip install 'rlinf_vl\[envs\]'"):
+    with pytest.raises(CodeError, match=r"'remote': .*httpx.*; pip install 'rlinf_vl\[envs\]'"):
         load_env_class("remote", {})
 
 
