@@ -53,15 +53,29 @@ def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
     return line
 
 
+class NoVerdicts(RunError):
+    """Not one answer of a rollout has the verdicts of all reward functions."""
+
+
 def no_verdicts(summaries: Sequence[GroupSummary]) -> str | None:
-    """A line on the answers that reward functions came to no verdict on, with the most frequent reasons; None without any."""
+    """A line on the answers that reward functions came to no verdict on, with the most frequent reasons; None without any.
+
+    Raises:
+        NoVerdicts: these are all answers. What fails always is a mistake in a function, and nothing is learned from it.
+    """
     reasons = [reason for summary in summaries for reason in summary.ungraded]
     if not reasons:
         return None
     n = sum(len(summary.errors) for summary in summaries)
-    return (
+    line = (
         f"{len(reasons)} of {n} answers have no verdict of a reward function, which then scores 0: {_frequent(reasons)}"
     )
+    if len(reasons) == sum(error is None for summary in summaries for error in summary.errors):
+        raise NoVerdicts(
+            f"{line}. So it is with every answer: mend the function (its traceback stands in the log), leave it out of "
+            "reward.functions, or raise reward.timeout if it needs longer"
+        )
+    return line
 
 
 def _frequent(reasons: Sequence[str]) -> str:

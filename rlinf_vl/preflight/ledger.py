@@ -44,7 +44,16 @@ MOST_SHARE = 0.85
 
 #: What a phase is made of, as a table has it: a rank's, then an engine's.
 PARTS = (
-    *("rank context", "parameters", "4-bit weights", "reference", "optimizer", "gradients", "gathered weights"),
+    *(
+        "rank context",
+        "parameters",
+        "4-bit weights",
+        "reference",
+        "teacher",
+        "optimizer",
+        "gradients",
+        "gathered weights",
+    ),
     *("activations", "gradients in flight", "buckets in flight", "vision cache", "allocator"),
     *("engine contexts", "engine weights", "KV cache", "CUDA graphs", "workspace"),
 )
@@ -154,6 +163,8 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     packed = {"4-bit weights": math.ceil(quantized * BITS / 8)} if quantized else {}
     if reference:
         shards["reference"] = compute * weights.shard(shard) * on_device
+    if teacher := model.teacher:
+        shards["teacher"] = compute * teacher.shard(shard) * on_device
     optimizer = {"optimizer": 8 * trained * on_device}
     sharded_gradients = 4 * trained * on_device
     # A gathered unit and the buffer that it came in, for the block in use and the one fetched ahead; the root stays whole.
@@ -161,6 +172,8 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     gathered = weights.total - quantized - frozen * weights.tower if keeps else weights.root + blocks
     if reference:
         gathered += weights.total - weights.tower if keeps else weights.root + blocks
+    if teacher:
+        gathered += teacher.total if keeps else teacher.root + 4 * max(teacher.block, teacher.tower_unit)
     train = {
         # Of quantized weights, one is dense at a time.
         "gathered weights": compute * (gathered + max(weights.quantized, default=0)),
@@ -168,7 +181,7 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
         "gradients": max(sharded_gradients, reduce * weights.trained) if keeps else sharded_gradients,
         # A unit's own, and the buffer of its reduction.
         "gradients in flight": (compute + reduce) * weights.unit_trained,
-        "activations": model.step(-(-config.runner.max_tokens_per_mbs // actor.context_parallel_size)).peak,
+        "activations": model.step(config.runner.max_tokens_per_mbs).peak,
     }
     images = {}
     if frozen:
@@ -181,7 +194,8 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     sync = {"gathered weights": (4 + sent) * weights.largest, "buckets in flight": flight}
     shards, whole = shards | packed, model.stored * (weights.total - quantized)
     process = {"rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1), "allocator": RESIDUE_BYTES}
-    cache = {"vision cache": int(actor.vision_cache_gb * GIB) if frozen else 0}
+    caches = frozen + (teacher is not None and teacher.tower > 0)
+    cache = {"vision cache": caches * int(actor.vision_cache_gb * GIB)}
     training = process | shards | optimizer | cache
     resident = {} if actor.enable_offload else shards | optimizer
     return {

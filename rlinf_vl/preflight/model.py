@@ -4,7 +4,7 @@ import copy
 import json
 import math
 from collections.abc import Collection
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,18 @@ class Model:
         self.stored = self._made.dtype.itemsize if config.actor.model.is_lora else 4
         self._config = config
 
+    @cached_property
+    def teacher(self) -> "Weights | None":
+        """Of the model that teaches this one, if any."""
+        if (path := self._config.algorithm.distillation.teacher_path) is None:
+            return None
+        whole = copy.deepcopy(self._config)
+        whole.actor.model.is_lora = False
+        return Model(whole, path).weights
+
     @cache  # noqa: B019  # a model or two in a process
     def step(self, tokens: int) -> Trace:
-        """`trace_step` on CUDA, of so many tokens."""
+        """`trace_step` on CUDA, of a rank's part of a row of so many tokens."""
         if tokens > MOST_TOKENS:
             raise ConfigError(
                 f"runner.max_tokens_per_mbs: {tokens} tokens in a micro-batch are more than any GPU holds; set it to "
@@ -63,7 +72,8 @@ class Model:
             )
         longest, chunk = self._config.runner.seq_length, self._config.actor.logprob_chunk_tokens
         with pretend_cuda():
-            return trace_step(self._made, self.family, tokens, longest=longest, chunk=chunk)
+            own = -(-tokens // self._config.actor.context_parallel_size)
+            return trace_step(self._made, self.family, own, longest=longest, chunk=chunk)
 
     @cache  # noqa: B019
     def images(self, tokens: int) -> Trace:

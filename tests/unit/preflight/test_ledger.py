@@ -87,6 +87,27 @@ def test_what_settings_change(model):
     assert "reference" not in plain["generate"]
 
 
+def test_a_teacher_has_weights_and_image_features_of_its_own(model):
+    config = parse_config(FLAGSHIP, ["algorithm.distillation.teacher_path=Qwen/Qwen3-VL-2B-Instruct"])
+    taught = ledger(config, CLUSTERS[1]).gpus[0].phases["train"]
+    alone = made(model, on=CLUSTERS[1]).gpus[0].phases["train"]
+    assert taught["teacher"] == pytest.approx(2 * TOTAL / 8, rel=1e-3)
+    assert taught["vision cache"] == 2 * alone["vision cache"] and "teacher" not in alone
+    assert taught["parameters"] == alone["parameters"] and taught["gathered weights"] > alone["gathered weights"]
+
+
+def test_ranks_that_share_rows_have_a_part_of_the_activations():
+    """Of the same row; a chunk of logits does not shrink."""
+    budget = "runner.max_tokens_per_mbs=32768"
+    one, part = (
+        ledger(parse_config(FLAGSHIP, [budget, f"actor.context_parallel_size={n}"]), CLUSTERS[1])
+        .gpus[0]
+        .phases["train"]["activations"]
+        for n in (1, 4)
+    )
+    assert one / 5 < part < 0.7 * one
+
+
 def test_split_gpus_have_tables_of_their_own(model):
     split = "cluster.component_placement={actor: 0-5, rollout: 6-7}"
     found = made(model, split, on=CLUSTERS[1])

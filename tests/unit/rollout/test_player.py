@@ -5,6 +5,7 @@ import json
 import pickle
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from episodes import encoded, picture, said
 
-from rlinf_vl.data.bad_rows import BadRows, TooManyFaults, check_faults, no_verdicts
+from rlinf_vl.data.bad_rows import BadRows, NoVerdicts, TooManyFaults, check_faults, no_verdicts
 from rlinf_vl.data.corruption import Corruption
 from rlinf_vl.data.unusable import ImageError, RowError
 from rlinf_vl.engines.base import EngineDied
@@ -574,6 +575,10 @@ def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
         no_verdicts([summary])
         == "1 of 3 answers have no verdict of a reward function, which then scores 0: 1 × form: slow"
     )
+    always = replace(summary, errors=(None,) * 3, ungraded=("form: slow",) * 3)
+    with pytest.raises(NoVerdicts, match=r"3 × form: slow\. So it is with every answer: mend the function"):
+        no_verdicts([always])
+    no_verdicts([always, replace(summary, ungraded=())])
     metrics = summarize_rollout([summary], 1.0)
     assert metrics["reward/math"] == 0.5 and metrics["reward/form"] == 0.0 and metrics["reward/turn"] == 0.5
     assert "reward/ungradable_part" not in metrics and metrics["reward/accuracy"] == 0.5
