@@ -66,14 +66,14 @@ class BatchMaker:
     def __init__(self, policy: PolicyModel, collate: Collator, cache: VisionCache | None, max_patches: int) -> None:
         """`collate.pixels` is called from several threads. At most `max_patches` patches are encoded at once, or one image."""
         assert collate.pixels is not None
+        self.pixels = collate.pixels
         if ranks := policy.context_ranks:
             collate = replace(collate, part=(ranks.rank, ranks.size))
         self.policy = policy
         self.collate = collate
         self.cache = cache
         self.max_patches = max_patches
-        self.pixels = collate.pixels
-        self._collate = replace(collate, pixels=None if cache else PixelCache(collate.pixels))
+        self._collate = replace(collate, pixels=None if cache else PixelCache(self.pixels))
 
     def without_cache(self) -> "BatchMaker":
         return BatchMaker(self.policy, self.collate, None, self.max_patches)

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -35,7 +36,7 @@ def kill_the_worker(pool) -> None:
 
 def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp_path, monkeypatch):
     from rlinf_vl.actor.group import ActorGroup
-    from rlinf_vl.controller.loop import make_tasks, rollout
+    from rlinf_vl.controller.loop import rollout
     from rlinf_vl.controller.mismatch import MismatchGuard
     from rlinf_vl.controller.run_log import RunLog
     from rlinf_vl.observe.progress import RunProgress
@@ -64,9 +65,9 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         learner.start(10)
         learner.call("set_weight_sync", "object_store", 2**20)
         guard = MismatchGuard(config, learner, log)
-        tasks = make_tasks("train", range(6), 8, 1, 1)
+        data = SimpleNamespace(sampler=SimpleNamespace(next_rows=lambda n: (0, list(range(n)))), total_steps=10)
 
-        batch = rollout(tasks, config, pool, learner, guard, log)
+        batch = rollout(1, config, pool, learner, data, guard, log)
         kill_the_worker(pool)
         assert guard.check(1, batch.summaries, batch.to_score)["mismatch/one_image"] < 1e-4
         before = weights_of(learner)
@@ -86,8 +87,8 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
             return submission
 
         monkeypatch.setattr(pool, "submit", submitted)
-        batch = rollout(tasks, config, pool, learner, guard, log)
-        assert asked == [[task.group_id for task in tasks]] * 2, "all were lost, and sampled again"
+        batch = rollout(2, config, pool, learner, data, guard, log)
+        assert asked == [[f"train-2-{k}" for k in range(6)]] * 2, "all were lost, and sampled again"
         assert log.count("groups_lost") == 1
         assert learner.update(2, batch.plan.minibatches, batch.plan.advantages)[0]["actor/grad_norm"] > 0
         assert weights_of(learner) != before
