@@ -6,11 +6,10 @@ from files and packages that are not on this machine. Exits with 1 if a key is u
 
 import re
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
-from rlinf_vl.config import load_config
+from rlinf_vl.cli.convert import to_do
 from rlinf_vl.config.foreign.convert import KINDS, convert_file
 from rlinf_vl.config.foreign.render import render
 from rlinf_vl.errors import ConfigError
@@ -30,7 +29,7 @@ def main(files: list[Path]) -> int:
             print(f"| {file.name} | – | {error} |")
             bad += 1
             continue
-        problems = _problems(render(made, file.name))
+        problems = [one for one in to_do(render(made, file.name)) if not OF_THE_MACHINE.search(one)]
         counts = Counter({kind: len(made.of(kind)) for kind in KINDS})
         totals.setdefault(made.system, Counter()).update(counts | {"keys": len(made.outcomes), "files": 1})
         row = [str(counts[kind]) for kind in KINDS]
@@ -45,17 +44,6 @@ def main(files: list[Path]) -> int:
         row = [str(counts[kind]) for kind in KINDS]
         print(f"| **all {counts['files']}** | {system} | {counts['keys']} | {' | '.join(row)} | | |")
     return 1 if bad else 0
-
-
-def _problems(text: str) -> list[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "converted.yaml"
-        path.write_text(text, encoding="utf-8")
-        try:
-            load_config(str(path))
-        except ConfigError as error:
-            return [problem for problem in error.problems if not OF_THE_MACHINE.search(problem)]
-    return []
 
 
 if __name__ == "__main__":

@@ -36,9 +36,8 @@ class ImageFacts(NamedTuple):
     height: int
     width: int
     bytes: int
-    tokens: tuple[
-        int, ...
-    ]  # at data.image_max_pixels and each of `PIXEL_BUDGETS`, -1 below the least; () without a model
+    #: At data.image_max_pixels and each of `PIXEL_BUDGETS`, -1 below the least; () without a model.
+    tokens: tuple[int, ...]
 
 
 class Seen(NamedTuple):

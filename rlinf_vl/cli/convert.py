@@ -21,15 +21,15 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print(text, end="")
     lines = [summary(made, str(arguments.file))]
-    lines += [f"  to do before it runs: {problem}" for problem in _to_do(text)]
+    lines += [f"  to do before it runs: {problem}" for problem in to_do(text)]
     if arguments.output:
         lines.append(f"written to {arguments.output}")
     print("\n".join(lines), file=sys.stdout if arguments.output else sys.stderr)
     return 0
 
 
-def _to_do(text: str) -> list[str]:
-    """What is still missing where it stands: data, a model's folder, packages."""
+def to_do(text: str) -> list[str]:
+    """What a config, as text, is refused for: if it was converted, what is missing where it stands (data, a model, packages)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "converted.yaml"
         path.write_text(text, encoding="utf-8")

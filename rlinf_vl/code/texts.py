@@ -188,7 +188,7 @@ def module_of_file(path: str, files: Mapping[str, str]) -> ModuleType:
         full, files = os.path.abspath(os.path.expanduser(path)), {}
         _collect(full, files)
     told = "\0".join((full, *(f"{k}:{v}" for k, v in sorted(files.items()) if k.startswith(os.path.dirname(full)))))
-    name = f"{'rlinf_vl'}_code_{hashlib.sha256(told.encode(errors='replace')).hexdigest()[:16]}"
+    name = f"rlinf_vl_code_{hashlib.sha256(told.encode(errors='replace')).hexdigest()[:16]}"
     if name not in sys.modules:
         if _beside not in sys.meta_path:
             sys.meta_path.insert(0, _beside)

@@ -1,10 +1,10 @@
-"""What other systems call our keys. One table for each, `systems/NAME.yaml`, feeds `convert-config` (`rlinf_vl.config.convert`), the
+"""What other systems call our keys. One table for each, `systems/NAME.yaml`, feeds `convert-config` (`rlinf_vl.config.foreign`), the
 hints for unknown keys (`hint`) and docs/coming-from.md.
 
 A table has, under `keys`, their key and what becomes of it: our key, or a mapping with
     to       our key
-    role     a quantity that several of their keys give, or in other units: systems/quantities.yaml, `rlinf_vl.config.quantities`
-    by       a conversion of `rlinf_vl.config.convert.CONVERSIONS`
+    role     a quantity that several of their keys give, or in other units: systems/quantities.yaml, `foreign.quantities`
+    by       a conversion of `foreign.values.CONVERSIONS`
     values   their values and ours; another value is refused
     is       the values that mean what happens here anyway; another value is refused, or with `drop: true` dropped
     default  what it is where a file does not say, if that isn't ours

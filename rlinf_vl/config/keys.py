@@ -9,7 +9,9 @@ from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, get_type_hints
 
-from rlinf_vl.config import aliases
+from omegaconf import DictConfig, OmegaConf
+
+from rlinf_vl.config.aliases import hint
 from rlinf_vl.config.schema import Config, Limit
 from rlinf_vl.errors import did_you_mean
 
@@ -29,6 +31,13 @@ def config_keys() -> dict[str, Key]:
     return dict(_walk(Config(), ""))
 
 
+def set_key(typed: DictConfig, key: str, value: Any) -> None:
+    """Set a key of a structured `Config`. Raises OmegaConfBaseException: the value is of another type."""
+    if type(value) is int and config_keys()[key].type == float | str:  # OmegaConf converts no unions
+        value = float(value)
+    OmegaConf.update(typed, key, value, merge=False)
+
+
 @cache
 def config_sections() -> dict[str, tuple[str, ...]]:
     """Dotted names of the sections (`runner`, `actor.optim`, …), each with its leaves' dotted names."""
@@ -43,13 +52,13 @@ def suggestion(key: str) -> str:
     What another system calls so comes first, then the same leaf in other sections, what others call nearly so, names that look
     alike, leaves that do.
     """
-    if theirs := aliases.hint(key):
+    if theirs := hint(key):
         return theirs
     known, sections = config_keys(), config_sections()
     section, _, leaf = key.rpartition(".")
     alike = {k: (_likeness(k.rpartition(".")[2], leaf), _likeness(k, key)) for k in known}
     matches = [k for k, (leaves, _) in alike.items() if leaves == 1]
-    if not matches and (theirs := aliases.hint(key, nested=True)):
+    if not matches and (theirs := hint(key, nested=True)):
         return theirs
     matches = matches or [k for k, (leaves, names) in alike.items() if leaves > 0.5 and names > 0.7]
     matches = matches or [k for k, (leaves, _) in alike.items() if leaves > 0.7]

@@ -25,16 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlinf_vl.code import collect_code, is_code
 from rlinf_vl.config.foreign.as_is import rlinf_settings
-from rlinf_vl.config.keys import config_keys, config_sections, suggestion
+from rlinf_vl.config.keys import config_keys, config_sections, set_key, suggestion
 from rlinf_vl.config.overrides import apply_overrides, leaves
 from rlinf_vl.config.presets import with_presets
-from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema import SCHEMA_NAME, Config
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import Rule, validate_config
 from rlinf_vl.errors import ConfigError, nearest
 
-SCHEMA_NAME = "rlinf_vl_schema"
 _CHECKOUT = Path(__file__).resolve().parents[2]
 #: The examples: in a checkout where a reader finds them, in an installed package its copy of them (setup.py).
 EXAMPLES_DIR = (
@@ -187,14 +186,12 @@ def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
             problems[key] = f"{key}: unknown key (value {shown(value)});{suggestion(key)}"
         else:
             annotation = config_keys()[key].type
-            if type(value) is int and annotation == float | str:  # OmegaConf converts no unions
-                value = float(value)
             if get_origin(annotation) is list and _is_one(value, get_args(annotation)[0]):
                 value = [value]
             try:
-                OmegaConf.update(typed, key, value, merge=False)
+                set_key(typed, key, value)
             except OmegaConfBaseException:
-                problems[key] = f"{key}: {shown(value)} is not {type_name(config_keys()[key].type)}"
+                problems[key] = f"{key}: {shown(value)} is not {type_name(annotation)}"
     for key in [key for key in config_keys() if key not in problems]:
         try:
             if OmegaConf.select(typed, key, default=MISSING) == MISSING:

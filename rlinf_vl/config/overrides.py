@@ -84,7 +84,7 @@ def _set(written: dict[str, Any], key: str, value: Any) -> set[str]:
         own = dict(leaves(value, f"{key}."))
         written.update(own)
         return set(own)
-    if mapping := next((k for k in config_keys() if key.startswith(f"{k}.") and _is_mapping(k)), None):
+    if mapping := next(_under(key), None):
         before = written.get(mapping)
         place = written[mapping] = copy.deepcopy(before) if isinstance(before, dict) else {}
         *within, name = key.removeprefix(f"{mapping}.").split(".")
@@ -168,6 +168,7 @@ def _corrected(text: str) -> str | None:
 
 
 def _under(key: str) -> Iterator[str]:
+    """Keys that hold mappings in which a dotted name is."""
     return (k for k in config_keys() if key.startswith(f"{k}.") and _is_mapping(k))
 
 

@@ -28,10 +28,7 @@ class Placement:
     context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.actor) % (context := self.context_parallel_size):
-            raise ConfigError(
-                f"actor.context_parallel_size: {context} does not divide the {len(self.actor)} slots of actor in {_KEY}"
-            )
+        check_context(len(self.actor), self.context_parallel_size)
         size, key = self.tensor_parallel_size, "rollout.tensor_parallel_size"
         if size > 1 and self.shared:
             raise ConfigError(
@@ -56,6 +53,12 @@ class Placement:
         """The slots of each engine."""
         size = self.tensor_parallel_size
         return [self.rollout[i : i + size] for i in range(0, len(self.rollout), size)]
+
+
+def check_context(ranks: int, size: int) -> None:
+    """ConfigError unless so many actor ranks come out even in sets of `size` that share their rows."""
+    if ranks % size:
+        raise ConfigError(f"actor.context_parallel_size: {size} does not divide the {ranks} slots of actor in {_KEY}")
 
 
 def placement_of(config: Config, n_slots: int) -> Placement:

@@ -14,7 +14,7 @@ from typing import Any
 from rlinf_vl.code import CodeError, check_code, is_code
 from rlinf_vl.config import algorithm_rules
 from rlinf_vl.config.keys import config_keys
-from rlinf_vl.config.placement import parse_placement
+from rlinf_vl.config.placement import check_context, parse_placement
 from rlinf_vl.config.schema import Config, RewardConfig
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
@@ -81,13 +81,8 @@ def _code(config: Config) -> Iterator[str]:
 def _cluster(config: Config) -> Iterator[str]:
     cluster = config.cluster
     try:
-        slots = parse_placement(cluster.component_placement)
-        ranks, context = slots["actor"], max(1, config.actor.context_parallel_size)
-        if ranks is not None and len(ranks) % context:
-            yield (
-                f"actor.context_parallel_size: {context} does not divide the {len(ranks)} slots of actor in "
-                "cluster.component_placement"
-            )
+        if (ranks := parse_placement(cluster.component_placement)["actor"]) is not None:
+            check_context(len(ranks), max(1, config.actor.context_parallel_size))
     except ConfigError as error:
         yield from error.problems
     if cluster.num_nodes > 1 and cluster.ray_address in (None, "", "local"):

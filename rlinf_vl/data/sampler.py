@@ -50,9 +50,8 @@ class EpochSampler:
         of = np.array([(sources or {}).get(row, 0) for row in self.indices.tolist()])
         self._parts = [self.indices[of == k] for k in range(len(weights))]
         self._drawn = np.zeros(len(weights), np.int64)  # rows handed out of each source
-        self._orders: dict[
-            int, tuple[int, np.ndarray]
-        ] = {}  # source, or -1 without weights → its newest epoch, and that one's order
+        #: Source, or -1 without weights → its newest epoch, and that one's order.
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
         for k, part in enumerate(self._parts):
             if not len(part):
                 raise ValueError(

@@ -45,10 +45,8 @@ SCHEMA = pa.schema(
         ("reward_parts", pa.string()),  # JSON
         ("metrics", pa.string()),  # JSON; what the environment measured
         ("correct", pa.bool_()),
-        (
-            "corrupted",
-            pa.bool_(),
-        ),  # it saw images that were corrupted, those above; it is trained on with the clean ones
+        # it saw images that were corrupted, those above; it is trained on with the clean ones
+        ("corrupted", pa.bool_()),
         ("error", pa.string()),
         ("finish_reason", pa.string()),
         ("weight_versions", pa.list_(pa.int32())),

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -324,8 +325,6 @@ def _number(value: Any) -> float:
 
 
 def _asked_as(problem: Problem, chat: bool) -> Problem:
-    from dataclasses import replace
-
     return problem if problem.chat == chat else replace(problem, chat=chat)
 
 

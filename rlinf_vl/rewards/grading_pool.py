@@ -158,8 +158,13 @@ def limit(limit_s: float, wall_limit_s: float) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     signal.setitimer(signal.ITIMER_REAL, wall_limit_s)
+    limit_memory(MEMORY_BYTES)
+
+
+def limit_memory(more: int) -> None:
+    """Bound this process's address space to so many bytes beyond what it has now; it leaves no core file."""
     with open("/proc/self/statm") as f:
-        memory = int(f.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        memory = int(f.read().split()[0]) * resource.getpagesize() + more
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -25,7 +25,7 @@ from typing import Any
 
 from rlinf_vl.code import load_code
 from rlinf_vl.rewards.forms import SIGNATURE, RewardFunction
-from rlinf_vl.rewards.grading_pool import GradingError, GradingTimeout
+from rlinf_vl.rewards.grading_pool import GradingError, GradingTimeout, limit_memory
 from rlinf_vl.rewards.result import Answer, Result
 from rlinf_vl.types import Problem
 
@@ -182,7 +182,7 @@ def serve(descriptor: int) -> None:
     except Exception as error:
         pipe.send_bytes(f"{type(error).__name__}: {error}".encode())
         return
-    _limit_memory(limits.memory_gb)
+    limit_memory(int(limits.memory_gb * 2**30))
     pipe.send_bytes(b"ready")
     told: set[str] = set()
     while True:
@@ -212,16 +212,6 @@ def _said(error: BaseException, limits: Limits) -> str:
         return f"{type(error).__name__}: {error}"[:500]
     except Exception:  # it can't say it
         return type(error).__name__
-
-
-def _limit_memory(memory_gb: float) -> None:
-    """Bound the address space beyond what there is now."""
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = now + int(memory_gb * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _limit_time(timeout_s: float) -> None:

@@ -118,6 +118,7 @@ def make_scorer(
     """
     own = [(entry["function"], entry.get("kwargs") or {}) for entry in functions if is_code(entry["function"])]
     pool = ProcessPool(own, files, limits)
+    numbers = count()
     threads: dict[int | None, ThreadPoolExecutor] = {}
     parts: list[Part] = []
     for entry in functions:
@@ -126,15 +127,16 @@ def make_scorer(
             function, judges = load_function(name, kwargs, files), True
             begin = partial(
                 pool.submit,
-                sum(is_code(part["function"]) for part in functions[: len(parts)]),
+                next(numbers),
                 images=function.wants_images,
                 together=function.together(),
             )
         else:
             function, judges = named_function(name, kwargs, hosts)
             at_once = getattr(function.function, "at_once", None)
-            room = threads.setdefault(at_once, ThreadPoolExecutor(at_once, thread_name_prefix="rewards"))
-            begin = partial(_begin, room, function)
+            if at_once not in threads:
+                threads[at_once] = ThreadPoolExecutor(at_once, thread_name_prefix="rewards")
+            begin = partial(_begin, threads[at_once], function)
         taken = {part.name for part in parts}
         attribute = name.rpartition(":")[2]
         numbered = (attribute if n == 1 else f"{attribute}_{n}" for n in count(1))

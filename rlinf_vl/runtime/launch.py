@@ -4,6 +4,7 @@ Ray's messages are pickles, so run and cluster must have one version of Ray and 
 from the run's environment, which must lie at the same path on every node: workers run the run's own interpreter.
 """
 
+import importlib
 import logging
 import os
 import re
@@ -230,7 +231,7 @@ def _check_nodes() -> None:
 
     @ray.remote(num_cpus=0, max_retries=0)
     def start() -> None:  # pickled whole: a node that lacks the package says so itself
-        import rlinf_vl  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        importlib.import_module("rlinf_vl")
 
     nodes = {
         start.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(): node

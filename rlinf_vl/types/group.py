@@ -38,9 +38,8 @@ class Group:
     prefix_length: int
     trajectories: tuple[Trajectory, ...] = field(repr=False)
     answer: str = ""
-    shown: dict[str, ImageRef] = field(
-        default_factory=dict
-    )  # what its corrupted trajectories saw, by the image's own hash
+    #: What its corrupted trajectories saw, by the image's own hash.
+    shown: dict[str, ImageRef] = field(default_factory=dict)
     labels: dict[str, str | float] = field(default_factory=dict)  # its problem's
 
     def __post_init__(self) -> None:

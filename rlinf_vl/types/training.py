@@ -42,9 +42,8 @@ class MicroBatch:
     grids: np.ndarray  # int64 [n, 3], (t, h, w) of those images
     image_positions: np.ndarray  # int64 [N], row positions of image placeholders
     image_features: np.ndarray  # int64 [N], which row of the images' features stands at each
-    corrupted: np.ndarray | None = (
-        None  # bool [R], sampled on a corrupted image: rollout_logprobs are of that; None: none was
-    )
+    #: bool [R], sampled on a corrupted image: rollout_logprobs are of that; None: none was
+    corrupted: np.ndarray | None = None
     part: RowPart | None = None  # None: all of the row
     run_vision: bool = False  # run the tower, on a blank patch without images: another rank does in this micro-step
 

@@ -11,11 +11,10 @@ from rlinf_vl.config.aliases import SYSTEMS, system_of
 from rlinf_vl.config.foreign.convert import convert_file
 from rlinf_vl.config.foreign.values import flat, load_yaml
 from rlinf_vl.config.keys import config_keys
+from rlinf_vl.config.schema import SCHEMA_NAME
 from rlinf_vl.errors import ConfigError
 
 log = logging.getLogger(__name__)
-#: Names in a defaults list that say that a file is ours.
-_OURS = "rlinf_vl_schema"
 
 
 def rlinf_settings(path: Path, ours: Callable[[], Iterable[str]]) -> dict[str, Any] | None:
@@ -56,7 +55,7 @@ def _foreign_system(path: Path, ours: Callable[[], Iterable[str]]) -> str | None
     if not isinstance(data, dict):
         return None
     bases = [base for base in data.get("defaults") or [] if isinstance(base, str)]
-    if _OURS in bases:
+    if SCHEMA_NAME in bases:  # it is ours
         return None
     other = [key for key, _ in flat(data) if key not in config_keys() and not key.startswith(("hydra.", "defaults"))]
     system = system_of(other) if len(other) >= 3 else None

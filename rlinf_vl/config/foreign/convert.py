@@ -1,6 +1,6 @@
 """`convert-config`: the settings of another system's file as a config of ours, and what became of each of its keys.
 
-Tables say what becomes of a key (`rlinf_vl.config.aliases`), rules what of several together (`rlinf_vl.config.quantities`). What is
+Tables say what becomes of a key (`rlinf_vl.config.aliases`), rules what of several together (`quantities`). What is
 written is accepted by the schema: where theirs would not be, the nearest that is, with a remark.
 """
 
@@ -18,7 +18,7 @@ from rlinf_vl.config.foreign import quantities as rules
 from rlinf_vl.config.foreign.files import near, read_settings
 from rlinf_vl.config.foreign.quantities import BadQuantity, Derived, Quantities
 from rlinf_vl.config.foreign.values import CONVERSIONS, Unreadable, plain
-from rlinf_vl.config.keys import config_keys, suggestion
+from rlinf_vl.config.keys import config_keys, set_key, suggestion
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import value_problems
 from rlinf_vl.errors import ConfigError
@@ -73,10 +73,8 @@ class Conversion:
 
     def put(self, key: str, value: Any, comment: str) -> None:
         """Set a key of ours. Raises ValueError: the schema refuses the value."""
-        if type(value) is int and config_keys()[key].type == float | str:  # OmegaConf converts no unions
-            value = float(value)
         try:
-            OmegaConf.update(self.typed, key, value, merge=False)
+            set_key(self.typed, key, value)
         except OmegaConfBaseException:
             raise ValueError(f"{value!r} is no value of {key}") from None
         value = OmegaConf.select(self.typed, key)

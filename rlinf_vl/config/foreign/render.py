@@ -8,6 +8,7 @@ import yaml
 
 from rlinf_vl.config.foreign.convert import KINDS, Conversion, Kind
 from rlinf_vl.config.keys import config_keys
+from rlinf_vl.config.schema import SCHEMA_NAME
 
 TITLES: dict[Kind, str] = {
     "refused": "Refused: what this means there does not happen here",
@@ -20,7 +21,7 @@ def render(made: Conversion, source: str) -> str:
     """The config as YAML, each key with where it comes from; below it, what has no counterpart."""
     counts = ", ".join(f"{len(made.of(kind))} {kind}" for kind in KINDS if made.of(kind))
     lines = [f"# Converted from {source}, a config of {made.system} ({counts}); what has no counterpart stands below."]
-    lines += ["defaults:", "  - rlinf_vl_schema", "  - _self_"]
+    lines += ["defaults:", f"  - {SCHEMA_NAME}", "  - _self_"]
     section: list[str] = []
     for key in [key for key in config_keys() if key in made.settings]:
         *parents, leaf = key.split(".")

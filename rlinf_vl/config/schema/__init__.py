@@ -26,8 +26,11 @@ from rlinf_vl.config.schema.runner import ClusterConfig, RunnerConfig
 __all__ = [
     "ActorConfig", "ActorModelConfig", "AlgorithmConfig", "ClusterConfig", "Config", "DataConfig",
     "DistillationConfig", "FsdpConfig", "ImageCorruptionConfig", "Limit", "LoraConfig", "MixedPrecisionConfig",
-    "OptimConfig", "PapoConfig", "RewardConfig", "RolloutConfig", "RunnerConfig", "SamplingConfig", "VlmConfig",
+    "OptimConfig", "PapoConfig", "RewardConfig", "RolloutConfig", "RunnerConfig", "SCHEMA_NAME", "SamplingConfig", "VlmConfig",
 ]  # fmt: skip
+
+#: In the defaults list of a YAML, it says that the file is a config of ours.
+SCHEMA_NAME = "rlinf_vl_schema"
 
 
 @dataclass

@@ -180,14 +180,20 @@ def logprobs(model, ids):
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.log_softmax(-1)
 
 
+def exported(folder, toy_folder, tmp_path):
+    """(the merged export, the model it began with), as transformers loads them; adapters are in tmp_path, too."""
+    export_checkpoint(folder, tmp_path / "merged", "fp32")
+    export_checkpoint(folder, tmp_path / "adapters", adapters=True)
+    where = tmp_path / "merged", toy_folder
+    merged, base = (AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32) for path in where)
+    return merged, base
+
+
 @torch.no_grad()
 def test_an_export_is_merged_or_pefts(trained, toy_folder, tmp_path):
     """Loaded by transformers and by peft themselves: the logprobs of peft's own forward with the trainer's adapters."""
     folder, trainer, targets = trained
-    export_checkpoint(folder, tmp_path / "merged", "fp32")
-    export_checkpoint(folder, tmp_path / "adapters", adapters=True)
-    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    base = AutoModelForImageTextToText.from_pretrained(toy_folder, dtype=torch.float32)
+    merged, base = exported(folder, toy_folder, tmp_path)
     for name, value in trainer.weights(torch.float32):
         torch.testing.assert_close(merged.get_parameter(name), value, atol=0, rtol=0)
     said = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
@@ -219,10 +225,7 @@ def test_the_table_names_adapters(mesh, trained):
 @torch.no_grad()
 def test_a_quantized_runs_export_is_its_dequantized_base_and_its_adapters(quantized, toy_folder, tmp_path):
     folder, trainer, _ = quantized
-    export_checkpoint(folder, tmp_path / "merged", "fp32")
-    export_checkpoint(folder, tmp_path / "adapters", adapters=True)
-    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    base = AutoModelForImageTextToText.from_pretrained(toy_folder, dtype=torch.float32)
+    merged, base = exported(folder, toy_folder, tmp_path)
     ids = torch.arange(20, 60)[None]
     sent = dict(trainer.weights(torch.float32))
     packed = {name.replace(".base_layer", "") for name, p in trainer.policy.model.named_parameters() if is_quantized(p)}
