@@ -113,8 +113,8 @@ class Worker(RolloutRank):
 
 def sync(trainer, workers, strategy: str, check: bool) -> float:
     start = time.perf_counter()
-    labels = ray.get(trainer.offer.remote(check))
-    pending = [worker.take_weights.remote(strategy, labels, 1) for worker in workers]
+    offered = trainer.offer.remote(check)
+    pending = [worker.take_weights.remote(strategy, [offered], 1) for worker in workers]
     ray.get([*pending, trainer.deliver.remote()])
     ray.get(trainer.release.remote())
     return time.perf_counter() - start

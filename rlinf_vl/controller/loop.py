@@ -70,7 +70,7 @@ def train(
     stop: StopRequest,
     *,
     gpu: SharedGpu,
-    sync: Callable[[int], None],
+    sync: Callable[[int], dict[str, float]],
     log: RunLog,
     start: Path | None = None,
 ) -> dict[str, float]:
@@ -78,7 +78,7 @@ def train(
 
     Args:
         pool, learner: started; on GPUs that they share, it is the learner's turn.
-        sync: sends the learner's weights to all engines, as this version: the step that made them.
+        sync: sends the learner's weights to all engines, as this version: the step that made them; returns its metrics.
         start: a checkpoint of another run; None: begin with the weights that the learner has.
 
     Raises:
@@ -116,7 +116,7 @@ def train(
                 log.ledger.append(step, batch.ledger)
                 count_bad_steps(state, runner.max_bad_steps, newest_checkpoint(run_dir, start), log)
                 synced = due(runner.weight_sync_interval, step, total)
-                gpu.to_engines(learner, partial(sync, step) if synced else None)
+                metrics |= gpu.to_engines(learner, partial(sync, step) if synced else None)
                 if due(runner.val_check_interval, step, total):
                     metrics |= validate(state, config, pool, data, log)
                 if due(runner.save_interval, step, total):
@@ -149,7 +149,7 @@ def resume(
     learner: Learner,
     data: RunData,
     gpu: SharedGpu,
-    sync: Callable[[int], None],
+    sync: Callable[[int], dict[str, float]],
     log: RunLog,
 ) -> RunState:
     """Put learner, sampler, log and engines where the checkpoint was written; None: at the start."""

@@ -41,18 +41,18 @@ class SharedGpu:
             with span("onload"):
                 learner.restore_memory()
 
-    def to_engines(self, learner: Learner, sync: Callable[[], None] | None) -> None:
-        """Give the engines the GPU, and new weights by calling `sync`, if given."""
+    def to_engines(self, learner: Learner, sync: Callable[[], dict[str, float]] | None) -> dict[str, float]:
+        """Give the engines the GPU, and new weights by calling `sync`, if given; returns its metrics."""
         if self._shared:
             with span("release rank memory"):
                 learner.release_memory(("optimizer",) if self._offload else ())
             with span("restore engine weights"):
                 self._pool.restore_memory(("weights",))
-        if sync is not None:
-            sync()
+        metrics = sync() if sync is not None else {}
         if self._shared:
             if self._offload or sync is not None:  # a sync leaves cached memory behind
                 with span("release rank memory"):
                     learner.release_memory(("optimizer", "weights") if self._offload else ())
             with span("restore engine cache"):
                 self._pool.restore_memory(("kv_cache",))
+        return metrics

@@ -1,8 +1,12 @@
-"""Weight syncs: the actor ranks offer and deliver, every rollout worker takes (`rlinf_vl.transport.sender`)."""
+"""Weight syncs: the actor ranks offer and deliver, every rollout worker takes (`rlinf_vl.transport.sender`).
+
+All calls of a sync are queued at once: a worker waits for the ranks' offers itself, no answer passes through the controller.
+"""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
@@ -13,6 +17,7 @@ from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.runtime.ray_process import ActorsLost, wait_for_all
 from rlinf_vl.transport.broadcast import TIMEOUT, WeightGroup
 from rlinf_vl.transport.buckets import BUCKET_BYTES, WeightsDiffer
+from rlinf_vl.transport.sender import Offer
 
 log = logging.getLogger(__name__)
 
@@ -50,23 +55,29 @@ class WeightSync:
         actors.call("set_weight_sync", strategy, bucket_bytes)
         log.info("weights are synced by %s", strategy)
 
-    def __call__(self, version: int) -> None:
+    def __call__(self, version: int) -> dict[str, float]:
+        """Returns its metrics, `sync/…`."""
         self.busy = True
         if self.strategy == "broadcast":
             self._pool.replace_dead()
             if self._joined != self._pool.restarts:
                 self._join()
-        labels = sum(self._actors.call("sender.offer", not self._checked), [])  # of all ranks' buckets
-        taken = self._pool.take_weights(self.strategy, labels, version, spare=self._spare)
-        delivered = [rank.call.remote("sender.deliver") for rank in self._actors.ranks]
+        offered = self._queue("sender.offer", not self._checked)
+        taken = self._pool.take_weights(self.strategy, offered, version, spare=self._spare)
+        delivered = self._queue("sender.deliver")
         if self.strategy == "broadcast":
-            self._wait("a weight broadcast", taken + delivered, TIMEOUT.total_seconds())
+            self._wait("a weight broadcast", offered + taken + delivered, TIMEOUT.total_seconds())
+            seconds = ray.get(taken)
         else:
-            self._actors.wait(delivered)
-            self._pool.settle(taken)
-        self._actors.call("sender.release")
+            self._actors.wait(offered + delivered)  # first: a worker that waits for a dead rank is not to blame
+            seconds = self._pool.settle(taken)
+        self._queue("sender.release")  # ranks answer in order: whatever they are asked next comes behind it
         self._checked = True
         self.busy = False
+        return Offer.metrics(ray.get(offered), [s for s in seconds if s is not None])
+
+    def _queue(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
+        return [rank.call.remote(method, *arguments) for rank in self._actors.ranks]
 
     def _spare(self) -> list[ray.ObjectRef]:
         """The weights sent last, as buckets in the object store."""

@@ -17,6 +17,7 @@ from rlinf_vl.rollout.submission import Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor, WorkerDied
 from rlinf_vl.rollout.worker import RolloutWorker
 from rlinf_vl.runtime.ray_process import Heartbeat, cause_of, entry, kill
+from rlinf_vl.transport.sender import Offer
 from rlinf_vl.types import GroupSummary
 
 log = logging.getLogger(__name__)
@@ -163,23 +164,22 @@ class RolloutPool:
 
     def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Have every worker take weights from the object store, and every replacement."""
-        self.settle(self.take_weights("object_store", list(buckets), version, lambda: buckets))
+        self.settle(self.take_weights("object_store", [ray.put(Offer(list(buckets)))], version, lambda: buckets))
 
     def take_weights(
-        self, strategy: str, labels: Sequence[Any], version: int, spare: Callable[[], Sequence[ray.ObjectRef]]
+        self, strategy: str, offers: Sequence[ray.ObjectRef], version: int, spare: Callable[[], Sequence[ray.ObjectRef]]
     ) -> list[ray.ObjectRef]:
-        """Have every worker take the weights that were offered; returns references to wait for. When a worker is replaced, `spare`
-        gives the same weights as buckets in the object store."""
+        """Have every worker take the weights that the ranks offer, or will; returns references to wait for. When a worker is
+        replaced, `spare` gives the same weights as buckets in the object store."""
         self._supervisor.weights = (spare, version)
-        return [worker.take_weights.remote(strategy, labels, version) for worker in self.workers]
+        return [worker.take_weights.remote(strategy, offers, version) for worker in self.workers]
 
-    def settle(self, taken: Sequence[ray.ObjectRef]) -> None:
-        """Wait for what `take_weights` began. A worker that dies or hangs meanwhile is replaced by one with the spare weights."""
+    def settle(self, taken: Sequence[ray.ObjectRef]) -> list[float | None]:
+        """Wait for what `take_weights` began; the seconds for which each engine was written. A worker that dies or hangs meanwhile
+        is replaced by one with the spare weights (None)."""
         slots = zip(self._supervisor.slots, taken, strict=True)
-        for settled in [
-            self._supervisor.settle(slot.number, slot.worker, answer(reference)) for slot, reference in slots
-        ]:
-            settled.result()
+        settled = [self._supervisor.settle(slot.number, slot.worker, answer(reference)) for slot, reference in slots]
+        return [future.result() for future in settled]
 
     def release_tags(self) -> tuple[str, ...]:
         """What engines give back while a trainer needs their GPUs (`rlinf_vl.engines.base.release_tags`)."""

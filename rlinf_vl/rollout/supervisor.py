@@ -147,11 +147,12 @@ class Supervisor(Generic[W]):
         return self._run(call(self.slots[number]))
 
     def settle(self, number: int, worker: W, answer: Awaitable[Any]) -> Future:
-        """Wait until a worker has taken weights that it was offered, or until its replacement has the current ones."""
+        """Wait until a worker has taken weights that it was offered, and return its answer; or until its replacement has the
+        current ones."""
 
-        async def settle(slot: _Slot[W]) -> None:
+        async def settle(slot: _Slot[W]) -> Any:
             try:
-                await self._owed(slot, answer)
+                return await self._owed(slot, answer)
             except WorkerDied as death:
                 self._replace(slot, worker, "during a weight sync", str(death))
                 await asyncio.shield(self._revive(slot))
@@ -247,7 +248,8 @@ class Supervisor(Generic[W]):
                     slot.worker.watch()
                     if self.weights is not None:
                         buckets, version = self.weights
-                        await self._owed(slot, slot.worker.call("load_weights", buckets(), version))
+                        held = await asyncio.to_thread(buckets)  # which may wait for ranks that train
+                        await self._owed(slot, slot.worker.call("load_weights", held, version))
                     break
                 except WorkerDied as death:
                     if first and death.in_constructor:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -171,21 +172,27 @@ class RolloutRank:
         self.store.release(group_ids)
 
     async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
-        await self.take_weights("object_store", buckets, version)
+        await self._load("object_store", await asyncio.gather(*buckets), version)
 
     async def join_weight_group(self, group: WeightGroup) -> None:
         await asyncio.to_thread(self.engine.join_weight_group, group)
 
-    async def take_weights(self, strategy: str, labels: Sequence[Any], version: int) -> None:
-        """Take the weights of these labels, as `version`: the receiving side of each strategy (`rlinf_vl.transport`).
+    async def take_weights(self, strategy: str, offers: Sequence[ray.ObjectRef], version: int) -> float:
+        """Take the weights that all ranks offer, or will, as `version`: the receiving side of each strategy (`rlinf_vl.transport`).
+        Returns the seconds for which the engine was written.
 
         Raises:
             WeightsDiffer: a label has a fingerprint, and what came, or what the engine then holds, has another.
         """
+        labels = [label for offer in await asyncio.gather(*offers) for label in offer.labels]
         if strategy == "object_store":
             labels = await asyncio.gather(*labels)  # buckets: views of the object store, not copies
         elif strategy == "shared_memory":
             labels = shared_memory.at(shared_memory.place_of(self.device), labels)
+        return await self._load(strategy, labels, version)
+
+    async def _load(self, strategy: str, labels: Sequence[Any], version: int) -> float:
+        start = time.perf_counter()
         with span("take weights", version=version):
             if strategy == "broadcast":
                 await asyncio.to_thread(self.engine.load_broadcast, labels, version)
@@ -193,6 +200,7 @@ class RolloutRank:
                 await asyncio.to_thread(self.engine.load_weights, received(strategy, labels), version)
         if self.device == "cuda":
             torch.cuda.synchronize()  # copied, so the sender may take its memory back
+        seconds = time.perf_counter() - start
         for label in labels:
             if label.fingerprint is not None:
                 found = await asyncio.to_thread(self.engine.fingerprint, label.names)
@@ -201,6 +209,7 @@ class RolloutRank:
         if self.device == "cuda":  # this process has copied buckets for SGLang's, and shares its GPU with a rank
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
+        return seconds
 
     async def release_tags(self) -> tuple[str, ...]:
         """What this engine releases while the trainer needs its GPU. On the CPU, where nothing is freed, everything: so that a

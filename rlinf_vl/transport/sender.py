@@ -2,7 +2,7 @@
 
 A sync is three steps, the same for every strategy: the ranks *offer*, all together, and make the labels of the buckets, which
 every rollout worker is given; while the workers receive what the labels name, the ranks *deliver*; when all workers have the
-weights, the ranks *release* the memory that only this needed.
+weights, the ranks *release* the memory that only this needed. The controller queues all of it at once.
 
 | strategy | an offer is | delivery is | received by |
 |---|---|---|---|
@@ -11,7 +11,8 @@ weights, the ranks *release* the memory that only this needed.
 | shared_memory | handles of memory on the same GPU (on the CPU: of the same node) | – (on the CPU, filling it) | opening them |
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,33 @@ import ray
 import torch
 
 from rlinf_vl.transport.buckets import Label, group_by_size, pack
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One rank's part of a sync.
+
+    Attributes:
+        labels: of its buckets.
+        sent: bytes that an engine takes of this rank; `whole`: as many if nothing were left out.
+        seconds: that the rank took to make it.
+    """
+
+    labels: list[Any]
+    sent: int = 0
+    whole: int = 0
+    seconds: float = 0.0
+
+    @staticmethod
+    def metrics(offers: Sequence["Offer"], load_seconds: Sequence[float]) -> dict[str, float]:
+        """Of a sync: the offers of all ranks, and the seconds for which each engine was being written."""
+        sent, whole = sum(offer.sent for offer in offers), sum(offer.whole for offer in offers)
+        return {
+            "sync/bytes": sent,
+            "sync/bytes_share": sent / max(1, whole),
+            "sync/offer_seconds": max(offer.seconds for offer in offers),
+            "sync/load_seconds": max(load_seconds, default=0.0),
+        }
 
 
 @dataclass
@@ -38,10 +66,18 @@ class Sender:
     bucket_bytes: int
     sent: list[tuple[Label, torch.Tensor]] = field(default_factory=list, init=False)
 
-    def offer(self, check: bool) -> list[Any]:
-        """This rank's labels. Collective. `check`: with fingerprints, for the receivers to compare."""
+    def offer(self, check: bool) -> Offer:
+        """This rank's part of the sync. Collective. `check`: with fingerprints, for the receivers to compare."""
+        start = time.perf_counter()
+        labels, whole = self.make_labels(check)
+        size = whole if self.rank == 0 else 0  # what any other rank offers is the same, for other engines
+        return Offer(labels, size, size, time.perf_counter() - start)
+
+    def make_labels(self, check: bool) -> tuple[list[Any], int]:
+        """This rank's labels, and the bytes of all weights. Collective."""
         weights = self.gather(self.device if check else "meta")
-        return [Label.of(bucket, check) for bucket in group_by_size(weights, self.bucket_bytes)]
+        labels = [Label.of(bucket, check) for bucket in group_by_size(weights, self.bucket_bytes)]
+        return labels, sum(label.nbytes for label in labels)
 
     def deliver(self) -> None:
         """Send what was offered, while the workers receive it. Collective."""
@@ -74,14 +110,16 @@ class ObjectStoreSender(Sender):
 
     _stored: list[ray.ObjectRef]
 
-    def offer(self, check: bool) -> list[ray.ObjectRef]:
-        weights = iter(self.gather("cpu"))
+    def make_labels(self, check: bool) -> tuple[list[ray.ObjectRef], int]:
+        weights, size = iter(self.gather("cpu")), 0
         self._stored = []  # the last ones go before new ones come
         if self.rank == 0:
-            self._stored = [ray.put(bucket) for bucket in pack(weights, self.bucket_bytes, check)]
+            for bucket in pack(weights, self.bucket_bytes, check):
+                size += bucket.nbytes
+                self._stored.append(ray.put(bucket))
         for _ in weights:  # every rank takes part in gathering
             pass
-        return self._stored
+        return self._stored, size
 
     def spare(self) -> list[ray.ObjectRef]:
         return self._stored

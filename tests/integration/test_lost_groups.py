@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 def weights_of(learner) -> dict[str, bytes]:
     (offered,) = learner.call("sender.offer", False)
-    found = {name: value.numpy().tobytes() for ref in offered for name, value in unpack(ray.get(ref)).items()}
+    found = {name: value.numpy().tobytes() for ref in offered.labels for name, value in unpack(ray.get(ref)).items()}
     learner.call("sender.release")
     return found
 

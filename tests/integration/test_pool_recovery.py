@@ -16,6 +16,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.transport import pack
+from rlinf_vl.transport.sender import Offer
 
 pytestmark = pytest.mark.integration
 
@@ -99,7 +100,7 @@ def test_a_worker_that_dies_in_a_weight_sync_is_replaced_and_so_is_its_replaceme
         return buckets
 
     os.kill(pid_of(pool, 1), signal.SIGKILL)
-    pool.settle(pool.take_weights("object_store", buckets, 40, spare))
+    pool.settle(pool.take_weights("object_store", [ray.put(Offer(buckets))], 40, spare))
     assert (pool.restarts, asked) == (before + 2, [0, 1])
     assert {summary.min_version for summary, _ in pool.submit(tasks(6)).results()} == {40}
 

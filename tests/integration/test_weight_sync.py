@@ -12,6 +12,7 @@ import torch
 from rlinf_vl.config import load_config
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.transport import pack
+from rlinf_vl.transport.sender import Offer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 STRATEGIES = ["object_store", "broadcast", "shared_memory"]
@@ -119,7 +120,9 @@ def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_f
     sync, _, pool = synced
     old, new, _ = models
     assert_sampled_from(pool, old, toy_folder, 0)
-    sync(version=3)  # with fingerprints
+    metrics = sync(version=3)  # with fingerprints
+    assert metrics["sync/bytes"] == sum(p.nbytes for p in new.parameters()) and metrics["sync/bytes_share"] == 1
+    assert metrics["sync/load_seconds"] > 0 and metrics["sync/offer_seconds"] > 0
     assert_sampled_from(pool, new, toy_folder, 3)
     sync(version=4)  # without
     assert_sampled_from(pool, new, toy_folder, 4)
@@ -139,19 +142,18 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
     """A fingerprint that is not that of what arrives: the error names the weights, and nothing waits for anything."""
     from dataclasses import replace
 
-    sync, actors, _ = synced
-    call = actors.call
+    sync, _, pool = synced
+    take = pool.take_weights
 
-    def wrong(method, *arguments):
-        answers = call(method, *arguments)
-        if method != "sender.offer":
-            return answers
-        labels = sum(answers, [])
-        if sync.strategy == "object_store":
-            return [[ray.put(replace(b, fingerprint=b.fingerprint ^ 1)) for b in ray.get(labels)]]
-        return [[replace(label, fingerprint=label.fingerprint ^ 1) for label in labels]]
+    def wrong(strategy, offers, version, spare):
+        labels = [label for offer in ray.get(offers) for label in offer.labels]
+        if strategy == "object_store":
+            labels = [ray.put(replace(b, fingerprint=b.fingerprint ^ 1)) for b in ray.get(labels)]
+        else:
+            labels = [replace(label, fingerprint=label.fingerprint ^ 1) for label in labels]
+        return take(strategy, [ray.put(Offer(labels))], version, spare)
 
-    monkeypatch.setattr(actors, "call", wrong)
+    monkeypatch.setattr(pool, "take_weights", wrong)
     with pytest.raises(
         ray.exceptions.RayTaskError, match="(?s)WeightsDiffer: weights .* are not those the trainer sent"
     ):
@@ -164,13 +166,13 @@ def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
     from rlinf_vl.transport import shared_memory
 
     _, actors, _ = synced
-    first = sum(actors.call("sender.offer", True), [])
+    first = [label for offer in actors.call("sender.offer", True) for label in offer.labels]
     assert len(first) > 3
     assert len({label.place for label in first}) == 1  # one node, so one of the two ranks offers
     actors.call("sender.deliver")
     values = {name: value.clone() for weights in shared_memory.opened(first) for name, value in weights.items()}
     actors.call("sender.release")
-    second = sum(actors.call("sender.offer", False), [])
+    second = [label for offer in actors.call("sender.offer", False) for label in offer.labels]
     assert [label.where for label in second] == [label.where for label in first]
     with monkeypatch.context() as m:
         m.setattr(shared_memory, "TIMEOUT", 0.2)

@@ -212,9 +212,10 @@ class FakeRun:
         self.progress = RunProgress(StatusFile(run_dir), console=Console(file=io.StringIO()))
         self.log = RunLog(self.config, run_dir, "", self.progress)
 
-    def sync(self, version: int) -> None:
+    def sync(self, version: int) -> dict[str, float]:
         self.pool.weight = self.learner.weight
         self.pool.versions.append(version)
+        return {"sync/bytes": 8}
 
     def train(self) -> dict[str, float]:
         gpu = SharedGpu(self.pool, shared=False, offload=False)

@@ -34,6 +34,7 @@ class FakeSync:
         self.pool.weight = self.learner.weight
         self.pool.versions.append(version)
         self.busy = False
+        return {}
 
 
 class Started:

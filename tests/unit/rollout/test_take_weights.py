@@ -9,6 +9,7 @@ from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.worker import RolloutRank
 from rlinf_vl.transport import pack
 from rlinf_vl.transport.buckets import WeightsDiffer, fingerprint
+from rlinf_vl.transport.sender import Offer
 
 
 class Holder:
@@ -36,7 +37,9 @@ def take(engine, weights, check=True, device="cpu"):
         for bucket in pack(weights.items(), 40, check=check):
             labels.append(asyncio.get_running_loop().create_future())
             labels[-1].set_result(bucket)
-        await rank.take_weights("object_store", labels, 5)
+        offer = asyncio.get_running_loop().create_future()
+        offer.set_result(Offer(labels))
+        assert await rank.take_weights("object_store", [offer], 5) >= 0
 
     asyncio.run(run())
 
