@@ -306,9 +306,10 @@ def save(state: RunState, learner: Learner, run_dir: Path, keep_last: int, log: 
     """Write a checkpoint. If that fails, training goes on without it; only the last one of a run must not fail."""
     content = asdict(replace(state, metrics=state.metrics | log.timings))
     try:
+        log.flush()  # what is resumed from here has the lines of its steps
         with log.timed("checkpoint"):
             folder = save_checkpoint(run_dir, state.step, learner.save, content, keep_last)
-    except CheckpointFailed as error:
+    except (CheckpointFailed, OSError) as error:
         log.event("checkpoint_failed", str(error))
         if last:
             raise

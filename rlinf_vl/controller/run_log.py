@@ -21,6 +21,9 @@ from rlinf_vl.types import GroupSummary
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that a full disk has, at the end of a run, to take its last lines.
+CLOSE_S = 30.0
+
 
 class RunLog:
     """`open` it at a step, then per step: `begin_step`, any number of `timed` and `event`, `end_step`."""
@@ -37,9 +40,20 @@ class RunLog:
         self._run_dir = run_dir
         self._events = EventLog(run_dir)
         self._trackers = Trackers({})  # none before `open`
+        self._opened = False
         self._shown_workers: tuple[int, int] | None = None
 
     def close(self) -> None:
+        deadline = time.monotonic() + CLOSE_S
+        while True:
+            try:
+                self.flush()
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    logger.error("the last lines of %s are lost: %s", self._run_dir, error)
+                    break
+                time.sleep(1)
         self._trackers.close()
         flush_spans()
         if happened := self._events.summary():
@@ -68,6 +82,13 @@ class RunLog:
         if metrics and self.last_step != step:
             self._trackers.log(step, metrics)
         self.progress.begin(total_steps, step)
+        self._opened = True
+
+    def flush(self) -> None:
+        """Write the lines of ledger and metrics that the disk has refused; OSError if it still does."""
+        self._trackers.flush()
+        if self._opened:
+            self.ledger.flush()
 
     @property
     def last_step(self) -> int | None:

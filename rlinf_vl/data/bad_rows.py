@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlinf_vl.data.unusable import BadRow, shorten
 from rlinf_vl.errors import RunError
-from rlinf_vl.runtime.files import append_lines, keep_lines
+from rlinf_vl.runtime.files import LineFile, read_lines
 from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
 
 FILE = "bad_rows.jsonl"
@@ -96,16 +96,21 @@ class BadRows:
         self._max_fraction = max_fraction
         self._totals = dict(totals)
         self._rows: dict[str, dict[str, BadRow]] = {split: {} for split in totals}
-        for row in keep_lines(self.path, lambda row: row.get("step", 0) > 0 and row.get("split") in self._rows):
+        self._file = LineFile(self.path, durable=True)
+        known = read_lines(self.path)[0] if self.path.exists() else []
+        known = [row for row in known if row.get("step", 0) > 0 and row.get("split") in self._rows]
+        if self.path.exists():
+            self._file.keep(known)
+        for row in known:
             self._rows[row["split"]][row["id"]] = BadRow(row["kind"], row["id"], row["reason"])
 
     def add(self, split: str, rows: Iterable[BadRow], step: int = 0) -> None:
-        """Record rows found at `step` (0: before training), on the disk when this returns. A known row keeps its first reason."""
+        """Record rows found at `step` (0: before training), on the disk when this returns unless that is full. A known row keeps its
+        first reason."""
         new = {row.id: row for row in rows if row.id not in self._rows[split]}
         self._rows[split] |= new
         if new:
-            lines = ({"step": step, "split": split, **asdict(row)} for row in new.values())
-            append_lines(self.path, *lines, durable=True)
+            self._file.append(*({"step": step, "split": split, **asdict(row)} for row in new.values()))
 
     def add_failed(self, split: str, summaries: Sequence[GroupSummary], step: int) -> None:
         """Record the rows of groups that have an error, "kind: reason", of the row's own."""

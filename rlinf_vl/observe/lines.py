@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlinf_vl.runtime.files import append_lines, read_lines, write_aside
+from rlinf_vl.runtime.files import LineFile, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -24,21 +24,24 @@ class StepLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = read_lines(self.path)[0] if self.path.exists() else []
         by_step = {row["step"]: row for row in rows if type(row.get("step")) is int and row["step"] <= resume_step}
-        with write_aside(self.path) as aside:
-            aside.touch()
-            append_lines(aside, *(by_step[step] for step in sorted(by_step)))
+        self._file = LineFile(self.path)
+        self._file.keep([by_step[step] for step in sorted(by_step)])
         self.last_step: int | None = max(by_step, default=None)
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one step's line.
+        """Write one step's line, now or once the disk takes it again.
 
         Raises:
             ValueError: the step is not after the last one, or a value is NaN or infinite.
         """
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(f"{self.path}: step {step} logged after step {self.last_step}")
-        append_lines(self.path, {"step": step, **values})
+        self._file.append({"step": step, **values})
         self.last_step = step
+
+    def flush(self) -> None:
+        """Write what the disk has refused so far; OSError if it still does."""
+        self._file.flush()
 
 
 class EventLog:
@@ -46,17 +49,14 @@ class EventLog:
     Resuming drops nothing here: a step that is trained again after a crash has its events twice."""
 
     def __init__(self, run_dir: str | Path) -> None:
-        self._path = Path(run_dir) / "events.jsonl"
+        self._file = LineFile(Path(run_dir) / "events.jsonl")
         self._counts: Counter[str] = Counter()
 
     def add(self, step: int, kind: str, message: str, level: int = logging.WARNING) -> None:
         """Log an event at `level` and write it down; `summary` counts events by `kind`."""
         logger.log(level, "step %d: %s", step, message)
         self._counts[kind] += 1
-        try:
-            append_lines(self._path, {"time": round(time.time(), 3), "step": step, "kind": kind, "message": message})
-        except OSError as error:  # the disk may be full, which may be the event itself
-            logger.warning("%s: %s", self._path, error)
+        self._file.append({"time": round(time.time(), 3), "step": step, "kind": kind, "message": message})
 
     def count(self, kind: str) -> int:
         """How often this has happened in this process."""

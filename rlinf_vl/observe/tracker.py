@@ -6,10 +6,13 @@ The controller logs scalars, the recorder's process samples: it joins the run th
 import importlib
 import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +24,10 @@ from rlinf_vl.observe.samples import FACTS, TEXTS, Sample, choose_samples, code_
 
 logger = logging.getLogger(__name__)
 
+#: Calls that a tracker may be behind; further ones are not made.
+MOST_CALLS = 1000
+#: Seconds that trackers have, at the end of a run, for what they have not shown yet.
+CLOSE_S = 60.0
 WANDB_ID = "wandb_id"
 """File in the run's folder: the id of its wandb run."""
 
@@ -51,9 +58,13 @@ class TensorBoardTracker:
         return self._writer
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._at(step).add_scalar(name, float(value), step)
-        self._at(step).flush()
+        try:
+            for name, value in metrics.items():
+                self._at(step).add_scalar(name, float(value), step)
+            self._at(step).flush()
+        except OSError:  # the disk was full: this writer writes no more
+            self._writer, self._first_step = None, None
+            raise
 
     def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
         for i, sample in enumerate(samples):
@@ -184,18 +195,59 @@ def _import_backend(name: str) -> Any:
         ) from error
 
 
+class _Lane:
+    """A tracker in a thread of its own, opened and called there in turn: one that hangs holds up nobody."""
+
+    def __init__(self, name: str, opener: Callable[[], Tracker]) -> None:
+        self._name, self._opener = name, opener
+        self._calls: Queue[tuple[str, tuple[Any, ...]]] = Queue(MOST_CALLS)
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def call(self, method: str, *args: Any) -> None:
+        try:
+            self._calls.put_nowait((method, args))
+        except Full:
+            self._warn(f"is {MOST_CALLS} calls behind; steps are missing there")
+
+    def close(self, deadline: float) -> None:
+        self.call("close")
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._warn(f"has not ended within {CLOSE_S:g} s; what it has not shown by now is lost there")
+
+    def _run(self) -> None:
+        tracker, dead, method = None, False, ""
+        while method != "close":
+            method, args = self._calls.get()
+            try:
+                if tracker is None and not dead and method != "close":
+                    tracker = self._opener()
+                if tracker is not None and method != "open":
+                    getattr(tracker, method)(*args)
+            except Exception as error:
+                dead = tracker is None
+                about = "could not start" if dead else "failed"
+                self._warn(f"{about} ({error!r}); training goes on without it")
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            logger.warning("tracker %s %s", self._name, what)
+        self._warned = True
+
+
 class Trackers:
-    """Several trackers by name, and metrics.jsonl, which alone may stop training: a tracker that fails warns once.
+    """Several trackers by name, and metrics.jsonl. A tracker that fails, hangs or is slow warns once, and never holds up training:
+    each is called in a thread of its own.
 
     Args:
-        openers: each tracker is opened when something is first logged, or by `open`.
+        openers: each tracker is opened when something is first logged, or by `open`. One that can't be is left alone.
         metrics: metrics.jsonl; None where only samples are logged.
     """
 
     def __init__(self, openers: Mapping[str, Callable[[], Tracker]], metrics: StepLines | None = None) -> None:
-        self._openers = dict(openers)
-        self._open: dict[str, Tracker] = {}
-        self._warned: set[str] = set()
+        self._lanes = [_Lane(name, opener) for name, opener in openers.items()]
         self._metrics = metrics
 
     @property
@@ -205,6 +257,11 @@ class Trackers:
 
     def open(self) -> None:
         self._call("open")
+
+    def flush(self) -> None:
+        """Write the lines of metrics.jsonl that the disk has refused; OSError if it still does."""
+        if self._metrics:
+            self._metrics.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the scalars of a step. metrics.jsonl gets them sorted; NaN and infinities are null there.
@@ -221,26 +278,20 @@ class Trackers:
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log some of these rows, which have the keys split, images (encoded bytes) and those in `FACTS` and `TEXTS`."""
-        for split in dict.fromkeys(row["split"] for row in rows) if self._openers else ():
+        for split in dict.fromkeys(row["split"] for row in rows) if self._lanes else ():
             samples = choose_samples([row for row in rows if row["split"] == split])
             self._call("log_samples", step, split, samples)
 
     def close(self) -> None:
-        self._call("close")
+        """Wait until the trackers have shown everything, for `CLOSE_S` seconds at most."""
+        deadline = time.monotonic() + CLOSE_S
+        for lane in self._lanes:
+            lane.close(deadline)
+        self._lanes = []
 
     def _call(self, method: str, *args: Any) -> None:
-        """Call every tracker, opened first if it is not; one that could not start is left alone from then on."""
-        for name, opener in self._openers.items():
-            try:
-                if name not in self._open and name not in self._warned and method != "close":
-                    self._open[name] = opener()
-                if name in self._open and method != "open":
-                    getattr(self._open[name], method)(*args)
-            except Exception as error:
-                if name not in self._warned:
-                    self._warned.add(name)
-                    about = "failed" if name in self._open else "could not start"
-                    logger.warning("tracker %s %s (%r); training goes on without it", name, about, error)
+        for lane in self._lanes:
+            lane.call(method, *args)
 
 
 def make_trackers(

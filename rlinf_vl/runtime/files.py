@@ -1,12 +1,15 @@
 """Files that a crash leaves whole: written aside and renamed into place, or appended to as lines of JSON."""
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -54,16 +57,73 @@ def append_lines(path: Path, *rows: Mapping[str, Any], durable: bool = False) ->
 
     Raises:
         ValueError: a value is NaN or infinite, which JSON has no word for.
+        OSError: the disk takes no more; the file is as it was.
     """
-    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-    with path.open("ab+") as file:
-        if file.tell():
+    _append(path, [_line(row) for row in rows], durable)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _append(path: Path, lines: Sequence[str], durable: bool) -> None:
+    text = "".join(lines)
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else "\n" + text
-        file.write(text.encode())
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
+        rest = memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            if durable:
+                os.fsync(file.fileno())
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+class LineFile:
+    """A file of JSON lines whose writer goes on while the disk is full or away: lines that can't be written are kept, and
+    written before the next ones. The first of each such time is a warning."""
+
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        """`durable`: lines are on the disk when `append` returns, or kept."""
+        self.path = path
+        self._durable = durable
+        self._kept: list[str] = []
+        self._replaces = False  # the file's content is to be replaced by the lines that are kept
+        self._failed = False  # the last time
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """As `append_lines`, without OSError."""
+        self._kept += [_line(row) for row in rows]
+        self._try(f"{len(self._kept)} line(s) are kept until it can")
+
+    def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Make these the only rows of the file, which may not be there."""
+        self._kept, self._replaces = [_line(row) for row in rows], True
+        self._try("lines that are to go are still there")
+
+    def flush(self) -> None:
+        """Write what is kept; OSError if it can't be written."""
+        if self._replaces:
+            with write_aside(self.path) as aside:
+                _append(aside, self._kept, self._durable)
+        elif self._kept:
+            _append(self.path, self._kept, self._durable)
+        self._kept, self._replaces = [], False
+
+    def _try(self, meanwhile: str) -> None:
+        try:
+            self.flush()
+        except OSError as error:
+            if not self._failed:
+                log.warning("%s can't be written (%s); %s", self.path, error.strerror or error, meanwhile)
+            self._failed = True
+        else:
+            self._failed = False
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -82,17 +142,6 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             torn += 1
     return rows, torn
-
-
-def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rewrite a file of JSON lines with the rows that are wanted, and return them; torn lines go. No file: no rows."""
-    if not path.exists():
-        return []
-    rows = [row for row in read_lines(path)[0] if wanted(row)]
-    with write_aside(path) as aside:
-        aside.touch()
-        append_lines(aside, *rows)
-    return rows
 
 
 def _beside(path: Path) -> tuple[Path, Path]:

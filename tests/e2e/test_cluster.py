@@ -1,129 +1,33 @@
 """Two hosts on one machine, network namespaces joined by a cable: the cluster's scripts, and a run across both."""
 
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
+from hosts import POSSIBLE, ROOT, finish, hosts_with, script
 from whole_run import FIXED_METRICS, rows_of
 
-ROOT = Path(__file__).resolve().parents[2]
 PORT = 6379
-OURS = (  # settings of the scripts that this session's environment must not bring in
-    "RANK", "WORLD_SIZE", "MASTER_ADDR", "RAY_HEAD_FILE", "RAY_PORT", "RAY_INTERFACE", "RAY_NODE_IP", "RAY_ADDRESS",
-    "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
-)  # fmt: skip
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root, and ip of iproute2"),
+    pytest.mark.skipif(not POSSIBLE, reason="needs root, and ip of iproute2"),
 ]
-
-
-@dataclass(frozen=True)
-class Host:
-    """A network namespace with one address, a Ray folder and a home of its own."""
-
-    rank: int
-    namespace: str
-    interface: str
-    ip: str
-    folder: Path
-
-    def popen(self, *command: str, **settings: str) -> subprocess.Popen:
-        environment = {name: value for name, value in os.environ.items() if name not in OURS}
-        environment |= {"RLINF_VL_PYTHON": sys.executable, "RAY_WAIT_TIMEOUT": "60"}
-        environment |= {"RAY_TMPDIR": str(self.folder), "RANK": str(self.rank), "WORLD_SIZE": "2", **settings}
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def run(self, *command: str, expect: int = 0, within: float = 100, **settings: str) -> str:
-        """What a command says, whose exit code must be `expect`."""
-        return finish(self.popen(*command, **settings), expect, within)
-
-    def start(self, **settings: str) -> str:
-        return self.run(*self.starting(), **settings)
-
-    def starting(self) -> list[str]:
-        cpus = 2 - self.rank  # room for both actor ranks on the head, for the rollout worker on the other
-        return script("start_ray.sh", f"--num-cpus={cpus}", "--num-gpus=1", "--object-store-memory=200000000")
-
-    def processes(self) -> list[psutil.Process]:
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
-        return [psutil.Process(int(pid)) for pid in listed.stdout.split() if psutil.pid_exists(int(pid))]
-
-    def actors(self) -> set[tuple[str, int]]:
-        """Class and process id of the Ray actors that run here."""
-        found = set()
-        for process in self.processes():
-            try:
-                found.add((process.cmdline()[0].partition("ray::")[2].partition(".")[0], process.pid))
-            except (psutil.Error, IndexError):
-                continue
-        return {(name, pid) for name, pid in found if name in ("ActorRank", "RolloutRank")}
-
-
-def script(name: str, *arguments: str) -> list[str]:
-    return ["bash", str(ROOT / "ray_utils" / name), *arguments]
-
-
-def finish(process: subprocess.Popen, expect: int = 0, within: float = 100) -> str:
-    try:
-        output, _ = process.communicate(timeout=within)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    assert process.returncode == expect, output
-    return output
 
 
 @pytest.fixture(scope="module")
 def hosts():
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-    here = os.getpid() % 10**6
-    folder = Path(tempfile.mkdtemp(prefix="rc"))  # short: the paths of sockets are bounded
-    both = [
-        Host(0, f"rlinf{here}a", f"rv{here}a", "10.213.7.1", folder / "a"),
-        Host(1, f"rlinf{here}b", f"rv{here}b", "10.213.7.2", folder / "b"),
-    ]
+    """Room for both actor ranks on the head, for the rollout worker on the other."""
     try:
-        try:
-            for host in both:
-                host.folder.mkdir()
-                ip("netns", "add", host.namespace)
-            a, b = both
-            ip("link", "add", a.interface, "netns", a.namespace, "type", "veth",
-               "peer", "name", b.interface, "netns", b.namespace)  # fmt: skip
-            for host in both:
-                ip("-n", host.namespace, "addr", "add", f"{host.ip}/24", "dev", host.interface)
-                for interface in ("lo", host.interface):
-                    ip("-n", host.namespace, "link", "set", interface, "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-        yield both
-    finally:
-        for host in both:
-            if host.namespace in os.listdir("/run/netns"):
-                for process in host.processes():
-                    process.kill()
-                ip("netns", "del", host.namespace)
-        shutil.rmtree(folder)
+        with hosts_with([2, 1]) as both:
+            yield both
+    except OSError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

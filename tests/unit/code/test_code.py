@@ -180,6 +180,7 @@ def test_a_tracker_and_a_family_of_ones_own(tmp_path):
     (tmp_path / "own.py").unlink()
     trackers = make_trackers(tmp_path, backends, project_name="p", experiment_name="e", config={}, files=files)
     trackers.log(3, {"reward/mean": 0.5})
+    trackers.close()
     assert (tmp_path / "lines.txt").read_text() == "3 ['reward/mean']"
     family = family_of(config.rollout.model.model_type, files=files)
     assert isinstance(family, Family) and family.model_type == "mine"

@@ -1,10 +1,12 @@
 """Trackers, with the files they really write."""
 
+import itertools
 import json
 import logging
 import math
 import shutil
 import sys
+import threading
 import types
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlinf_vl.config import config_keys
+from rlinf_vl.observe import tracker as tracker_module
 from rlinf_vl.observe.lines import StepLines
 from rlinf_vl.observe.tracker import OPENERS, TensorBoardTracker, TrackedRun, Trackers, make_trackers, open_wandb
 
@@ -124,11 +127,44 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path, caplog):
     ]
 
 
-def test_a_failing_jsonl_does_stop_training(tmp_path):
+def test_a_tracker_that_hangs_holds_up_nobody(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(tracker_module, "MOST_CALLS", 10)
+    monkeypatch.setattr(tracker_module, "CLOSE_S", 0.1)
+    gate = threading.Event()
+    try:
+        trackers = Trackers({"stuck": gate.wait}, StepLines(tmp_path / "metrics.jsonl"))
+        for step in range(30):
+            trackers.log(step, {"x": 1.0})
+        trackers.close()
+    finally:
+        gate.set()
+    assert len(strict_lines(tmp_path / "metrics.jsonl")) == 30
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "tracker stuck is 10 calls behind; steps are missing there"
+    ]
+
+
+def test_tensorboard_goes_on_after_its_disk_was_full(tmp_path, monkeypatch):
+    # TensorBoard knows a newer file by the second in its name
+    seconds = itertools.count(1_800_000_000.0)
+    clock = types.SimpleNamespace(time=lambda: next(seconds))
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log(1, {"x": 1.0})
+    monkeypatch.setattr(tracker._writer, "flush", lambda: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        tracker.log(2, {"x": 2.0})
+    tracker.log(3, {"x": 3.0})
+    tracker.close()
+    assert scalars(tmp_path, "x")[-1] == (3, 3.0) and (1, 1.0) in scalars(tmp_path, "x")
+
+
+def test_a_metrics_file_that_can_not_be_written_does_not_stop_training(tmp_path):
     trackers = Trackers({}, StepLines(tmp_path / "gone" / "metrics.jsonl"))
     shutil.rmtree(tmp_path / "gone")
+    trackers.log(1, {})
     with pytest.raises(FileNotFoundError):
-        trackers.log(1, {})
+        trackers.flush()
 
 
 def test_make_trackers_writes_the_run_folder(tmp_path):

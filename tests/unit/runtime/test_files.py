@@ -1,10 +1,13 @@
 """Files written aside, and files of JSON lines: whole after any crash."""
 
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rlinf_vl.runtime.files import append_lines, keep_lines, read_lines, recover, write_aside
+from rlinf_vl.runtime.files import LineFile, append_lines, read_lines, recover, write_aside
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -76,12 +79,51 @@ def test_nan_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_keep_lines(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    assert keep_lines(path, lambda row: True) == []
-    append_lines(path, {"step": 1}, {"step": 2})
-    path.write_bytes(path.read_bytes() + b'{"st')
-    assert keep_lines(path, lambda row: row["step"] < 2) == [{"step": 1}]
-    assert path.read_text() == '{"step": 1}\n'
-    assert keep_lines(path, lambda row: False) == []
-    assert path.read_text() == ""
+def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(small_disk: Path) -> None:
+    path = small_disk / "lines.jsonl"
+    append_lines(path, {"step": 1})
+    with pytest.raises(OSError, match="No space left"):
+        append_lines(path, {"step": 2}, {"step": 3, "text": "x" * 2**20})
+    assert read_lines(path) == ([{"step": 1}], 0)
+
+
+def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(small_disk: Path, caplog) -> None:
+    path, ballast = small_disk / "lines.jsonl", small_disk / "ballast"
+    lines = LineFile(path)
+    lines.append({"step": 1})
+    fill(ballast)
+    for step in (2, 3):
+        lines.append({"step": step, "text": "x" * 8000})
+    assert caplog.text.count("lines.jsonl can't be written (No space left on device); 1 line(s) are kept") == 1
+    with pytest.raises(OSError, match="No space left"):
+        lines.flush()
+    ballast.unlink()
+    lines.append({"step": 4})
+    assert [row["step"] for row in read_lines(path)[0]] == [1, 2, 3, 4]
+
+    fill(ballast)
+    lines.keep([{"step": 1, "text": "x" * 8000}])
+    lines.append({"step": 2})
+    assert [row["step"] for row in read_lines(path)[0]] == [1, 2, 3, 4]
+    ballast.unlink()
+    lines.flush()
+    assert [row["step"] for row in read_lines(path)[0]] == [1, 2]
+    assert [file.name for file in small_disk.iterdir()] == ["lines.jsonl"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 200 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", disk]
+    if os.geteuid() or subprocess.run(mounting, capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def fill(ballast: Path) -> None:
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))

@@ -1,0 +1,133 @@
+"""Hosts on one machine: network namespaces, each with its own address, Ray folder and processes, joined by a switch."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = (  # settings of the scripts that this session's environment must not bring in
+    "RANK", "WORLD_SIZE", "MASTER_ADDR", "RAY_HEAD_FILE", "RAY_PORT", "RAY_INTERFACE", "RAY_NODE_IP", "RAY_ADDRESS",
+    "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
+)  # fmt: skip
+#: Making hosts takes root, and `ip` of iproute2.
+POSSIBLE = os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace with one address, a Ray folder and a home of its own; `cpus` slots."""
+
+    rank: int
+    of: int  #: hosts
+    namespace: str
+    interface: str
+    ip: str
+    folder: Path
+    cpus: int
+
+    def popen(self, *command: str, output: int = subprocess.PIPE, **settings: str) -> subprocess.Popen:
+        environment = {name: value for name, value in os.environ.items() if name not in OURS}
+        environment |= {"RLINF_VL_PYTHON": sys.executable, "RAY_WAIT_TIMEOUT": "60"}
+        environment |= {"RAY_TMPDIR": str(self.folder), "RANK": str(self.rank), "WORLD_SIZE": str(self.of), **settings}
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *command: str, expect: int = 0, within: float = 100, **settings: str) -> str:
+        """What a command says, whose exit code must be `expect`."""
+        return finish(self.popen(*command, **settings), expect, within)
+
+    def start(self, **settings: str) -> str:
+        return self.run(*self.starting(), **settings)
+
+    def starting(self) -> list[str]:
+        return script("start_ray.sh", f"--num-cpus={self.cpus}", "--num-gpus=1", "--object-store-memory=200000000")
+
+    def processes(self) -> list[psutil.Process]:
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
+        return [psutil.Process(int(pid)) for pid in listed.stdout.split() if psutil.pid_exists(int(pid))]
+
+    def actors(self) -> set[tuple[str, int]]:
+        """Class and process id of the Ray actors that run here."""
+        found = set()
+        for process in self.processes():
+            try:
+                found.add((process.cmdline()[0].partition("ray::")[2].partition(".")[0], process.pid))
+            except (psutil.Error, IndexError):
+                continue
+        return {(name, pid) for name, pid in found if name in ("ActorRank", "RolloutRank")}
+
+    def plug(self, *, in_: bool) -> None:
+        """Pull this host's cable out of the switch, or put it back: packets are lost without a word to either end."""
+        _ip("link", "set", f"{self.interface}s", "up" if in_ else "down")
+
+
+def script(name: str, *arguments: str) -> list[str]:
+    return ["bash", str(ROOT / "ray_utils" / name), *arguments]
+
+
+def finish(process: subprocess.Popen, expect: int = 0, within: float = 100) -> str:
+    try:
+        output, _ = process.communicate(timeout=within)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == expect, output
+    return output
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def hosts_with(cpus: list[int], subnet: str = "10.213.7") -> Iterator[list[Host]]:
+    """Hosts with so many CPU slots each, joined by a switch; at the end their processes are killed.
+
+    Raises:
+        OSError: there can be no network namespaces here.
+    """
+    here = os.getpid() % 10**6
+    switch = f"rv{here}"
+    folder = Path(tempfile.mkdtemp(prefix="rc"))  # short: the paths of sockets are bounded
+    hosts = [
+        Host(i, len(cpus), f"rlinf{here}{c}", f"rv{here}{c}", f"{subnet}.{i + 1}", folder / c, cpus[i])
+        for i, c in enumerate("abcdef"[: len(cpus)])
+    ]
+    try:
+        try:
+            _ip("link", "add", switch, "type", "bridge")
+            _ip("link", "set", switch, "up")
+            for host in hosts:
+                host.folder.mkdir()
+                _ip("netns", "add", host.namespace)
+                _ip("link", "add", f"{host.interface}s", "type", "veth",
+                    "peer", "name", host.interface, "netns", host.namespace)  # fmt: skip
+                _ip("link", "set", f"{host.interface}s", "master", switch, "up")
+                _ip("-n", host.namespace, "addr", "add", f"{host.ip}/24", "dev", host.interface)
+                for interface in ("lo", host.interface):
+                    _ip("-n", host.namespace, "link", "set", interface, "up")
+        except subprocess.CalledProcessError as error:
+            raise OSError(f"no network namespaces here: {error.stderr.strip()}") from error
+        yield hosts
+    finally:
+        for host in hosts:
+            if host.namespace in os.listdir("/run/netns"):
+                for process in host.processes():
+                    process.kill()
+                _ip("netns", "del", host.namespace)
+        subprocess.run(["ip", "link", "del", switch], capture_output=True)
+        shutil.rmtree(folder)
