@@ -57,6 +57,7 @@ def row(tokens: int, vocabulary: int) -> MicroBatch:
         turns=np.zeros(len(sampled), np.int64),
         advantages=random.standard_normal(len(sampled)).astype(np.float32),
         rollout_logprobs=None,
+        versions=np.zeros(len(sampled), np.int32),
         columns={},
         images=tuple(f"image {i}" for i in range(images)),
         pixel_values=None,

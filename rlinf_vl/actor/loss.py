@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from rlinf_vl.actor.rejection import reject
 from rlinf_vl.actor.terms import Passes, extra_terms, guided_advantages
-from rlinf_vl.algorithms import aggregate, divergence, importance_weights, policy_loss
+from rlinf_vl.algorithms import aggregate, divergence, importance_weights, interpolated_logprobs, policy_loss
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.errors import RunError
 from rlinf_vl.models.transfer import on_device
@@ -23,6 +24,7 @@ def micro_batch_loss(
     algorithm: AlgorithmConfig,
     denominator: int,
     loss_code: Callable[..., torch.Tensor] | None = None,
+    version: int = 0,
 ) -> tuple[torch.Tensor, MetricSums]:
     """This micro-batch's share of the mini-batch loss (a scalar), and its part of the metrics.
 
@@ -32,6 +34,7 @@ def micro_batch_loss(
         passes: what further passes over the same tokens say, for `extra_terms`.
         denominator: the mini-batch's, a count over all its micro-batches and ranks.
         loss_code: what `algorithm.loss_type` names where that is code.
+        version: of the weights before the first optimizer step.
 
     Raises:
         RunError: that code fails.
@@ -47,19 +50,25 @@ def micro_batch_loss(
         # Sampled on another image than it is trained on: nothing to correct, and nothing to compare.
         corrupted = on_device(batch.corrupted, device)
         rollout, compared = torch.where(corrupted, old_logprobs, rollout), n - corrupted.sum()
-    ratio_base = rollout if algorithm.recompute_logprobs == "false" else old_logprobs
+    ratio_base = old_logprobs
+    if algorithm.old_policy != "start":
+        assert rollout is not None, "validation asks for rollout.return_logprobs"
+        ratio_base = rollout
+        if algorithm.old_policy == "interpolated":
+            staleness = (version - on_device(batch.versions, device)).clamp(min=0)
+            ratio_base = interpolated_logprobs(old_logprobs, rollout, staleness)
     weights, clip = None, algorithm.importance_sampling_clip
     if algorithm.importance_sampling_fix:
         assert rollout is not None, "validation asks for rollout.return_logprobs"
         level = algorithm.importance_sampling_level
-        weights = importance_weights(old_logprobs, rollout, mask, clip=clip, level=level, **segments)
-    assert ratio_base is not None, "validation asks for rollout.return_logprobs"
+        weights = importance_weights(ratio_base, rollout, mask, clip=clip, level=level, **segments)
+    kept, sums = reject(old_logprobs, rollout, mask, algorithm.rejection, **segments)
     try:
         per_token, stats = policy_loss(
             logprobs,
             ratio_base,
             guided_advantages(on_device(batch.advantages, device), ratio_base, passes, algorithm),
-            mask,
+            kept,
             clip_low=algorithm.clip_ratio_low,
             clip_high=algorithm.clip_ratio_high,
             clip_c=algorithm.clip_ratio_c,
@@ -73,18 +82,18 @@ def micro_batch_loss(
         if loss_code is None:
             raise
         raise RunError(f"algorithm.loss_type: {algorithm.loss_type} failed: {type(error).__name__}: {error}") from error
-    sums = MetricSums()
     for name, weight, values in extra_terms(logprobs, entropy, passes, algorithm):
         per_token = per_token + weight * values if weight else per_token
         sums.add(name, values.detach().sum(), n)
     assert algorithm.loss_agg_func is not None
     mode = algorithm.loss_agg_func.removesuffix("-norm")  # the constant length is in the denominator
-    loss = aggregate(per_token, mask, mode=mode, denominator=denominator, **segments)
+    loss = aggregate(per_token, kept, mode=mode, denominator=denominator, **segments)
     if not n:
         return loss, sums
+    trained = kept.sum()
     for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):
         if name in stats and (name != "dual_clip_fraction" or algorithm.clip_ratio_c is not None):
-            sums.add(f"actor/{name}", stats[name] * n, n)
+            sums.add(f"actor/{name}", stats[name] * trained, trained)
     if rollout is not None:
         difference = rollout - old_logprobs
         sums.add("actor/rollout_train_kl", difference.sum(), compared)

@@ -138,10 +138,12 @@ class Trainer:
         recorded: Collection[int] = (),
         kl_scale: float = 0.0,
         seed: int = 0,
+        version: int = 0,
     ) -> tuple[MetricSums, Logprobs]:
         """Train on this rank's mini-batches of `groups`, one optimizer step each. Returns its part of the metrics, and the old
         logprobs of what it has trained on of the groups `recorded`. `kl_scale`: how much of the KL from a token on to its
-        trajectory's end, as `reference_kl` has found it, is subtracted from the token's advantage. `seed` draws what PAPO hides."""
+        trajectory's end, as `reference_kl` has found it, is subtracted from the token's advantage. `seed` draws what PAPO hides.
+        `version`: of the weights as they are."""
         sums, seen = MetricSums(), dict[int, dict[int, torch.Tensor]]()
         with span("images"):
             self.batches.prepare(groups.values())
@@ -165,7 +167,7 @@ class Trainer:
                 logprobs = logprobs if candidates is None else logprobs[:, 0]
                 before = old[m][i] if old[m] else logprobs.detach()
                 loss, part = micro_batch_loss(
-                    logprobs, entropy, before, passes, batch, self.algorithm, mini.denominator, self.loss
+                    logprobs, entropy, before, passes, batch, self.algorithm, mini.denominator, self.loss, version
                 )
                 with span("backward", micro_batch=i):
                     (loss * self.mesh.size).backward()  # FSDP2 averages gradients; the loss is a sum over ranks
@@ -219,12 +221,13 @@ class Trainer:
         pass is needed.
 
         The first optimizer step starts from these very weights, so its own forward gives them: `auto` makes the pass for the
-        mini-batches behind it only, `true` for all, `false` (the engine's logprobs stand in) for none. Dropout is for gradients
-        alone, so with it the step's own forward gives no old logprobs.
+        mini-batches behind it only, `true` for all. Dropout is for gradients alone, so with it the step's own forward gives no old
+        logprobs. None are needed where `algorithm.old_policy` is not `start`.
         """
         auto = 0 if self.actor.model.is_lora and self.actor.model.lora.dropout else 1
         if first is None:
-            first = {"true": 0, "auto": auto, "false": len(minibatches)}[self.algorithm.recompute_logprobs]
+            first = 0 if self.algorithm.recompute_logprobs == "true" else auto
+            first = first if self.algorithm.old_policy == "start" else len(minibatches)
         self.policy.eval()
         with torch.no_grad():
             old = [

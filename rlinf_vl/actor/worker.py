@@ -89,7 +89,9 @@ class ActorRank:
         seed = 1_000_003 * self.config.runner.seed + step
         profiled = step in profile.steps and self.rank in profile.ranks
         with profiler(run_folder(self.config), step, self.rank) if profiled else nullcontext():
-            sums, logprobs = self.trainer.update(self.groups, minibatches, advantages, recorded, kl_scale, seed)
+            sums, logprobs = self.trainer.update(
+                self.groups, minibatches, advantages, recorded, kl_scale, seed, version=step - 1
+            )
         self.groups = {}
         return sums.state(), logprobs
 

@@ -8,9 +8,16 @@ or, without it, the rows of a 2-D tensor and the whole of a 1-D one. float16 and
 
 from rlinf_vl.algorithms.advantages import advantages, group_advantages, token_moments, token_normalized
 from rlinf_vl.algorithms.aggregation import AGGREGATION_MODES, aggregate
+from rlinf_vl.algorithms.corrections import (
+    IMPORTANCE_LEVELS,
+    importance_weights,
+    interpolated_logprobs,
+    log_ratios,
+    rejection_mask,
+)
 from rlinf_vl.algorithms.credit import discounted_returns, gigpo_advantages, turn_advantages
 from rlinf_vl.algorithms.divergence import DIVERGENCE_ESTIMATORS, divergence, reverse_kl
-from rlinf_vl.algorithms.losses import IMPORTANCE_LEVELS, importance_weights, policy_loss
+from rlinf_vl.algorithms.losses import policy_loss
 
 __all__ = [
     "AGGREGATION_MODES",
@@ -23,7 +30,10 @@ __all__ = [
     "gigpo_advantages",
     "group_advantages",
     "importance_weights",
+    "interpolated_logprobs",
+    "log_ratios",
     "policy_loss",
+    "rejection_mask",
     "reverse_kl",
     "token_moments",
     "token_normalized",

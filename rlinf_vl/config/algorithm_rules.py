@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rlinf_vl.code import is_code
 from rlinf_vl.config.schema import AlgorithmConfig, Config
+from rlinf_vl.config.schema.algorithm import RejectionConfig
 
 
 def algorithm(config: Config) -> Iterator[str]:
@@ -106,32 +107,58 @@ def _distillation(config: Config) -> Iterator[str]:
 
 
 def correction(config: Config) -> Iterator[str]:
-    """Old logprobs and truncated importance sampling (TIS): what they need, and where they'd be wrong."""
+    """Old logprobs, truncated importance sampling (TIS) and rejection: what they need, and where they'd be wrong."""
     algorithm, with_logprobs = config.algorithm, config.rollout.return_logprobs
-    tis, from_engine = algorithm.importance_sampling_fix, algorithm.recompute_logprobs == "false"
-    if tis and from_engine:
+    tis, old, rejection = algorithm.importance_sampling_fix, algorithm.old_policy, algorithm.rejection
+    if algorithm.recompute_logprobs == "false":
+        said, otherwise = "recompute_logprobs=false", "set recompute_logprobs=auto"
+    else:
+        said, otherwise = f"old_policy={old}", "set old_policy=start"
+    if (recompute := algorithm.recompute_logprobs) == "true" and old != "start":
+        yield f"algorithm.recompute_logprobs: true with algorithm.old_policy={old} makes a pass that nothing needs; set it auto"
+    elif recompute == "false" and old != "sampler":
+        yield f"algorithm.recompute_logprobs: false with algorithm.old_policy={old}: it means sampler; leave one of them out"
+    if tis and old == "sampler":
         yield (
-            "algorithm.importance_sampling_fix: true with algorithm.recompute_logprobs=false: the old logprobs are the engine's "
-            "own, so every weight would be 1; set recompute_logprobs=auto, or importance_sampling_fix=false"
+            f"algorithm.importance_sampling_fix: true with algorithm.{said}: the old logprobs are the engine's own, so every "
+            f"weight would be 1; {otherwise}, or importance_sampling_fix=false"
         )
-    if from_engine and (share := algorithm.image_corruption.share):
+    if old == "sampler" and (share := algorithm.image_corruption.share):
         yield (
-            f"algorithm.image_corruption.share: {share:g} with algorithm.recompute_logprobs=false: the engine's logprobs are of the "
-            "corrupted images, and the update is on the clean ones; set recompute_logprobs=auto, or share=0"
+            f"algorithm.image_corruption.share: {share:g} with algorithm.{said}: the engine's logprobs are of the corrupted images, "
+            f"and the update is on the clean ones; {otherwise}, or share=0"
         )
-    for used, key, value, otherwise in (
-        (tis, "importance_sampling_fix", "true", "set importance_sampling_fix=false"),
-        (from_engine, "recompute_logprobs", "false", "set recompute_logprobs=auto"),
+    yield from _bounds(rejection)
+    for used, key, way_out in (
+        (tis, "importance_sampling_fix=true", "set importance_sampling_fix=false"),
+        (old != "start", said, otherwise),
+        (rejection.level is not None, f"rejection.level={rejection.level}", "set rejection.level=null"),
+        (rejection.veto is not None, f"rejection.veto={rejection.veto}", "set rejection.veto=null"),
     ):
         if used and not with_logprobs:
             yield (
-                f"algorithm.{key}: {value} needs the engine's logprobs, but rollout.return_logprobs is false; set it true, or "
-                f"{otherwise}"
+                f"algorithm.{key.replace('=', ': ')} needs the engine's logprobs, but rollout.return_logprobs is false; set it "
+                f"true, or {way_out}"
             )
         for name, whole in (("top_p", 1), ("top_k", 0)):
             if used and (drawn := getattr(algorithm.sampling_params, name)) != whole:
                 yield (
-                    f"algorithm.sampling_params.{name}: {drawn} with algorithm.{key}={value}: tokens are then drawn from a "
-                    "truncated distribution, but the engine's logprobs are of the whole one, like the trainer's, and can't correct "
-                    f"for that; set {name}={whole}, or {otherwise}"
+                    f"algorithm.sampling_params.{name}: {drawn} with algorithm.{key}: tokens are then drawn from a truncated "
+                    "distribution, but the engine's logprobs are of the whole one, like the trainer's, and can't correct for that; "
+                    f"set {name}={whole}, or {way_out}"
                 )
+
+
+def _bounds(rejection: RejectionConfig) -> Iterator[str]:
+    """Bounds that reject nothing, or what need not be."""
+    for name in ("low", "high"):
+        bound, other = getattr(rejection, name), {"low": "high", "high": "low"}[name]
+        if bound is None:
+            continue
+        if rejection.level is None:
+            yield f"algorithm.rejection.{name}: {bound:g} bounds nothing without algorithm.rejection.level; set that, or no {name}"
+        elif not (bound < 1 if name == "low" else bound > 1):
+            yield (
+                f"algorithm.rejection.{name}: {bound:g} rejects the ratio 1, of what both sides sample alike; 1 must lie between "
+                f"it and algorithm.rejection.{other}"
+            )

@@ -28,9 +28,17 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "reinforce_plus_plus": {"normalize_advantages": True},
         "reinforce_plus_plus_baseline": {"normalize_advantages": True},
     },
+    "recompute_logprobs": {"false": {"old_policy": "sampler"}},
     "kl_placement": {"loss": {"kl_penalty_type": "k3"}, "reward": {"kl_penalty_type": "k1"}},
 }
-_OTHERWISE = {"normalize_advantages": True, "loss_agg_func": "token-mean", "kl_penalty_type": "k3"}
+_OTHERWISE = {
+    "old_policy": "start",
+    "normalize_advantages": True,
+    "loss_agg_func": "token-mean",
+    "kl_penalty_type": "k3",
+}
+#: Level of `algorithm.rejection` → its bounds: IcePop's, those of masked importance sampling, and of its geometric mean.
+REJECTION_BOUNDS = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}
 _CLIP_OF_CODE = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 
 
@@ -41,4 +49,8 @@ def with_presets(algorithm: AlgorithmConfig) -> AlgorithmConfig:
         for name, value in preset.items():
             if getattr(algorithm, name) is None:
                 setattr(algorithm, name, value)
+    rejection = algorithm.rejection
+    low, high = REJECTION_BOUNDS.get(rejection.level or "", (None, None))
+    rejection.low = low if rejection.low is None else rejection.low
+    rejection.high = high if rejection.high is None else rejection.high
     return algorithm

@@ -55,7 +55,7 @@ def value_problems(name: str, value: Any) -> Iterator[str]:
     allowed = config_keys()[name].allowed
     for one in value if isinstance(value, list) else [value]:
         if isinstance(allowed, tuple):
-            if one not in allowed and not (isinstance(allowed, OrCode) and (is_code(one) or not allowed)):
+            if one not in (None, *allowed) and not (isinstance(allowed, OrCode) and (is_code(one) or not allowed)):
                 own = ", module:Name, path/to/file.py:Name" if isinstance(allowed, OrCode) else ""
                 hint = nearest(one, allowed)
                 yield f"{name}: {one!r} is unknown; allowed: {', '.join(allowed)}{own};{hint}".rstrip(";")

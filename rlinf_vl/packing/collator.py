@@ -95,6 +95,7 @@ class Collator:
             turns=turns,
             advantages=_concatenate(advantages, np.float32)[turns],
             rollout_logprobs=_concatenate(logprobs, np.float32) if len(logprobs) == len(sampled) else None,
+            versions=_concatenate([p.sequence.versions[t] for _, p, t in sampled], np.int32),
             columns={name: np.concatenate([p.sequence.columns[name][t] for _, p, t in sampled]) for name in names},
             images=tuple(shown),
             pixel_values=None,

@@ -174,6 +174,7 @@ def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
         turns=np.zeros(tokens, np.int64),
         advantages=np.zeros(tokens, np.float32),
         rollout_logprobs=None,
+        versions=np.zeros(tokens, np.int32),
         columns={},
         images=(),
         pixel_values=None,

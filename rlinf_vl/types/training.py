@@ -36,6 +36,7 @@ class MicroBatch:
     )  # int64 [R], which turn of the micro-batch each was sampled in; those of a trajectory follow each other
     advantages: np.ndarray  # float32 [R]
     rollout_logprobs: np.ndarray | None  # float32 [R], None if the engine returned none
+    versions: np.ndarray  # int32 [R], version of the weights that sampled each
     columns: dict[str, np.ndarray]  # [R] each, of `TokenSequence.columns`; a row without trajectories has none
     images: tuple[str, ...]  # hashes of the distinct images
     pixel_values: np.ndarray | None  # float32 [P, d], their patches; None without images, or if features replace them

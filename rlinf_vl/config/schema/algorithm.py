@@ -50,6 +50,20 @@ class OverlongConfig:
 
 
 @dataclass
+class RejectionConfig:
+    level: str | None = key(None, ("token", "sequence", "geometric"))
+    """Whose ratio ρ = exp(train - rollout logprob) must lie between low and high, or it is left out of the loss: token; sequence, by
+    the product of its tokens' ratios, as a whole; or geometric, by their geometric mean, as a whole. Counts below the loss stay
+    those of all tokens and sequences. null: none."""
+    low: float | None = key(None, NOT_NEGATIVE)
+    """Least ratio; 0 is no bound. null: as level says (token 0.5, sequence 0.5, geometric 0.999)."""
+    high: float | None = key(None, POSITIVE_OR_INFINITE)
+    """Largest ratio; .inf is no bound. null: as level says (token 5, sequence 2, geometric 1.001)."""
+    veto: float | None = key(None, Limit("lie in (0, 1), or be null for none", lambda x: 0 < x < 1))
+    """A sequence with a token whose ratio is below this is left out, with or without a level; usually 1e-4. null: none."""
+
+
+@dataclass
 class AlgorithmConfig:
     adv_type: str = key("grpo", ADVANTAGES)
     """grpo: reward minus the group's mean, over its standard deviation. dr_grpo: without that division, and with a constant length
@@ -104,13 +118,19 @@ class AlgorithmConfig:
     """Weight of the policy's entropy, subtracted from the loss."""
     recompute_logprobs: str = key("auto", ("auto", "true", "false"))
     """Where the old logprobs of the ratio come from. true: a pass of the trainer before the first optimizer step.
-    auto: the same numbers, that pass made only for the mini-batches after the first. false: the engine's logprobs."""
+    auto: the same numbers, that pass made only for the mini-batches after the first. false: old_policy=sampler, no pass."""
+    old_policy: str | None = key(None, ("start", "sampler", "interpolated"))
+    """Whose probability is below the line of the ratio that is clipped. start: the weights before the step (decoupled PPO; TIS then
+    leads from those that sampled each token to these). sampler: those that sampled each token, by the engine's logprob (plain PPO,
+    without TIS). interpolated: between the sampler's and the current ones, the closer to these the staler the token (A-3PO); no pass
+    of its own. null: start, or sampler where recompute_logprobs is false. docs/tis.md has formulas."""
     importance_sampling_fix: bool = True
-    """Truncated importance sampling: weigh tokens by min(exp(train - rollout logprob), importance_sampling_clip)."""
+    """Truncated importance sampling: weigh tokens by min(exp(old - rollout logprob), importance_sampling_clip)."""
     importance_sampling_clip: float = key(2.0, POSITIVE_OR_INFINITE)
     """Upper bound of those weights."""
     importance_sampling_level: str = key("token", ("token", "sequence", "geometric"))
     """token, sequence (product over the response) or geometric (its per-token mean)."""
+    rejection: RejectionConfig = field(default_factory=RejectionConfig)
     image_corruption: ImageCorruptionConfig = field(default_factory=ImageCorruptionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)

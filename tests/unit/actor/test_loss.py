@@ -11,6 +11,7 @@ from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.actor.terms import Passes
 from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import AlgorithmConfig
+from rlinf_vl.config.schema.algorithm import RejectionConfig
 from rlinf_vl.types import MicroBatch
 
 
@@ -21,7 +22,8 @@ def batch_of(trajectories: list[int], advantages: list[float], turns: list[int] 
         copies=np.array([1]), routes=None,
         predict=np.arange(n), targets=np.zeros(n, np.int64), trajectories=np.array(trajectories),
         turns=np.array(turns or trajectories),
-        advantages=np.array(advantages, np.float32), rollout_logprobs=None, columns={}, images=(), pixel_values=None,
+        advantages=np.array(advantages, np.float32), rollout_logprobs=None, versions=np.zeros(n, np.int32), columns={},
+        images=(), pixel_values=None,
         grids=np.zeros((0, 3), np.int64), image_positions=none, image_features=none,
     )  # fmt: skip
 
@@ -86,3 +88,81 @@ def test_tokens_sampled_on_a_corrupted_image_are_taken_as_the_trainers_own(level
     assert metrics["actor/rollout_train_abs_diff_mean"] == pytest.approx(0.15)
     assert metrics["actor/rollout_train_abs_diff_max"] == pytest.approx(0.2)
     assert metrics["actor/tis_mean"] == pytest.approx((sum(weights[level]) + 2) / 4)
+
+
+#: Of three sequences: their products are 2, 4 and 0.2.
+RATIOS = [2.0, 1.0, 4.0, 1.0, 0.2, 1.0]
+KEPT = {  # → tokens that stay
+    ("token", None): [1, 1, 1, 1, 0, 1],
+    ("token", 0.25): [1, 1, 1, 1, 0, 0],
+    ("sequence", None): [1, 1, 0, 0, 0, 0],
+    (None, 0.25): [1, 1, 1, 1, 0, 0],
+}
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize(("level", "veto"), KEPT, ids=str)
+def test_what_is_rejected_leaves_all_terms_of_the_loss_and_no_count_below_it(level, veto, aggregation):
+    algorithm = with_presets(AlgorithmConfig(
+        loss_agg_func=aggregation, entropy_bonus=0.1, importance_sampling_clip=3.0,
+        rejection=RejectionConfig(level=level, veto=veto),
+    ))  # fmt: skip
+    advantages, kept = [1.0, 1.0, -2.0, -2.0, 3.0, 3.0], KEPT[level, veto]
+    rollout = np.linspace(-1, -2, 6, dtype=np.float32)
+    old = torch.from_numpy(rollout) + torch.tensor(RATIOS).log()
+    entropy = torch.arange(6.0)
+    batch = replace(batch_of([0, 0, 1, 1, 2, 2], advantages), rollout_logprobs=rollout)
+    logprobs = old.clone().requires_grad_()
+    loss, sums = micro_batch_loss(logprobs, entropy, old, Passes(), batch, algorithm, 10)
+    loss.backward()
+    weights = [min(ratio, 3.0) for ratio in RATIOS]
+    tokens = [k * -(w * a + 0.1 * e) for k, w, a, e in zip(kept, weights, advantages, entropy.tolist(), strict=True)]
+    lengths = [max(1, sum(kept[i // 2 * 2 :][:2])) if aggregation == "seq-mean-token-mean" else 1 for i in range(6)]
+    assert loss.item() == pytest.approx(sum(t / n for t, n in zip(tokens, lengths, strict=True)) / 10)
+    gradient = [-k * w * a / n / 10 for k, w, a, n in zip(kept, weights, advantages, lengths, strict=True)]
+    assert logprobs.grad.tolist() == pytest.approx(gradient)
+    metrics = sums.compute()
+    assert metrics["actor/rejected_tokens"] == pytest.approx(1 - sum(kept) / 6)
+    assert metrics["actor/rejected_sequences"] == pytest.approx(sum(0 in kept[i : i + 2] for i in (0, 2, 4)) / 3)
+    assert metrics.get("actor/vetoed_sequences") == (None if veto is None else pytest.approx(1 / 3))
+    # before rejection: of all
+    assert metrics["actor/tis_mean"] == pytest.approx(sum(weights) / 6)
+    assert metrics["actor/rollout_train_kl"] == pytest.approx(-sum(map(math.log, RATIOS)) / 6)
+    low, high = (0.2, 4.0) if level == "sequence" else (min(RATIOS), max(RATIOS))
+    assert metrics["actor/rejection_ratio_min"] == pytest.approx(low)
+    assert metrics["actor/rejection_ratio_max"] == pytest.approx(high)
+
+
+def test_a_micro_batch_whose_tokens_are_all_rejected_has_no_loss_and_no_gradient():
+    algorithm = with_presets(AlgorithmConfig(rejection=RejectionConfig(level="token")))
+    batch = replace(batch_of([0, 0, 1], [1.0, 1.0, 1.0]), rollout_logprobs=np.array([-9.0, -9, np.nan], np.float32))
+    logprobs = torch.full((3,), -1.0, requires_grad=True)
+    loss, sums = micro_batch_loss(logprobs, torch.zeros(3), logprobs.detach(), Passes(), batch, algorithm, 3)
+    loss.backward()
+    assert loss.item() == 0 and logprobs.grad.tolist() == [0, 0, 0]
+    assert sums.compute()["actor/rejected_tokens"] == 1 and "actor/clip_fraction" not in sums.compute()
+
+
+@pytest.mark.parametrize("old_policy", ["start", "sampler", "interpolated"])
+def test_whose_probability_is_below_the_line(old_policy):
+    """One token that this step's weights sampled, and one of two steps before; the weights have moved since the step's start."""
+    algorithm = with_presets(AlgorithmConfig(
+        old_policy=old_policy, clip_ratio_low=1, clip_ratio_high=9, importance_sampling_fix=old_policy != "sampler",
+        importance_sampling_clip=1.2,
+    ))  # fmt: skip
+    rollout, old, now = [-1.0, -2.0], [-1.0, -1.7], [-0.9, -1.5]
+    if old_policy == "interpolated":  # there is no pass before: the trainer's own forward is what it has
+        old = now
+    batch = replace(
+        batch_of([0, 0], [1.0, 1.0]), rollout_logprobs=np.array(rollout, np.float32), versions=np.array([5, 3], np.int32)
+    )  # fmt: skip
+    logprobs = torch.tensor(now, requires_grad=True)
+    loss, _ = micro_batch_loss(
+        logprobs, torch.zeros(2), torch.tensor(old), Passes(), batch, algorithm, 2, version=5
+    )  # fmt: skip
+    base = {"start": old, "sampler": rollout, "interpolated": [-1.0, -2.0 + 2 / 3 * 0.5]}[old_policy]
+    weights = [
+        min(1.2, math.exp(b - r)) if old_policy != "sampler" else 1.0 for b, r in zip(base, rollout, strict=True)
+    ]
+    expected = -sum(w * math.exp(n - b) for w, n, b in zip(weights, now, base, strict=True)) / 2
+    assert loss.item() == pytest.approx(expected)

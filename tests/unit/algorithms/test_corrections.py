@@ -1,11 +1,11 @@
-"""Importance weights: hand values per level, loops, packing, overflow, garbage outside the mask."""
+"""Importance weights and rejection: hand values per level, loops, packing, overflow, garbage outside the mask."""
 
 import math
 
 import pytest
 import torch
 
-from rlinf_vl.algorithms import IMPORTANCE_LEVELS, importance_weights
+from rlinf_vl.algorithms import IMPORTANCE_LEVELS, importance_weights, interpolated_logprobs, rejection_mask
 
 NAN, INF = float("nan"), float("inf")
 
@@ -110,3 +110,60 @@ def test_wrong_input_is_named():
         importance_weights(zeros, zeros[:2], mask, clip=2.0)
     with pytest.raises(ValueError, match="clip"):
         importance_weights(zeros, zeros, mask, clip=0.0)
+
+
+#: Ratios of two sequences: their products are 0.8 and 8, their geometric means 0.8^(1/3) = 0.928 and 2.
+RATIOS = [[4.0, 0.5, 0.4], [2.0, 2.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"level": "token", "low": 0.5, "high": 5.0}, [[1, 1, 0], [1, 1, 1]]),
+        ({"level": "token", "low": 0.0, "high": 2.1}, [[0, 1, 1], [1, 1, 1]]),
+        ({"level": "sequence", "low": 0.5, "high": 2.0}, [[1, 1, 1], [0, 0, 0]]),
+        ({"level": "sequence", "low": 0.9, "high": 10.0}, [[0, 0, 0], [1, 1, 1]]),
+        ({"level": "geometric", "low": 0.92, "high": 1.9}, [[1, 1, 1], [0, 0, 0]]),
+        ({"level": "geometric", "low": 0.93, "high": math.inf}, [[0, 0, 0], [1, 1, 1]]),
+        ({"level": None, "veto": 0.45}, [[0, 0, 0], [1, 1, 1]]),
+        ({"level": None, "veto": 0.35}, [[1, 1, 1], [1, 1, 1]]),
+        ({"level": "token", "low": 0.5, "high": 3.0, "veto": 0.45}, [[0, 0, 0], [1, 1, 1]]),
+    ],
+)
+def test_rejection_by_hand(options, expected):
+    rollout = torch.full((2, 4), -1.0)
+    rollout[0, 3] = NAN  # outside the mask
+    train = torch.full((2, 4), INF)
+    train[:, :3] = rollout[:, :3] + torch.tensor(RATIOS).log() + 1e-6
+    mask = torch.tensor([[True, True, True, False]] * 2)
+    kept = rejection_mask(train, rollout, mask, **options)
+    assert kept.dtype == torch.bool and kept[:, :3].int().tolist() == expected and not kept[:, 3].any()
+    ids = torch.tensor([[7] * 4, [3] * 4])
+    packed = rejection_mask(train.flatten(), rollout.flatten(), mask.flatten(), segment_ids=ids.flatten(), **options)
+    assert torch.equal(packed, kept.flatten())
+    tight = rejection_mask(train[mask], rollout[mask], mask[mask], segment_ids=ids[mask], **options)
+    assert torch.equal(tight, kept[mask])
+
+
+@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
+def test_logprobs_that_are_no_numbers_are_rejected(level):
+    """Alone at the level of tokens, with their sequence at the others; a token that the engine could not have sampled, too."""
+    rollout, train = torch.tensor([[-1.0, NAN], [-1.0, -INF], [-1.0, -1.0]]), torch.full((3, 2), -1.0)
+    kept = rejection_mask(train, rollout, torch.ones(3, 2, dtype=torch.bool), level=level, low=0.5, high=2.0)
+    assert kept.tolist() == [[level == "token", False]] * 2 + [[True, True]]
+
+
+def test_wrong_bounds_are_named():
+    zeros, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    for low, high in ((2.0, 0.5), (1.0, 1.0), (-1.0, 2.0)):
+        with pytest.raises(ValueError, match=f"low < high, got {low} and {high}"):
+            rejection_mask(zeros, zeros, mask, level="token", low=low, high=high)
+    with pytest.raises(ValueError, match="token, sequence, geometric; got 'turn'"):
+        rejection_mask(zeros, zeros, mask, level="turn")
+
+
+def test_old_logprobs_between_the_sampler_and_the_trainer():
+    """By AReaL's formula: (v_old - v_sampled) / (v_trained - v_sampled) of the way, where v_trained = v_old + 1."""
+    rollout, train = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0], requires_grad=True)
+    old = interpolated_logprobs(train, rollout, torch.tensor([0, 1, 3]))
+    assert old.tolist() == [-1.0, -1.5, -1.75] and not old.requires_grad

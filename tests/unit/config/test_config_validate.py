@@ -11,7 +11,9 @@ from rlinf_vl.errors import ConfigError
 
 CHOICES = {name: key.allowed for name, key in config_keys().items() if isinstance(key.allowed, tuple) and key.allowed}
 LIMITS = {name: key.allowed for name, key in config_keys().items() if isinstance(key.allowed, Limit)}
-MAY_BE_INFINITE = {"actor.optim.clip_grad", "algorithm.importance_sampling_clip", "runner.trajectories.max_gb"}
+MAY_BE_INFINITE = {
+    "actor.optim.clip_grad", "algorithm.importance_sampling_clip", "algorithm.rejection.high", "runner.trajectories.max_gb",
+}  # fmt: skip
 
 TOY = "toy-grpo-cpu"
 NO_TIS = "algorithm.importance_sampling_fix=false"
