@@ -58,6 +58,9 @@ class Engine(Protocol):
     def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """Overwrite named weights between two decoding steps; tokens sampled from then on carry `version`.
 
+        Requests may be running: they keep the tokens that they have, and go on. What was computed of them is computed again by the
+        new weights, or kept (`rollout.kv_after_update`). If this raises, no token is sampled until another call brings all weights.
+
         Raises ValueError for an unknown name or another shape.
         """
 

@@ -49,6 +49,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
             memory_share=memory_share,
             device=device,
             report_routes=config.actor.routing_replay != "off",
+            keep_kv=rollout.kv_after_update == "keep",
         )
     from rlinf_vl.engines.sglang.engine import SglangEngine
     from rlinf_vl.engines.sglang.settings import Settings
@@ -68,6 +69,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
         cpu_threads=config.cluster.cpu_threads or 1,
         deterministic=rollout.deterministic,
         report_routes=config.actor.routing_replay != "off",
+        keep_kv=rollout.kv_after_update == "keep",
         trust_remote_code=trust,
         more=arguments | rollout.sglang.server_args,
     )

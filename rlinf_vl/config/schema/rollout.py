@@ -54,6 +54,10 @@ class RolloutConfig:
     """How weights reach the engines: object_store (through Ray, everywhere), broadcast (from actor rank 0, by NCCL on CUDA and
     gloo on the CPU), shared_memory (of the same GPU by CUDA IPC; on the CPU, of the same node). auto: shared_memory where every
     engine has an actor rank on its slots; otherwise on CUDA broadcast if no engine has one; otherwise object_store."""
+    kv_after_update: str = key("recompute", ("recompute", "keep"))
+    """What becomes of the keys and values of responses under way when weights arrive. recompute: the new weights compute them again,
+    so that every logprob is what the trainer computes for the weights that sampled the token. keep: they stay; nothing is computed
+    twice, and no single version of the weights gives these logprobs. Later turns of an episode are computed anew either way."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     return_logprobs: bool = True
     """Keep the engine's logprobs on every trajectory (needed by TIS and by the rollout/train metrics)."""

@@ -37,6 +37,7 @@ class Settings:
         deterministic: SGLang's batch-invariant kernels: a sample depends on its request and its seed, not on what is decoded
             beside it. It costs throughput (about a third in SGLang's own account).
         report_routes: samples have routes; for a model with mixtures of experts.
+        keep_kv: `rollout.kv_after_update` is keep.
         more: server arguments that win over those chosen here.
     """
 
@@ -52,6 +53,7 @@ class Settings:
     deterministic: bool = False
     trust_remote_code: bool = False
     report_routes: bool = False
+    keep_kv: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def server_arguments(self, kv_tokens: int, model_config: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -81,6 +81,24 @@ class DecodeCache:
         self.group = torch.cat([self.group, groups])
         self._index_rows()
 
+    def restore(
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        own: list[torch.Tensor],
+        states: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
+        """Give rows (int64) what they have sampled, in place of what they have: of the tokens of `append`, `own[i]` are row i's."""
+        index = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+        longest = index.shape[1]
+        for layer, keys_and_values in zip(self.prompts, tokens, strict=True):
+            self.own[layer] = _widen(self.own[layer], max(longest, self.own[layer].shape[3]))
+            self.own[layer][:, rows, :, :longest] = keys_and_values[:, index].transpose(2, 3)
+        for layer, both in self.states.items():
+            for old, new in zip(both, states[layer], strict=True):
+                old[rows] = new
+        self.own_len[rows] = torch.tensor(list(map(len, own)), device=self.device)
+
     def cut(self, row: int, group: int, start: int, own: int) -> torch.Tensor:
         """Keys and values [L, 2, ·, H_kv, D] of prompt `group` from its token `start` on, then of the first `own` tokens that
         `row` sampled; a copy."""

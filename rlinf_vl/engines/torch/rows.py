@@ -46,6 +46,11 @@ class Row:
         )
 
     @property
+    def length(self) -> int:
+        """Tokens of its prompt and its own."""
+        return len(self.pending.request.ids) + len(self.ids)
+
+    @property
     def over(self) -> bool:
         """Nothing more is drawn: it is finished, or nobody waits for its request."""
         return self.done or self.pending.future.cancelled()

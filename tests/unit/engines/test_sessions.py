@@ -1,6 +1,5 @@
 """What the torch engine keeps of an episode between its turns: it changes nothing but what is prefilled."""
 
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -101,7 +100,7 @@ def test_a_prompt_is_kept_once_for_its_group_and_states_for_each_of_its_rows(eng
     (one,) = (r for r in openings(samples=1)[:1])
     many = replace(one, seeds=tuple(range(50)), sessions=tuple(map(str, range(50))))
     engine.generate([replace(many, sampling=replace(SAMPLING, max_new_tokens=1))])
-    state = engine.decode_state
+    state = engine.batch.decode_state
     per_token = state.token_bytes(torch.float32)
     assert (state.row_bytes() > 0) == (family == "qwen3_5")
     assert engine.sessions.bytes == len(one.ids) * per_token + 50 * state.row_bytes()
@@ -129,29 +128,6 @@ def test_weights_loaded_between_turns_end_what_was_kept(engine_of, family):
     in_turn_2 = sum(len(r.ids) for r, _ in played[24:36])
     kept = sum(len(r.ids) + len(s.ids) - 1 for r, s in played[12:24])
     assert engine.prefilled_tokens == new + kept and kept < in_turn_2
-
-
-def test_weights_loaded_within_a_turn_leave_nothing_of_it(engine_of, monkeypatch):
-    engine, other = engine_of(), tiny_model(seed=5)
-    request = openings(samples=2)[0]
-    decode, steps, paused = engine._decode, [], threading.Event()
-
-    def decode_some():
-        decode()
-        steps.append(1)
-        if len(steps) == 3:
-            engine._paused = True
-            paused.set()
-
-    monkeypatch.setattr(engine, "_decode", decode_some)
-    (future,) = engine.submit([replace(request, sampling=SamplingParams(max_new_tokens=6))])
-    assert paused.wait(30)
-    engine.load_weights([{name: p.detach() for name, p in other.named_parameters()}], version=1)
-    engine.resume()
-    samples = future.result(timeout=30).samples
-    assert all(s.versions.tolist() == [0] * 4 + [1] * 2 for s in samples) and engine.sessions.bytes == 0
-    following = continued(request, 1, samples[1], np.random.default_rng(0), seed=3)
-    assert_right([(following, engine.generate([following])[0].samples[0])], other)
 
 
 def test_sessions_may_go_at_any_time(engine_of):

@@ -94,12 +94,12 @@ def test_lengths_and_reasons_of_mixed_requests(engine_of):
 def test_a_rows_state_takes_its_room(engine_of, monkeypatch):
     """By its keys and values alone a row would be admitted four times."""
     engine, admitted = engine_of(family="qwen3_5"), []
-    g, begin, state = prompts()[1], engine._begin, engine.decode_state
+    g, begin, state = prompts()[1], engine.batch.begin, engine.batch.decode_state
     of_tokens = (len(g.ids) + 5) * state.token_bytes(torch.float32)
     room = 2 * (of_tokens + state.row_bytes())
     assert room >= 4 * of_tokens
     monkeypatch.setattr(engine, "_room", lambda: room)
-    monkeypatch.setattr(engine, "_begin", lambda pending: (admitted.append(len(pending)), begin(pending)))
+    monkeypatch.setattr(engine.batch, "begin", lambda pending, v: (admitted.append(len(pending)), begin(pending, v)))
     futures = engine.submit([request(g, 1, seed, max_new_tokens=5) for seed in range(6)])
     assert all(len(future.result(timeout=60).samples) == 1 for future in futures)
     assert admitted[0] == 2

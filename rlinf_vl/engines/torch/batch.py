@@ -1,0 +1,239 @@
+"""The rows that the torch engine is decoding, on the model: prefilled, decoded by a token each, computed again by new weights."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rlinf_vl.engines.torch.decode import DecodeCache
+from rlinf_vl.engines.torch.prefill import PrefillAttention, prefill
+from rlinf_vl.engines.torch.rows import Pending, Row
+from rlinf_vl.engines.torch.sampling import Sampler, uniforms
+from rlinf_vl.engines.torch.sessions import Kept, Sessions
+from rlinf_vl.models.families import Family, Mixture
+from rlinf_vl.models.loading import output_weight
+from rlinf_vl.models.mixture import Routing
+from rlinf_vl.observe.spans import span
+from rlinf_vl.types import ImageRef, Request
+
+T = TypeVar("T")
+
+#: Prompt tokens prefilled at once.
+PREFILL_TOKENS = 8192
+#: Finished rows are dropped when they are this share of all (or when their room is wanted).
+DROP_SHARE = 0.2
+
+
+class Batch:
+    """Rows S, those of a request one after the other, with what they need for their next token."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        banned: torch.Tensor,
+        image_token_id: int,
+        merge_size: int,
+        device: torch.device,
+        sessions: Sessions,
+        room: Callable[[], int],
+        mixture: Mixture | None,
+    ) -> None:
+        """`banned`: bool [V], on the device. `room`: bytes for sessions and more rows. `mixture`: samples have its routes."""
+        self.model = model
+        self.family = family
+        self.text_model: Any = model.get_submodule(family.text_model)
+        self.banned = banned
+        self.image_token_id = image_token_id
+        self.merge_size = merge_size
+        self.device = device
+        self.sessions = sessions
+        self.room = room
+        self.mixture = mixture
+        self.prefilled_tokens = 0
+        self.decode_state = family.decode_state(model.config)
+        self.cache = DecodeCache(self.decode_state, model.dtype, device)
+        self.rows: list[Row] = []
+        self.sampler: Sampler | None = None  # of these rows, as are their next positions and last ids, int64 [S]
+        self.next_positions = torch.zeros(0, dtype=torch.int64, device=device)
+        self.last_ids = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def begin(self, admitted: Sequence[Pending], version: int) -> None:
+        """Prefill these requests, and draw their first tokens by the weights of this version."""
+        self.drop_finished()
+        first = len(self.rows)
+        for pending in admitted:  # from here on a failure reaches their futures
+            n = pending.request.sampling.max_new_tokens
+            self.rows += [Row(pending, i, uniforms(seed, n).tolist()) for i, seed in enumerate(pending.request.seeds)]
+        samples = [len(pending.request.seeds) for pending in admitted]
+        hidden, positions = self._append(admitted, samples)
+        for pending in admitted:
+            pending.kept = None
+        counts = torch.tensor(samples, device=self.device)
+        self.next_positions = torch.cat([self.next_positions, positions.repeat_interleave(counts)])
+        self.last_ids = torch.cat([self.last_ids, self.last_ids.new_zeros(len(self.rows) - first)])
+        self.sampler = self._sampler_of(self.rows)
+        logits = self._logits(hidden).repeat_interleave(counts, dim=0)
+        self._draw(first, logits, self._sampler_of(self.rows[first:]), version)
+
+    def decode(self, version: int) -> None:
+        """One token for every row, by the weights of this version."""
+        with span("decode"):
+            embeds = self.text_model.get_input_embeddings()(self.last_ids).unsqueeze(1)
+            self.cache.begin_step()
+            positions = self.next_positions.view(1, -1, 1).expand(4, -1, 1)
+            routing = self._routing()
+            more: dict[str, Any] = {} if routing is None else {"routing": routing}
+            forward = self.family.text_forward
+            hidden = forward(self.text_model, embeds, positions, None, (), context=self.cache, **more)[:, 0]
+            if routing is not None:
+                for row, own in zip(self.rows, self._taken(routing), strict=True):
+                    if not row.over:
+                        row.routes.append(own)
+            self.next_positions = self.next_positions + 1
+            assert self.sampler is not None
+            self._draw(0, self._logits(hidden), self.sampler, version)
+            if sum(row.over for row in self.rows) >= DROP_SHARE * len(self.rows):
+                self.drop_finished()
+
+    def recompute(self, pixels: Callable[[ImageRef], np.ndarray]) -> None:
+        """Compute keys, values, states and routes of all rows again, as the weights have changed: of their prompts, each once,
+        then of what each row has sampled. Ids, logprobs and versions stay."""
+        self.drop_finished()
+        self.cache = DecodeCache(self.decode_state, self.model.dtype, self.device)
+        asked = [list(rows) for _, rows in groupby(self.rows, key=lambda row: id(row.pending))]
+        for part in _in_parts(asked, [len(rows[0].pending.request.ids) for rows in asked]):
+            for rows in part:
+                rows[0].pending.patches = list(map(pixels, rows[0].pending.request.images))
+            self._append([rows[0].pending for rows in part], list(map(len, part)))
+        begun = [i for i, row in enumerate(self.rows) if len(row.ids) > 1]
+        for part in _in_parts(begun, [self.rows[i].length for i in begun]):
+            self._restore(part)
+
+    def drop_finished(self) -> None:
+        alive = [i for i, row in enumerate(self.rows) if not row.over]
+        if len(alive) < len(self.rows):
+            keep = torch.tensor(alive, dtype=torch.int64, device=self.device)
+            self.cache.keep(keep)
+            self.rows = [self.rows[i] for i in alive]
+            self.next_positions = self.next_positions[keep]
+            self.last_ids = self.last_ids[keep]
+            self.sampler = self._sampler_of(self.rows)
+
+    def kept(self, session: str, request: Request) -> Kept | None:
+        """What its session has of the request."""
+        return self.sessions.find(session, request, self.image_token_id)
+
+    def _append(self, asked: Sequence[Pending], samples: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prefill the prompts of these requests, and add `samples[i]` rows of each to the cache; hidden states and positions of
+        `prefill`."""
+        patches = [array for pending in asked for array in pending.patches]
+        requests, kept = [pending.request for pending in asked], [pending.kept for pending in asked]
+        hidden, positions, computed, routes = self._prefill(requests, kept, patches)
+        for pending, own in zip(asked, routes, strict=True):
+            old = pending.kept.routes if pending.kept else None
+            pending.routes = own if old is None or own is None else np.concatenate([old, own])
+        self.cache.append(computed.tokens, computed.sequences(), samples, computed.states)
+        return hidden, positions
+
+    def _restore(self, indices: Sequence[int]) -> None:
+        """Prefill what these rows have sampled, behind their prompts, which the cache has. The last token is not computed yet."""
+        rows = torch.tensor(indices, dtype=torch.int64, device=self.device)
+        requests, kept = [], []
+        for i, group in zip(indices, self.cache.group[rows].tolist(), strict=True):
+            row, request = self.rows[i], self.rows[i].pending.request
+            kept.append(Kept.of(request, [], (self.cache.cut(i, group, 0, 0),), self.cache.state(i)))
+            requests.append(replace(request, ids=np.concatenate([request.ids, np.asarray(row.ids[:-1], np.int32)])))
+        _, _, computed, routes = self._prefill(requests, kept, [])
+        own = [tokens[len(k.ids) :] for tokens, k in zip(computed.sequences(), kept, strict=True)]
+        self.cache.restore(rows, computed.tokens, own, computed.states)
+        for i, taken in zip(indices, routes, strict=True):
+            self.rows[i].routes = [] if taken is None else list(taken)
+
+    def _prefill(
+        self, requests: Sequence[Request], kept: Sequence[Kept | None], patches: Sequence[np.ndarray]
+    ) -> tuple[torch.Tensor, torch.Tensor, PrefillAttention, Sequence[np.ndarray | None]]:
+        """As `prefill`; and the routes of each request's new tokens, [·, L·k], if they are reported."""
+        routing = self._routing()
+        with span("prefill"):
+            image_token = self.image_token_id, self.merge_size
+            hidden, positions, computed = prefill(
+                self.model, self.family, requests, kept, patches, *image_token, self.device, routing
+            )
+        self.prefilled_tokens += sum(computed.lengths)
+        routes: Sequence[np.ndarray | None] = [None] * len(requests)
+        if routing is not None:
+            routes = np.split(self._taken(routing), np.cumsum(computed.lengths)[:-1])
+        return hidden, positions, computed, routes
+
+    def _routing(self) -> Routing | None:
+        return None if self.mixture is None else Routing(record=True)
+
+    def _taken(self, routing: Routing) -> np.ndarray:
+        """[T, L·k], of a forward."""
+        assert self.mixture is not None
+        return torch.stack(routing.taken, dim=1).flatten(1).cpu().numpy().astype(self.mixture.dtype)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = output_weight(self.model)
+        if weight.is_cuda and weight.dtype != torch.float32:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return hidden.float() @ weight.float().t()
+
+    def _sampler_of(self, rows: Sequence[Row]) -> Sampler:
+        return Sampler([row.pending.request.sampling for row in rows], self.banned)
+
+    def _draw(self, first: int, logits: torch.Tensor, sampler: Sampler, version: int) -> None:
+        """Draw a token for each row from `first` on; finish rows at a stop id or at their length."""
+        rows = self.rows[first:]
+        u = torch.tensor([row.u[min(len(row.ids), len(row.u) - 1)] for row in rows], device=self.device)
+        ids, logprobs = sampler(logits, u)
+        self.last_ids[first:] = ids
+        finished = []
+        for i, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True), first):
+            if row.over:
+                continue
+            row.ids.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+            sampling = row.pending.request.sampling
+            if token in sampling.stop_ids or len(row.ids) >= sampling.max_new_tokens:
+                finished.append(i)
+        if kept := [i for i in finished if self.rows[i].pending.keeps and self.rows[i].pending.request.sessions]:
+            self._keep(kept)
+        for i in finished:
+            self.rows[i].finish()
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        """Keep all that was computed for these rows in their sessions."""
+        groups = self.cache.group[torch.tensor(rows, dtype=torch.int64, device=self.device)].tolist()
+        for i, group in zip(rows, groups, strict=True):
+            row, pending = self.rows[i], self.rows[i].pending
+            name = pending.request.sessions[row.number]
+            before = self.kept(name, pending.request) or pending.kept
+            if before is None:  # the prompt, kept once for all samples
+                shared = (self.cache.cut(i, group, 0, 0),)
+                before = pending.kept = Kept.of(pending.request, [], shared, routes=pending.routes)
+            part = self.cache.cut(i, group, len(before.ids), len(row.ids) - 1)
+            parts = *before.parts, part
+            state, routes = self.cache.state(i), row.all_routes(0)
+            self.sessions.put(name, Kept.of(pending.request, row.ids[:-1], parts, state, routes))
+        self.sessions.shrink(self.room())
+
+
+def _in_parts(items: Sequence[T], tokens: Sequence[int]) -> Iterator[list[T]]:
+    """Items in order, as many at a time as have `PREFILL_TOKENS` in all; one at least."""
+    part: list[T] = []
+    total = 0
+    for item, n in zip(items, tokens, strict=True):
+        if part and total + n > PREFILL_TOKENS:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += n
+    if part:
+        yield part
