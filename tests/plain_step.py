@@ -18,6 +18,7 @@ LR = 0.05
 LONGEST = 24  # sampled tokens of a trajectory
 #: Of the teacher's random weights, and of what PAPO hides.
 TEACHER_SEED, MASK_SEED = 17, 23
+VERSION = 4  # of the weights that are trained
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Layout:
     shard: int | None = None  # ranks that have the weights between them; None: all
     tis_clip: float | None = 2.0
     tis_level: str = "token"
+    rejection: tuple[str | None, float | None, float | None, float | None] = (None, None, None, None)
+    old_policy: str | None = None
     dtype: str = "fp32"
     family: str = "qwen3_vl"
     sizes: Mapping = field(default_factory=dict, hash=False)  # of `tiny_model`
@@ -75,6 +78,7 @@ def groups_of(kind: str):
     lengths = [[5, 12, 1], [4, 6, 9], [7, 3, 3], [2, 20, 8]]
     shapes = next((shapes for word, shapes in SHAPES.items() if word in kind), MIXED)
     groups = [group(rng, s, n, name=f"g{i}") for i, (s, n) in enumerate(zip(shapes, lengths, strict=True))]
+    groups = _changed(groups, lambda g, i, t: _of_versions(t))
     if "errors" in kind:
         failed = {(0, 1), (2, 0), (2, 2), (3, 2)}
         groups = _changed(groups, lambda g, i, t: replace(t, error="a fault", reward=7.0) if (g, i) in failed else t)
@@ -89,6 +93,12 @@ def groups_of(kind: str):
     if "sequences" in kind:
         groups = _changed(groups, lambda g, i, t: _rewritten(t))
     return groups
+
+
+def _of_versions(t):
+    """Sampled by weights that were exchanged on the way."""
+    sequences = [replace(s, versions=np.where(s.loss_mask, np.arange(len(s.ids)) % VERSION, -1)) for s in t.sequences]
+    return replace(t, sequences=tuple(sequences))
 
 
 def routed(groups, family: str):
@@ -279,12 +289,15 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
             if layout.kl_beta and layout.placement == "loss":
                 gap = ref[g.id, i] - logprobs_of(model, g, i)
                 token = token + layout.kl_beta * (gap.exp() - 1 - gap)
+            at_start = layout.minibatches > 1 and layout.old_policy is None and layout.old_logprobs != "false"
+            kept = kept_tokens(layout, g, i, start[g.id, i] if at_start else logp.detach())
+            token = token.where(kept, 0.0)
             if layout.aggregation == "token-mean":
                 loss = loss + token.sum() / tokens
             else:
                 for where in parts[g.id, i]:
                     own = token[where]
-                    own = own.mean() if layout.aggregation == "seq-mean-token-mean" else own.sum()
+                    own = own.sum() / (max(1, kept[where].sum()) if layout.aggregation == "seq-mean-token-mean" else 1)
                     loss = loss + own / n_sequences / (LONGEST if layout.aggregation.endswith("-norm") else 1)
         if layout.balance:
             loss = loss + layout.balance * mixtures.balance_loss()
@@ -378,6 +391,20 @@ def lesson(k: int, model, teacher, g, i: int):
     return kl + rest[0] * (rest[0] / rest[1]).log()
 
 
+def kept_tokens(layout: Layout, g, i: int, train):
+    """Which of a trajectory's sampled tokens are not rejected."""
+    level, low, high, veto = layout.rejection
+    t, kept = g.trajectories[i], []
+    rollout = np.concatenate([sequence.logprobs[sequence.loss_mask] for sequence in t.sequences])
+    ratios = np.exp(train.double().numpy() - rollout) if not t.corrupted else np.ones(len(rollout))
+    for where in sequences_of(layout, t):
+        own = ratios[where]
+        of = {"token": own, "sequence": own.prod(), "geometric": own.prod() ** (1 / len(own)), None: 1.0}[level]
+        stays = np.broadcast_to((low or 0.0) <= of, len(own)) & np.broadcast_to(of <= (high or np.inf), len(own))
+        kept.append(stays & bool((own >= (veto or 0.0)).all()))
+    return torch.from_numpy(np.concatenate(kept))
+
+
 def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):
     """Policy losses of a trajectory's sampled tokens, by the formulas in docs/algorithms.md and docs/credit.md."""
     sampled = [sequence.logprobs[sequence.loss_mask] for sequence in g.trajectories[i].sequences]
@@ -391,7 +418,12 @@ def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):
             taught = transformers_logprobs(teacher, g, i, 0.7)
         adv = reward_weight * adv - (0.0 if top_k else weight) * (train - taught)
     parts = sequences_of(layout, g.trajectories[i])
-    log_ratio = logp - (rollout if layout.old_logprobs == "false" else train)
+    old = rollout if layout.old_logprobs == "false" or layout.old_policy == "sampler" else train
+    if layout.old_policy == "interpolated":
+        versions = np.concatenate([sequence.versions[sequence.loss_mask] for sequence in g.trajectories[i].sequences])
+        d = torch.from_numpy(VERSION - versions)
+        old = (rollout + d * logp.detach()) / (1 + d)
+    log_ratio = logp - old
     if layout.loss == "gspo":
         log_ratio = torch.cat([log_ratio[where].mean().expand(len(log_ratio[where])) for where in parts])
     ratio = log_ratio.exp()
@@ -406,7 +438,7 @@ def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):
         token = torch.where(adv < 0, torch.minimum(token, -adv * 3.0), token)
     if layout.tis_clip is None:
         return token
-    gap = train - rollout
+    gap = old - rollout
     if layout.tis_level != "token":
         whole = {"sequence": torch.sum, "geometric": torch.mean}[layout.tis_level]
         gap = torch.cat([whole(gap[where]).expand(len(gap[where])) for where in parts])

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from adapters import adapter_values
-from plain_step import LONGEST, LR, MASK_SEED, TEACHER_SEED, Layout, adapters_of, groups_of, routed
+from plain_step import LONGEST, LR, MASK_SEED, TEACHER_SEED, VERSION, Layout, adapters_of, groups_of, routed
 from rank_processes import RankProcesses
 from tiny import IMAGE_ID, tiny_policy, tiny_trainer
 from torch.distributed.tensor import distribute_tensor
@@ -35,6 +35,7 @@ def train(layout: Layout, kind: str):
         PapoConfig,
         SamplingConfig,
     )
+    from rlinf_vl.config.schema.algorithm import RejectionConfig
     from rlinf_vl.controller.step_plan import plan_step, with_kl
 
     mesh = Mesh.make("cpu", context=layout.context, shard=layout.shard)
@@ -65,6 +66,8 @@ def train(layout: Layout, kind: str):
             importance_sampling_clip=layout.tis_clip or 0.0,
             importance_sampling_level=layout.tis_level,
             recompute_logprobs=layout.old_logprobs,
+            rejection=RejectionConfig(*layout.rejection),
+            old_policy=layout.old_policy,
             loss_type=layout.loss,
             credit=layout.credit,
             turn_discount=layout.discount,
@@ -127,7 +130,9 @@ def train(layout: Layout, kind: str):
         kl = [None] * layout.ranks
         dist.all_gather_object(kl, trainer.reference_kl(mine, minibatches))
         plan = with_kl(plan, summaries, algorithm, {key: turns for part in kl for key, turns in part.items()})
-    sums, _ = trainer.update(mine, minibatches, plan.advantages, kl_scale=plan.kl_scale, seed=MASK_SEED)
+    sums, _ = trainer.update(
+        mine, minibatches, plan.advantages, kl_scale=plan.kl_scale, seed=MASK_SEED, version=VERSION
+    )
     weights = {name: value.numpy() for name, value in trainer.weights(torch.float32)}
     features = {}
     if cache := trainer.batches.cache:

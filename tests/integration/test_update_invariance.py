@@ -72,7 +72,8 @@ def references():
 
     def get(layout: Layout, kind: str = "mixed"):
         plain = (layout.minibatches, layout.aggregation, layout.kl_beta, layout.train_tower, layout.tis_clip,
-                 layout.tis_level, layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
+                 layout.tis_level, layout.rejection, layout.old_policy,
+                 layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
                  layout.discount, layout.state_weight, layout.family, layout.lora, layout.quantization, layout.replay,
                  layout.balance, str(layout.sizes), layout.adv, layout.placement, layout.papo, layout.teacher,
                  kind)  # fmt: skip
@@ -270,6 +271,41 @@ def test_a_rank_without_images_neither_hangs_nor_differs(kind, train_tower, run,
 )
 def test_the_engines_logprobs_enter_the_step_as_the_formulas_say(layout, run, references):
     assert_same(run(layout), references(layout))
+
+
+SPLIT = replace(BASE, ranks=2, budget=90, kl_beta=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        pytest.param(replace(BASE, rejection=("token", 0.2, 0.9, None)), "mixed", id="tokens"),
+        pytest.param(
+            replace(SPLIT, rejection=("token", 0.2, 0.9, 0.05), minibatches=2, aggregation="seq-mean-token-mean"),
+            "errors and gaps",
+            id="tokens and a veto, split",
+        ),
+        pytest.param(
+            replace(SPLIT, rejection=("sequence", 1e-4, 2.0, None), tis_level="sequence", context=2), "mixed",
+            id="sequences, one row on 2 ranks",
+        ),
+        pytest.param(
+            replace(SPLIT, rejection=("geometric", 0.25, 0.5, None), tis_clip=None, credit="turn", loss="gspo"), "turns",
+            id="means of turns",
+        ),
+        pytest.param(
+            replace(SPLIT, rejection=("token", 0.2, 0.9, None), tis_clip=None, old_policy="sampler", minibatches=2), "mixed",
+            id="tokens, old logprobs the engine's",
+        ),
+        pytest.param(
+            replace(SPLIT, old_policy="interpolated", minibatches=2, tis_clip=0.7), "gaps", id="old logprobs between"
+        ),
+    ],
+)  # fmt: skip
+def test_rejection_and_old_policies_enter_the_step_as_the_formulas_say(layout, kind, run, references):
+    metrics, *_ = trained = run(layout, kind)
+    assert_same(trained, references(layout, kind))
+    assert layout.rejection[0] is None or 0.1 < metrics["actor/rejected_tokens"] < 0.9
 
 
 @pytest.mark.parametrize("kind", ["errors", "gaps", "errors and gaps"])

@@ -5,18 +5,27 @@ RLINF_VL_PEERS=FOLDER. Their functions are taken out of their files, so that non
 """
 
 import ast
+import math
 import os
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import pytest
 import torch
 
-from rlinf_vl.algorithms import advantages, aggregate, divergence, policy_loss, token_moments
+from rlinf_vl.algorithms import (
+    advantages,
+    aggregate,
+    divergence,
+    importance_weights,
+    policy_loss,
+    rejection_mask,
+    token_moments,
+)
 
 PEERS = os.environ.get("RLINF_VL_PEERS")
 GROUPS = [0, 0, 0, 1, 1, 1, 1, 2, 2]
@@ -30,6 +39,7 @@ CLIPS = {
 }
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LONGEST = 10  #: of `seq-mean-token-sum-norm`
+DENOMINATORS = {"token-mean": int(MASK.sum()), "seq-mean-token-mean": len(LENGTHS)}
 BETA = 0.1
 
 #: (peer, what) → loss and Σ|gradient|, or Σ A·c and Σ A² with c counting tokens from 1 on.
@@ -54,6 +64,21 @@ THEIRS: dict[tuple[str, str], tuple[float, float]] = {
     ("verl", "reinforce_plus_plus beta 0.1"): (-213.17688989308283, 36.99999834410064),
     ("verl", "reinforce_plus_plus_baseline beta 0.0"): (-127.71386583736059, 36.9999959027373),
     ("verl", "reinforce_plus_plus_baseline beta 0.1"): (-80.37875500119925, 36.99999549889405),
+    ("verl", "token weights token-mean"): (0.29483358722238384, 0.3860582349390667),
+    ("verl", "token weights seq-mean-token-mean"): (0.05238192002995293, 0.34138374543066885),
+    ("verl", "sequence weights token-mean"): (0.06135719352936208, 0.3136071909062861),
+    ("verl", "sequence weights seq-mean-token-mean"): (-0.10863176765926691, 0.3057783214757644),
+    ("verl", "rejected tokens token-mean"): (0.27227719806206996, 0.33996699147473347),
+    ("verl", "rejected tokens seq-mean-token-mean"): (0.11349347119238466, 0.3521379488769466),
+    ("verl", "rejected means token-mean"): (0.12494733116231649, 0.14692634996680948),
+    ("verl", "rejected means seq-mean-token-mean"): (0.0858661174015201, 0.11830618541802046),
+    ("verl", "MIS token-mean"): (0.12679657813058423, 0.2130614763397744),
+    ("verl", "MIS seq-mean-token-mean"): (-0.07669068629126323, 0.23979394755229955),
+    ("verl", "MIS, not truncated token-mean"): (-0.02171366179581527, 0.26327082558476084),
+    ("verl", "MIS, not truncated seq-mean-token-mean"): (-0.16626829119826636, 0.270078951815535),
+    ("verl", "IcePop token-mean"): (0.2807305929804162, 0.38626372904228323),
+    ("TRL", "IcePop"): (0.2807305929804162, 0.38626372904228323),
+    ("TRL", "MIS, not truncated"): (-0.02171366179581527, 0.26327082558476084),
     ("TRL", "grpo"): (0.14115286963641913, 0.3829494159510561),
     ("TRL", "dapo"): (0.3653470237004958, 0.44261189796160916),
     ("TRL", "dr_grpo"): (0.15425763222909825, 0.1868805791393461),
@@ -123,6 +148,36 @@ def our_advantages(kind: str, beta: float) -> tuple[float, float]:
     return summed(advantages(kind_here, rewards, GROUPS, LENGTHS, normalize=normalize).unsqueeze(1).expand(9, 7))
 
 
+#: What corrects for the engine → our weights (level, bound) and rejection (level, bounds).
+CORRECTED: dict[str, tuple[Any, Any]] = {
+    "token weights": (("token", 1.2), None),
+    "sequence weights": (("sequence", 2.0), None),
+    "rejected tokens": (None, ("token", 0.7, 1.5)),
+    "rejected means": (("token", 2.0), ("geometric", 0.9, 1.05)),
+    "MIS": (("sequence", 2.0), ("sequence", 0.5, 2.0)),
+    "MIS, not truncated": (("sequence", math.inf), ("sequence", 0.5, 4.0)),
+    "IcePop": (("token", math.inf), ("token", 0.5, 1.6)),
+}
+
+
+def our_correction(kind: str, mode: str) -> tuple[float, float]:
+    """The clipped loss of what the engine, which has `reference`, has sampled; in units of all tokens or sequences."""
+    weights, rejection = CORRECTED[kind]
+
+    def loss_of(logprobs, t):
+        pair, w, kept = (t["old"], t["reference"]), None, MASK
+        if weights:
+            w = importance_weights(*pair, MASK, level=weights[0], clip=weights[1])
+        if rejection:
+            level, low, high = rejection
+            kept = rejection_mask(*pair, MASK, level=level, low=low, high=high)
+            assert 0.05 < kept[MASK].double().mean() < 0.95
+        per_token, _ = policy_loss(logprobs, t["old"], t["advantages"], kept, weights=w, **CLIPS["vanilla"])
+        return aggregate(per_token, kept, None, mode, denominator=DENOMINATORS[mode])
+
+    return with_gradient(loss_of)
+
+
 # theirs
 
 
@@ -154,7 +209,16 @@ def verl() -> SimpleNamespace:
     estimators = [f"compute_{kind}_outcome_advantage" for kind in estimators]
     given = {"verl_F": masked, "ActorConfig": ActorConfig, "AlgoConfig": type("AlgoConfig", (), {})}
     names = *losses, *estimators, "agg_loss", "kl_penalty_forward"
-    return functions_of(Path(PEERS, "verl/trainer/ppo/core_algos.py"), *names, **given)
+    found = functions_of(Path(PEERS, "verl/trainer/ppo/core_algos.py"), *names, **given)
+    path = Path(PEERS, "verl/trainer/ppo/rollout_corr_helper.py")
+    own = "_parse_rollout_is_threshold", "_parse_rollout_rs_thresholds", "compute_rs_metrics", "compute_is_metrics"
+    wanted = "compute_rollout_rejection_mask", "compute_rollout_correction_weights"
+    tokens = {f"token_k{k}" for k in (1, 2, 3)}
+    constants: dict[str, Any] = {"SAFETY_BOUND": 20.0, "TOKEN_LEVEL_ROLLOUT_RS_OPTIONS": tokens}
+    constants["SUPPORTED_ROLLOUT_RS_OPTIONS"] = tokens | {"seq_sum_k1", "seq_mean_k1"}
+    given = {"verl_F": masked, "math": math, "Optional": Optional} | constants
+    corrections = functions_of(path, *own, *wanted, **given)
+    return SimpleNamespace(**vars(found), **vars(corrections))
 
 
 def verl_loss(kind: str, mode: str) -> tuple[float, float]:
@@ -168,6 +232,30 @@ def verl_loss(kind: str, mode: str) -> tuple[float, float]:
     def loss_of(logprobs, t):
         function = getattr(code, f"compute_policy_loss_{kind}")
         return function(t["old"], logprobs, t["advantages"], MASK.double(), mode, config, None)[0]
+
+    return with_gradient(loss_of)
+
+
+def verl_correction(kind: str, mode: str) -> tuple[float, float]:
+    """Their bounds of rejection are of exp(rollout - train), and their trainer's denominators count what is rejected, too."""
+    code, (weights, rejection) = verl(), CORRECTED[kind]
+    counts = {"batch_num_tokens": int(MASK.sum()), "global_batch_size": len(MASK)}
+    config = ActorConfig(
+        clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, global_batch_info=counts
+    )  # fmt: skip
+
+    def loss_of(logprobs, t):
+        log_ratio, mask, w = t["old"] - t["reference"], MASK.double(), None
+        if weights:
+            level, threshold = weights
+            if kind == "IcePop":
+                threshold = f"{rejection[1]}_{rejection[2]}"
+            w, _ = code.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
+        if rejection and kind != "IcePop":
+            option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[rejection[0]]
+            bounds = f"{1 / rejection[2]}_{1 / rejection[1]}"
+            mask, _ = code.compute_rollout_rejection_mask(log_ratio, mask, option, bounds)
+        return code.compute_policy_loss_vanilla(t["old"], logprobs, t["advantages"], mask, mode, config, w)[0]
 
     return with_gradient(loss_of)
 
@@ -188,21 +276,50 @@ def verl_advantages(kind: str, beta: float) -> tuple[float, float]:
     return summed(function(rewards, mask, config=SimpleNamespace(gamma=1.0), **options)[0])
 
 
-def trl_loss(kind: str) -> tuple[float, float]:
-    """The part of `GRPOTrainer._compute_loss` from the ratio to the loss."""
+def trl_method(name: str) -> ast.FunctionDef:
+    (trainer,) = [n for n in ast.parse(trl_file().read_text()).body if getattr(n, "name", "") == "GRPOTrainer"]
+    assert isinstance(trainer, ast.ClassDef)
+    (function,) = [n for n in trainer.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    return function
+
+
+def trl_file() -> Path:
     assert PEERS is not None
-    path = Path(PEERS, "trl/trainer/grpo_trainer.py")
-    (trainer,) = [
-        n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "GRPOTrainer"
+    return Path(PEERS, "trl/trainer/grpo_trainer.py")
+
+
+def trl_weights(kind: str) -> torch.Tensor:
+    """`GRPOTrainer`'s weights of what vLLM, which has `reference`, has sampled, 0 where they are masked."""
+    _, (level, low, high) = CORRECTED[kind]
+    (block,) = [
+        node
+        for node in ast.walk(trl_method("_generate_and_score_completions"))
+        if isinstance(node, ast.If) and any(ast.unparse(n).startswith("per_token_logps_diff =") for n in node.body)
     ]
-    (function,) = [n for n in trainer.body if isinstance(n, ast.FunctionDef) and n.name == "_compute_loss"]
+    trainer = SimpleNamespace(
+        use_vllm=True, vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=f"{level}_mask",
+        vllm_importance_sampling_clip_min=low, vllm_importance_sampling_clip_max=high,
+    )  # fmt: skip
+    t = drawn()
+    there = {
+        "torch": torch, "math": math, "self": trainer, "old_per_token_logps": t["old"],
+        "sampling_per_token_logps": t["reference"], "completion_mask": MASK.double(), "tool_mask": None,
+    }  # fmt: skip
+    exec(compile(ast.Module([block], []), str(trl_file()), "exec"), there)
+    return there["vllm_importance_sampling_ratio"]
+
+
+def trl_loss(kind: str, corrected: str | None = None) -> tuple[float, float]:
+    """The part of `GRPOTrainer._compute_loss` from the ratio to the loss."""
+    path, function = trl_file(), trl_method("_compute_loss")
     begins = [isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "log_ratio" for n in function.body].index(True)
     ends = ["self._entropy_bonus_enabled" in ast.unparse(n) for n in function.body].index(True)
     code = compile(ast.Module(function.body[begins:ends], []), str(path), "exec")
     clips = CLIPS[TRL[kind][0]]
     high = 1 + clips["clip_high"] if kind == "cispo" else clips.get("clip_high")
     trainer = SimpleNamespace(
-        importance_sampling_level="sequence" if kind == "gspo" else "token", beta=0.0, use_vllm=False,
+        importance_sampling_level="sequence" if kind == "gspo" else "token", beta=0.0,
+        use_vllm=corrected is not None, vllm_importance_sampling_correction=True,
         loss_type="grpo" if kind == "gspo" else kind, epsilon_low=clips.get("clip_low"), epsilon_high=high,
         args=SimpleNamespace(delta=None, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, steps_per_generation=1),
         off_policy_mask_threshold=None, max_completion_length=LONGEST, current_gradient_accumulation_steps=1,
@@ -215,6 +332,8 @@ def trl_loss(kind: str) -> tuple[float, float]:
             "advantages": t["advantages"][:, :1], "mask": MASK.double(), "entropy_mask": None,
             "inputs": {"num_items_in_batch": MASK.sum()},
         }  # fmt: skip
+        if corrected:
+            there["inputs"]["importance_sampling_ratio"] = trl_weights(corrected)
         exec(code, there)
         return there["loss"]
 
@@ -235,10 +354,16 @@ CASES: dict[tuple[str, str], tuple[Any, Any]] = {}  # → ours, theirs
 for _kind in CLIPS:
     for _mode in MODES if _kind != "sapo" else MODES[1:2]:
         CASES["verl", f"{_kind} {_mode}"] = partial(our_loss, _kind, _mode), partial(verl_loss, _kind, _mode)
+for _kind in CORRECTED:
+    for _mode in DENOMINATORS if _kind != "IcePop" else MODES[:1]:  # its weights of 0 count in a sequence's own mean
+        _what = f"{_kind} {_mode}"
+        CASES["verl", _what] = partial(our_correction, _kind, _mode), partial(verl_correction, _kind, _mode)
 for _kind in ESTIMATORS:
     for _beta in (0.0, BETA):
         _what = f"{_kind} beta {_beta}"
         CASES["verl", _what] = partial(our_advantages, _kind, _beta), partial(verl_advantages, _kind, _beta)
+for _kind in ("IcePop", "MIS, not truncated"):
+    CASES["TRL", _kind] = partial(our_correction, _kind, "token-mean"), partial(trl_loss, "dapo", _kind)
 for _kind, (_ours, _mode) in TRL.items():
     CASES["TRL", _kind] = partial(our_loss, _ours, _mode), partial(trl_loss, _kind)
 
