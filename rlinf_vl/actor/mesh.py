@@ -1,5 +1,7 @@
 """The ranks of the trainer: who trains on what, and over whom FSDP2 shards a model."""
 
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from rlinf_vl.config.schema import FsdpConfig
 from rlinf_vl.models.context import ContextRanks
@@ -16,6 +19,12 @@ from rlinf_vl.models.families import submodules
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import is_quantized
 from rlinf_vl.models.policy import PolicyModel, is_trained
+
+#: Parameters up to which a model is one FSDP unit: gathering it at once takes less memory than anything else, and less time than a
+#: round trip for each block.
+ONE_UNIT = 2**24
+#: Bytes of a rank's shards that `whole_tensors` gathers at once.
+GATHERED_BYTES = 2**25
 
 
 def join_ranks(device: str, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None) -> None:
@@ -89,7 +98,7 @@ class Mesh:
         return self.size == 1 or not settings.reshard_after_forward
 
     def shard(self, policy: PolicyModel, settings: FsdpConfig) -> PolicyModel:
-        """Shard parameters in the FSDP units of the model's family, and one for the rest.
+        """Shard parameters in the FSDP units of the model's family, and one for the rest; a small model (`ONE_UNIT`) in one.
 
         Master weights stay in their dtype (float32); units compute in `param_dtype`; gradients are reduced in `reduce_dtype`.
         Quantized weights stay whole.
@@ -107,7 +116,9 @@ class Mesh:
             "ignored_params": {p for p in policy.parameters() if is_quantized(p)},
             "offload_policy": fsdp.CPUOffloadPolicy() if settings.cpu_offload else fsdp.OffloadPolicy(),
         }
-        for unit in (module for path in policy.family.fsdp_units for module in submodules(policy.model, path)):
+        small = sum(p.numel() for p in policy.parameters()) <= ONE_UNIT
+        paths = () if small else policy.family.fsdp_units
+        for unit in (module for path in paths for module in submodules(policy.model, path)):
             own = options
             if not is_trained(unit):  # FSDP2 fails on gradients to reduce, in another dtype, of a unit that never ran
                 own = options | {"mp_policy": replace(options["mp_policy"], reduce_dtype=None)}
@@ -130,3 +141,17 @@ def reshard_all(policy: nn.Module) -> None:
     for module in policy.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
+
+
+def whole_tensors(values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The values by name in order, DTensors whole. Shards are gathered many at a time: a round trip for each would take longer than
+    its bytes, unless they are many. Collective; every rank must exhaust it."""
+    pending, size = list[tuple[str, torch.Tensor]](), 0
+    for name, value in values:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if pending and (size + local.nbytes > GATHERED_BYTES or value.dtype != pending[0][1].dtype):
+            yield from _gathered(pending)
+            pending, size = [], 0
+        pending.append((name, value))
+        size += local.nbytes
+    yield from _gathered(pending)
