@@ -1,6 +1,5 @@
 """The ranks of the trainer: who trains on what, and over whom FSDP2 shards a model."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -155,3 +154,34 @@ def whole_tensors(values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[
         pending.append((name, value))
         size += local.nbytes
     yield from _gathered(pending)
+
+
+def _gathered(values: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Values of one dtype whole, by one collective for all that FSDP2 has sharded."""
+    sharded = [x for _, x in values if isinstance(x, DTensor) and x.placements[-1] == Shard(0)]
+    whole = iter(_gathered_rows(sharded))
+    for name, value in values:
+        if isinstance(value, DTensor):  # a product of sharded factors may be laid out otherwise
+            value = next(whole) if value.placements[-1] == Shard(0) else value.full_tensor()
+        yield name, value
+
+
+def _gathered_rows(values: Sequence[DTensor]) -> Iterator[torch.Tensor]:
+    """Whole values, each sharded by rows over one mesh: rank r of n has rows r·⌈rows/n⌉ … of each."""
+    if not values:
+        return
+    mesh = values[0].device_mesh
+    n = mesh.size(-1)
+    rows = [-(-x.shape[0] // n) for x in values]
+    own = [_padded(x, r).flatten() for x, r in zip(values, rows, strict=True)]
+    everyone = own[0].new_empty(n * sum(map(len, own)))
+    dist.all_gather_into_tensor(everyone, torch.cat(own), group=mesh.get_group(mesh.ndim - 1))
+    for x, part in zip(values, everyone.view(n, -1).split(list(map(len, own)), dim=1), strict=True):
+        yield part.reshape(-1, *x.shape[1:])[: x.shape[0]]
+
+
+def _padded(value: DTensor, rows: int) -> torch.Tensor:
+    """This rank's rows, with zeros behind them up to so many."""
+    local = value.to_local()
+    missing = rows - len(local)
+    return torch.cat([local, local.new_zeros(missing, *local.shape[1:])]) if missing else local

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from rlinf_vl.actor import checkpoint
 from rlinf_vl.actor.batches import Advantages, BatchMaker, RankMiniBatch, TurnKl, turn_kl
 from rlinf_vl.actor.loss import micro_batch_loss
-from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all
+from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all, whole_tensors
 from rlinf_vl.actor.offload import Offload
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
 from rlinf_vl.actor.passes import FurtherPasses, reference_logprobs
@@ -317,18 +317,21 @@ class Trainer:
         `device`. A tied weight appears once. Of a model with adapters, the weights that these change, with them added; or the
         adapters, in float32 and by their own names (`actor.model.lora.sync`). Every rank must exhaust it; on the device `meta`
         one rank alone may."""
+        for name, value in whole_tensors(self._sharded_weights(dtype, device)):
+            yield name, value.to(device)
+
+    def _sharded_weights(self, dtype: torch.dtype, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `weights`, sharded as the parameters are; on the device `meta` whole."""
         merged = self.actor.model.lora.sync == "merged"
         for name, param, adapter in engine_weights(self.policy.model, merged):
             if not param.requires_grad and adapter is None and not self.frozen_differ:
                 continue
             sent = torch.float32 if is_adapter(name) else dtype
             if device == "meta":
-                value = torch.empty(shape_of(param), device="meta")
-            else:
-                value = dense(param).detach().to(self.mesh.device)  # from host memory, with `fsdp_config.cpu_offload`
-                value = (with_adapter(value, adapter) if adapter else value).to(sent)
-                value = value.full_tensor() if isinstance(value, DTensor) else value
-            yield name, value.to(device, sent)
+                yield name, torch.empty(shape_of(param), device="meta", dtype=sent)
+                continue
+            value = dense(param).detach().to(self.mesh.device)  # from host memory, with `fsdp_config.cpu_offload`
+            yield name, (with_adapter(value, adapter) if adapter else value).to(sent)
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint; OSError where some rank could not."""
