@@ -7,15 +7,15 @@ an actor rank and a rollout worker, one with a rollout worker. Every 30 to 60 se
 
 | kind | what |
 |---|---|
-| kill | kill -9 of a process of the run (a rank, a worker, the writer, a grader) or of Ray on a host that is not the head |
+| kill | kill -9 of a process of the run (a rank, a worker, the writer, a grader) or of Ray, the head's too |
 | stop | SIGSTOP of a rank, a worker or the writer, for good |
 | pause | SIGSTOP of Ray's own process on a host, 20 seconds long |
 | cut | a host's cable is out for 20 seconds, the head's too |
 | disk | the disk with the run's folder is full for 10 seconds |
 | node | kill -9 of everything on a host that is not the head |
 
-and three times in the run kill -9 of the controller. What an operator's tools would do is done as they do it: nodes that ended
-are started again by ray_utils/start_ray.sh, a run that ended is started again with runner.resume_dir=auto.
+and kill -9 of the controller after each quarter of the steps. What an operator's tools would do is done as they do it: nodes
+that ended are started again by ray_utils/start_ray.sh, a run that ended is started again with runner.resume_dir=auto.
 
 It fails unless the run comes to its last step; its accuracy is that of the undisturbed one within four standard errors; its
 ledger and metrics have every step once, every group once, and no row twice in an epoch; and no process, shared memory or
@@ -73,7 +73,6 @@ class Cluster:
     hosts: list[Host]
     head_file: str
     kept: threading.Event = field(default_factory=threading.Event)
-    paused: set[int] = field(default_factory=set)  # ranks of hosts that are left alone
     restarts: Counter = field(default_factory=Counter)
 
     def up(self, host: Host) -> bool:
@@ -90,13 +89,16 @@ class Cluster:
             return False
 
     def keep(self) -> None:
-        """Start nodes that have ended, the head's first: the others find it by its file."""
+        """Start nodes that have ended. Without the head the others are of no use: all start again."""
         while not self.kept.wait(KEEP_S):
-            for host in self.hosts:
-                with suppress(psutil.Error):
-                    if host.rank not in self.paused and not self.up(host):
-                        self.restarts[host.rank] += 1
-                        self.start(host, "20")
+            with suppress(psutil.Error):
+                down = [host for host in self.hosts if not self.up(host)]
+                if self.hosts[0] in down:
+                    self.stop()
+                    down = self.hosts
+                for host in down:
+                    self.restarts[host.rank] += 1
+                    self.start(host, "20")
 
     def stop(self) -> None:
         for host in reversed(self.hosts):
@@ -172,8 +174,7 @@ class Striker:
         print(f"{time.strftime('%H:%M:%S')} step {step}: {kind} {what} ({time.monotonic() - began:.0f} s)", flush=True)
 
     def _processes(self, titles: tuple[str, ...] = (), *, of_ray: bool) -> list[tuple[Host, psutil.Process, str]]:
-        """Processes that may be struck: the run's everywhere but the controller, and with `of_ray` Ray's on hosts that are not
-        the head."""
+        """Processes that may be struck: all but the controller, those of Ray only with `of_ray`."""
         found = []
         controller = self.run.controller()
         for host in self.hosts:
@@ -181,8 +182,7 @@ class Striker:
                 name = title(process)
                 if not name or process == controller or (titles and not name.startswith(titles)):
                     continue
-                ours = name.startswith("ray::") or self._inside(process)
-                if ours or (of_ray and host.rank):
+                if of_ray or name.startswith(ACTORS) or self._inside(process):
                     found.append((host, process, name))
         return found
 
@@ -255,6 +255,8 @@ def undisturbed(cluster: Cluster, folder: Path, steps: int, overrides: list[str]
     """A run to which nothing happens: its folder and its seconds."""
     began = time.monotonic()
     run = Run(cluster, folder, folder / "log.txt", steps, overrides)
+    if run.step == steps:  # it was made before, in the same --folder
+        return run.folder, 0.0
     run.begin()
     while not run.ended():
         time.sleep(0.5)
@@ -268,19 +270,18 @@ def struck(cluster: Cluster, folder: Path, args: argparse.Namespace) -> tuple[Ru
     run = Run(cluster, folder, folder.parent / "struck.txt", args.steps, args.overrides)
     run.begin()
     striker = Striker(run, folder, args.seed, args.kinds)
-    began, end = time.monotonic(), time.monotonic() + 60 * args.minutes
-    controllers = [began + 60 * args.minutes * (k + 0.5) / CONTROLLERS for k in range(CONTROLLERS)]
-    due = began + striker.random.uniform(*args.every)
+    end = time.monotonic() + 60 * args.minutes
+    killed, stepped = 0, run.step  # controllers; the step at the last strike
+    due = time.monotonic() + striker.random.uniform(*args.every)
     deadline = end + 60 * max(10, args.minutes)
-    while not run.ended():
-        now = time.monotonic()
-        if now > deadline:
-            break
-        if controllers and now > controllers[0] and run.step >= 0:
-            controllers.pop(0)
+    while not run.ended() and time.monotonic() < deadline:
+        trains = run.process is not None and run.step > stepped
+        if killed < CONTROLLERS and trains and run.step >= (killed + 1) * args.steps // (CONTROLLERS + 1):
             striker.strike("controller")
-        elif due < now < end and run.step >= 0:
+            killed, stepped = killed + 1, run.step
+        elif due < time.monotonic() < end and (trains or not args.paced):
             striker.strike()
+            stepped = run.step
             due = time.monotonic() + striker.random.uniform(*args.every)
         time.sleep(0.5)
     return run, striker
@@ -318,11 +319,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help="training steps (default: 40 a minute)")
     parser.add_argument("--every", type=float, nargs=2, default=[30, 60], help="seconds between strikes")
+    parser.add_argument("--paced", action="store_true", help="strike only when a step was done since the last strike")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--folder", type=Path, help="where the runs are kept (default: a folder that goes)")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept, and an undisturbed one is found again")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", help="config overrides of both runs")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is taken down
     args.steps = args.steps or int(40 * args.minutes)
 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos"))

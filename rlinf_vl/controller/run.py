@@ -2,7 +2,7 @@
 
 import logging
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -72,14 +72,15 @@ def run(
         gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
         sync = load_model(learner)
         logger.info("started in %.0f s; training to step %d", time.monotonic() - began, data.total_steps)
-        stop.graceful = True
+        stop.grace_period, stop.graceful = config.runner.grace_period, True
         lost: ActorsLost | None = None
         outcome: dict[str, float] | Interrupted | None = None
         while outcome is None:
             try:
                 if lost is not None:
-                    count_restart(lost, config.runner.max_restarts, newest_checkpoint(run_dir, start), log)
                     learner.kill()
+                    stop.check()
+                    count_restart(lost, config.runner.max_restarts, newest_checkpoint(run_dir, start), log)
                     pool.forget_weights()
                     if sync.busy:
                         pool.replace_all("they may wait for weights that will not come")
@@ -93,7 +94,8 @@ def run(
                 outcome = request
         pool.release(log.recorder.close())
         pool.stop()
-        learner.stop()
+        with suppress(ActorsLost):  # all that they had to do is done
+            learner.stop()
     if isinstance(outcome, Interrupted):
         raise outcome
     return outcome

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 #: Calls that a tracker may be behind; further ones are not made.
 MOST_CALLS = 1000
 #: Seconds that trackers have, at the end of a run, for what they have not shown yet.
-CLOSE_S = 60.0
+CLOSE_S = 30.0
 WANDB_ID = "wandb_id"
 """File in the run's folder: the id of its wandb run."""
 

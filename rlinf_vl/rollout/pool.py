@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
@@ -16,7 +16,7 @@ from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.rollout.submission import Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor, WorkerDied
 from rlinf_vl.rollout.worker import RolloutWorker
-from rlinf_vl.runtime.ray_process import Heartbeat, cause_of, entry, kill
+from rlinf_vl.runtime.ray_process import ActorsLost, Heartbeat, cause_of, entry, kill
 from rlinf_vl.transport.sender import Offer
 from rlinf_vl.types import GroupSummary
 
@@ -60,6 +60,8 @@ async def answer(reference: ray.ObjectRef) -> Any:
     except RayTaskError as error:
         if isinstance(error.cause, EngineDied):
             raise WorkerDied(str(error.cause)) from error
+        if isinstance(error.cause, ObjectLostError):  # the weights: nothing else is sent to a worker as an object
+            raise ActorsLost(f"weights are lost on their way to a rollout worker: {error.cause}") from error
         raise
 
 
@@ -89,7 +91,9 @@ class RolloutPool:
             return _RayWorker(actor, config.runner.heartbeat_timeout)
 
         max_running = None if config.rollout.rollout_backend == "torch" else config.rollout.max_running_requests
-        self._supervisor = Supervisor[_RayWorker](make, len(options), max_running=max_running, report=report)
+        self._supervisor = Supervisor[_RayWorker](
+            make, len(options), max_running=max_running, report=report, max_row_faults=config.data.max_row_faults
+        )
         #: (split, row) → number of an image that other rows have too; None where no other has
         self._shared: dict[tuple[str, int], int | None] = {}
 

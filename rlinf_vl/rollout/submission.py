@@ -18,6 +18,7 @@ class Task:
 
     `group_seed`: what the environments of the group have in common is drawn from it.
     `own_images`: no other row is known to show the images of this one.
+    `fault`: why it is not to be answered; "": it is.
     `corruption`: how images are corrupted for some of the samples, drawn from `group_seed`; None: for none.
     """
 
@@ -27,6 +28,7 @@ class Task:
     seeds: tuple[int, ...]
     own_images: bool = False
     group_seed: int = 0
+    fault: str = ""
     corruption: Corruption | None = None
 
 

@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rlinf_vl.errors import RunError
 from rlinf_vl.rollout.submission import Submission, Task
+from rlinf_vl.rollout.suspects import Suspects
 
 #: Seconds that a replacement has to load its model and start its engine.
 START_TIMEOUT_S = 1800.0
@@ -80,6 +81,11 @@ class _Slot(Generic[W]):
     def live(self) -> bool:
         return self.start is not None and self.start.done() and self.start.exception() is None
 
+    @property
+    def unanswered(self) -> list[Task]:
+        """What the worker is answering."""
+        return [task for s, tasks in self.given.items() for name, task in tasks.items() if name not in s.arrived]
+
     def watch(self) -> None:
         """The worker is asked for something: if it was idle, its heartbeat counts from now on."""
         if not self.calls and not self.given:
@@ -95,17 +101,25 @@ class Supervisor(Generic[W]):
             None: each worker answers its share as one batch, one submission after the other. The embedded engine needs that:
             a logprob's last digits depend on who else is in the batch, which must not depend on time if a resumed run is to
             equal one that was never stopped.
+        max_row_faults: workers that may die while they answer a row (`Suspects`).
         report: called, in the supervisor's thread, for every worker that is replaced.
     """
 
     def __init__(
-        self, make: Callable[[int], W], n: int, *, max_running: int | None, report: Callable[[str], None]
+        self,
+        make: Callable[[int], W],
+        n: int,
+        *,
+        max_running: int | None,
+        report: Callable[[str], None],
+        max_row_faults: int = 3,
     ) -> None:
         self.slots = [_Slot(i, make(i)) for i in range(n)]
         #: (what gives the current weights as buckets, their version); None: those that workers start with.
         self.weights: tuple[Callable[[], Sequence[Any]], int] | None = None
         self._make = make
         self._max_running = max_running
+        self._suspects = Suspects(max_row_faults)
         self._report = report
         self._deaths = 0  # since the last submission that ended well
         self._open: list[Submission] = []
@@ -224,6 +238,7 @@ class Supervisor(Generic[W]):
             return
         if groups := sum(map(len, slot.given.values())):
             what = f"and its {groups} groups are sent again"
+        self._suspects.accuse(slot.unanswered)
         self._requeue(slot)
         slot.start = asyncio.create_task(self._start(slot, failed=(what, reason)))
 
@@ -273,7 +288,7 @@ class Supervisor(Generic[W]):
         """The tasks of the slot's worker are to be sent again, also those whose groups have arrived."""
         for submission, tasks in slot.given.items():
             submission.arrived -= tasks.keys()
-            slot.queue.extendleft((submission, task) for task in reversed(tasks.values()))
+            slot.queue.extendleft((submission, self._suspects.judged(task)) for task in reversed(tasks.values()))
         slot.given = {}
         for stream in slot.streams:
             stream.cancel()
@@ -285,7 +300,8 @@ class Supervisor(Generic[W]):
         self._open.append(submission)
         share = -(-len(order) // len(self.slots))
         for slot in self.slots:
-            slot.queue += [(submission, task) for task in order[slot.number * share : (slot.number + 1) * share]]
+            mine = order[slot.number * share : (slot.number + 1) * share]
+            slot.queue += [(submission, self._suspects.judged(task)) for task in mine]
             self._revive(slot)
         self._fill()
         self._close_if_done(submission)
@@ -300,11 +316,15 @@ class Supervisor(Generic[W]):
 
     def _send(self, slot: _Slot[W], queue: deque[tuple[Submission, Task]]) -> None:
         """Send a worker the first tasks of a queue, those of each submission as one batch."""
-        open_tasks = ((s, task) for s, tasks in slot.given.items() for task in tasks.values())
-        running = sum(len(task.seeds) for submission, task in open_tasks if task.group_id not in submission.arrived)
+        unanswered = slot.unanswered
+        running = sum(len(task.seeds) for task in unanswered)
         while queue and (self._max_running is not None or not slot.streams):
             submission, batch = queue[0][0], list[Task]()
+            if unanswered and any(map(self._suspects.alone, [*unanswered, queue[0][1]])):
+                return
             while queue and queue[0][0] is submission:
+                if batch and any(map(self._suspects.alone, [batch[0], queue[0][1]])):
+                    break
                 samples = len(queue[0][1].seeds)
                 if self._max_running is not None and running and running + samples > 2 * self._max_running:
                     break
@@ -315,6 +335,7 @@ class Supervisor(Generic[W]):
             slot.watch()
             slot.given.setdefault(submission, {}).update({task.group_id: task for task in batch})
             slot.streams[asyncio.ensure_future(self._stream(slot, submission, batch))] = submission
+            unanswered += batch
 
     async def _stream(self, slot: _Slot[W], submission: Submission, tasks: list[Task]) -> None:
         worker = slot.worker
@@ -322,6 +343,7 @@ class Supervisor(Generic[W]):
             async for summary, group in worker.generate(tasks):
                 assert summary.id not in submission.arrived, f"group {summary.id} came twice"
                 submission.arrived.add(summary.id)
+                self._suspects.clear(slot.given[submission][summary.id])
                 submission.events.put((summary, group))
                 self._fill()
         except WorkerDied as death:

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, open_datasets
+from rlinf_vl.data.unusable import QUARANTINED, RowError
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
 from rlinf_vl.engines.make import make_engine, warm_up
 from rlinf_vl.envs.registry import ENVIRONMENTS
@@ -161,6 +162,8 @@ class RolloutRank:
         return opened[-1]
 
     def _problem(self, task: Task) -> Problem | Exception:
+        if task.fault:
+            return RowError(self.datasets[task.split].row_id(task.row), QUARANTINED, task.fault)
         try:
             draw = task.group_seed if task.split == "train" else 0
             return self.datasets[task.split].problem(task.row, draw)

@@ -5,12 +5,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
+
+from rlinf_vl.errors import reason_of
 
 #: Seconds between two heartbeats of an actor that is at work.
 HEARTBEAT_PERIOD_S = 5.0
@@ -18,13 +22,15 @@ HEARTBEAT_PERIOD_S = 5.0
 MAX_THREADS = 16
 #: Seconds in which the death of an actor must come out after a call of another has failed, perhaps because of it.
 CAUSE_TIMEOUT_S = 15
+#: Seconds that a node has to end a process: it may have to start one for that.
+KILL_S = 20
 
 
 class ActorsLost(RuntimeError):
     """An actor that others wait for has died or hangs."""
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_retries=0)
 def _kill_process(pid: int) -> None:
     """Ends also a stopped or wedged process, which does not answer Ray."""
     try:
@@ -64,14 +70,13 @@ def entry(name: str, process: ray.ObjectRef, restarts: int) -> dict[str, object]
 
 
 def kill(actor, process: ray.ObjectRef) -> None:
-    """End an actor's process even if it is stopped; `process`: the actor's `where`."""
+    """End an actor's process even if it is stopped; `process`: the actor's `where`. Where its node does not answer within
+    `KILL_S`, Ray ends it when that is back."""
     ray.kill(actor)
-    try:
+    with suppress(RayError):  # it never lived, is dead already, or its node is
         node, pid = ray.get(process, timeout=1)
-    except (GetTimeoutError, RayActorError, RayTaskError):
-        return  # it never lived, or is dead already
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    ray.get(_kill_process.options(scheduling_strategy=there).remote(pid))
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        ray.get(_kill_process.options(scheduling_strategy=there).remote(pid), timeout=KILL_S)
 
 
 class Heartbeat:
@@ -102,7 +107,7 @@ class Heartbeat:
             return f"no heartbeat for {silent:.0f} s" if silent > self._timeout else None
         try:
             well = ray.get(self._pending)
-        except RayActorError as error:
+        except RayError as error:
             return cause_of(error)
         self._pending, self._since = None, now
         return None if well else "its engine is dead"
@@ -134,12 +139,16 @@ def wait_for_all(
         done, waiting = ray.wait(waiting, num_returns=1, timeout=HEARTBEAT_PERIOD_S / 5)
         try:
             ray.get(done)
+        except ObjectLostError as error:
+            raise ActorsLost(f"what an actor returned is lost: {cause_of(error)}") from error
         except (RayActorError, RayTaskError) as error:
             if isinstance(error, RayActorError):
                 dead = error
-            else:
-                dead = None if isinstance(error.cause, own_faults) else _find_dead(actors.values())
-            if dead is None:
+            elif isinstance(error.cause, own_faults):
+                raise
+            elif (dead := _find_dead(actors.values())) is None:
+                if _of_network(error.cause):
+                    raise ActorsLost(f"they have lost each other: {reason_of(error)}") from error
                 raise
             name = next((name for name, actor in actors.items() if actor._actor_id.hex() == dead.actor_id), "an actor")
             raise ActorsLost(f"{name} died: {cause_of(dead)}") from error
@@ -166,7 +175,12 @@ def _find_dead(actors: Collection[Any]) -> RayActorError | None:
     return None
 
 
-def cause_of(error: RayActorError) -> str:
-    """Ray's reason for an actor's death, on one line."""
+def _of_network(cause: BaseException | None) -> bool:
+    """Whether a collective has failed on the way: its peer is gone or out of reach, of which Ray may not know yet."""
+    return isinstance(cause, DistError) or (isinstance(cause, RuntimeError) and "gloo/transport" in str(cause))
+
+
+def cause_of(error: RayError) -> str:
+    """Ray's reason for a death or a loss, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} ({lines[-1]})"

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: Seconds that a run needs to end its processes.
+LEAVE_S = 5.0
 
 
 class Interrupted(Exception):
@@ -28,6 +30,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.graceful = False
+        #: Seconds from the first signal to the run's end, checkpoint or not; None: as long as the checkpoint takes.
+        self.grace_period: float | None = None
+        self._end: threading.Timer | None = None
         self.number: int | None = None  # the last signal's
 
     def install(self) -> None:
@@ -45,6 +50,8 @@ class StopRequest:
         try:
             yield
         finally:
+            if self._end is not None:
+                self._end.cancel()
             if threading.current_thread() is threading.main_thread():
                 for number, handler in former.items():
                     signal.signal(number, handler)
@@ -53,8 +60,21 @@ class StopRequest:
         first, self.number = self.number is None, number
         if not (self.graceful and first):
             raise KeyboardInterrupt
-        name = signal.Signals(number).name
-        log.warning("%s: the run will stop with a checkpoint as soon as it can; once more to stop it at once", name)
+        name, within = signal.Signals(number).name, "as soon as it can"
+        if self.grace_period is not None:
+            within = f"within {self.grace_period:g} s (runner.grace_period)"
+            self._end = threading.Timer(max(self.grace_period - LEAVE_S, self.grace_period / 2), self._overdue)
+            self._end.daemon = True
+            self._end.start()
+        log.warning("%s: the run will stop with a checkpoint %s; once more to stop it at once", name, within)
+
+    def _overdue(self) -> None:
+        """As a second signal, from a thread."""
+        log.error(
+            "runner.grace_period: %g s do not suffice; the run ends without another checkpoint", self.grace_period
+        )
+        assert self.number is not None
+        signal.pthread_kill(threading.main_thread().ident or 0, self.number)
 
     def check(self) -> None:
         """Raise `Interrupted` if the run was asked to stop."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, OFF_OR_POSITIVE, POSITIVE, SHARE, key
+from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, OFF_OR_POSITIVE, POSITIVE, SHARE, Limit, key
 
 
 @dataclass
@@ -75,3 +75,6 @@ class DataConfig:
     max_bad_rows: float = key(0.05, SHARE)
     """Share of a split's rows, 0 to 1, that may be unusable (each is listed with its reason in bad_rows.jsonl of the run
     folder); beyond it the run stops and says why. 0 stops at the first, 1 never."""
+    max_row_faults: int = key(3, Limit("be at least 2", lambda x: x >= 2))
+    """Rollout workers, one after the other, that may die or hang while they answer a row, the last with nothing else to do; then the
+    row is quarantined: it is not answered again before the run is resumed, but masked, and listed in bad_rows.jsonl."""

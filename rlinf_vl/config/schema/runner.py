@@ -103,6 +103,9 @@ class RunnerConfig:
     resume_dir: str | None = None
     """null starts afresh (a used folder of this name is set aside first), `auto` takes the newest complete checkpoint of this
     run's folder, a path that checkpoint. What the config says now counts, the optimizer's settings included."""
+    grace_period: float | None = key(None, POSITIVE)
+    """Seconds from SIGTERM or Ctrl-C to the end of the run, such as a scheduler gives before it kills: a run whose checkpoint isn't
+    written by then ends without; null waits for it."""
     heartbeat_timeout: float = key(120.0, POSITIVE)
     """Seconds without an answer after which a rollout worker or an actor rank is taken for hung, and replaced."""
     max_restarts: int = key(3, NOT_NEGATIVE)

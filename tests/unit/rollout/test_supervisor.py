@@ -16,7 +16,8 @@ from rlinf_vl.rollout.supervisor import Supervisor, WorkerDied, WorkersLost
 class Fleet:
     """A supervisor of workers that are objects. `script`: worker0, worker1, … as they are made → what goes wrong with each."""
 
-    def __init__(self, n=2, *, max_running=None, start=True, weights=None, **script):
+    def __init__(self, n=2, *, max_running=None, start=True, weights=None, poison=(), **script):
+        self.poison = poison
         self.workers, self.reports, self.script = [], [], script
         self.supervisor = Supervisor(self.make, n, max_running=max_running, report=self.reports.append)
         self.supervisor.weights = weights
@@ -24,7 +25,9 @@ class Fleet:
             self.supervisor.start()
 
     def make(self, number):
-        self.workers.append(FakeWorker(len(self.workers), **self.script.get(f"worker{len(self.workers)}", {})))
+        self.workers.append(
+            FakeWorker(len(self.workers), poison=self.poison, **self.script.get(f"worker{len(self.workers)}", {}))
+        )
         return self.workers[-1]
 
     def submit(self, tasks, check=lambda: None):
@@ -37,7 +40,8 @@ class Fleet:
 class FakeWorker:
     """Answers at once, or (`manual`) when the test says so; dies, or hangs, after so many groups."""
 
-    def __init__(self, made, *, ready=True, load=None, dies_after=None, hangs_after=None, manual=False):
+    def __init__(self, made, *, ready=True, load=None, dies_after=None, hangs_after=None, manual=False, poison=()):
+        self.poison = poison  # groups that kill it
         self.made, self.ready, self.load = made, ready, load
         self.dies_after, self.hangs_after = dies_after, hangs_after
         self.allowed = 0 if manual else 10**9  # groups that it may still answer
@@ -67,7 +71,7 @@ class FakeWorker:
     async def generate(self, tasks):
         self.batches.append([task.group_id for task in tasks])
         for task in tasks:
-            self.dead |= self.dies_after == 0
+            self.dead |= self.dies_after == 0 or (task.group_id in self.poison and not task.fault)
             self.hangs |= self.hangs_after == 0
             await self.until(lambda: (self.allowed and not self.hangs and not self.dead) or self.error)
             if self.error is not None:
@@ -75,7 +79,7 @@ class FakeWorker:
             self.allowed -= 1
             self.dies_after = None if self.dies_after is None else self.dies_after - 1
             self.hangs_after = None if self.hangs_after is None else self.hangs_after - 1
-            yield SimpleNamespace(id=task.group_id), f"{task.group_id} of {self.made}"
+            yield SimpleNamespace(id=task.group_id), task.fault or f"{task.group_id} of {self.made}"
 
     def answer(self, n=10**9):
         self.allowed += n
@@ -174,6 +178,23 @@ def test_a_group_that_was_lost_comes_again():
         ("g1", "g1 of 1"),
         ("g2", "g2 of 1"),
     ]
+
+
+@pytest.mark.parametrize("max_running", [None, 2, 64])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_row_that_kills_its_workers_is_quarantined_and_no_other(max_running, n):
+    fleet = Fleet(n, max_running=max_running, poison=["g3", "g5"])
+    results = dict(answered(fleet.submit(tasks(8)).results()))
+    assert list(results) == [f"g{i}" for i in range(8)]
+    reason = "3 workers died while they answered it, the last one with nothing else to do (data.max_row_faults)"
+    assert [name for name, group in results.items() if group == reason] == ["g3", "g5"]
+    last = [worker.batches[-1] for worker in fleet.workers if worker.dead]
+    assert ["g3"] in last and ["g5"] in last, "each was convicted alone"
+    died = len(fleet.reports)
+    assert 4 <= died <= 6
+    again = dict(answered(fleet.submit(tasks(8)).results()))
+    assert [name for name, group in again.items() if group == reason] == ["g3", "g5"]
+    assert len(fleet.reports) == died, "a row that is quarantined is not tried again"
 
 
 @pytest.mark.parametrize("max_running", [None, 2, 64])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -34,3 +35,22 @@ def test_the_first_signal_asks_and_the_second_ends(request_):
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert request_.number == signal.SIGINT
+
+
+def test_a_grace_period_ends_it_in_time(request_, caplog):
+    request_.graceful, request_.grace_period = True, 0.5
+    os.kill(os.getpid(), signal.SIGTERM)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        while time.monotonic() < began + 30:
+            time.sleep(0.01)
+    assert request_.number == signal.SIGTERM
+    assert "within 0.5 s (runner.grace_period)" in caplog.text and "0.5 s do not suffice" in caplog.text
+
+
+def test_a_run_that_ends_in_time_leaves_no_signal_behind():
+    stop = StopRequest()
+    with stop.installed():
+        stop.graceful, stop.grace_period = True, 0.2
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.4)  # a signal now would end this process
