@@ -25,7 +25,7 @@ from rich.table import Table
 from rlinf_vl.runtime.files import read_lines
 
 ROOT = Path(__file__).parents[1]
-#: What the page of the algorithm says; defaults but for what is said here.
+#: What the page of the algorithm, or docs/corrections.md, says; defaults but for what is said here.
 ALGORITHMS: dict[str, Sequence[str]] = {
     "grpo": (),
     "dr_grpo": ("algorithm.adv_type=dr_grpo",),
@@ -35,6 +35,11 @@ ALGORITHMS: dict[str, Sequence[str]] = {
     "cispo": ("algorithm.loss_type=cispo",),
     "sapo": ("algorithm.loss_type=sapo",),
     "dapo": ("algorithm={clip_ratio_high: 0.28, dynamic_sampling: {enable: true}, overlong: {buffer: 4}}",),
+    "no_tis": ("algorithm.importance_sampling_fix=false",),
+    "sequence_mis": ("algorithm={importance_sampling_level: sequence, rejection: {level: sequence}}",),
+    "icepop": ("algorithm={importance_sampling_clip: inf, rejection: {level: token}}",),
+    "plain_ppo": ("algorithm={importance_sampling_fix: false, old_policy: sampler}",),
+    "interpolated": ("algorithm.old_policy=interpolated",),
     "noisy_rollout": ("algorithm.image_corruption.share=0.5",),
     "papo": ("algorithm.papo={weight: 0.01, entropy_weight: 0.03}",),
     "distillation": ("algorithm.distillation={teacher_path: TEACHER, reward_weight: 0}",),

@@ -123,7 +123,7 @@ class AlgorithmConfig:
     """Whose probability is below the line of the ratio that is clipped. start: the weights before the step (decoupled PPO; TIS then
     leads from those that sampled each token to these). sampler: those that sampled each token, by the engine's logprob (plain PPO,
     without TIS). interpolated: between the sampler's and the current ones, the closer to these the staler the token (A-3PO); no pass
-    of its own. null: start, or sampler where recompute_logprobs is false. docs/tis.md has formulas."""
+    of its own. null: start, or sampler where recompute_logprobs is false. docs/corrections.md has formulas and presets."""
     importance_sampling_fix: bool = True
     """Truncated importance sampling: weigh tokens by min(exp(old - rollout logprob), importance_sampling_clip)."""
     importance_sampling_clip: float = key(2.0, POSITIVE_OR_INFINITE)

@@ -1,5 +1,8 @@
 """One line of override is an algorithm as published: what a choice brings, and what it leaves alone."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rlinf_vl.config import load_config, save_config
@@ -8,6 +11,7 @@ from rlinf_vl.config.presets import PRESETS
 from rlinf_vl.config.schema.algorithm import ADVANTAGES, LOSSES
 from rlinf_vl.errors import ConfigError
 
+ROOT = Path(__file__).parents[3]
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"  # whose YAML sets clips, the aggregation and the normalisation
 AS_PUBLISHED = {
     "adv_type=grpo": {"normalize_advantages": True, "loss_agg_func": "token-mean"},
@@ -84,3 +88,20 @@ def test_code_travels_and_has_ppos_clips(tmp_path):
     config = load_config("toy-grpo-cpu", [f"algorithm.loss_type={path}:mine"])
     assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high) == (0.2, 0.2)
     assert config.runner.code_files[str(path)] == path.read_text()
+
+
+PRESETS_OF_CORRECTIONS = dict(
+    re.findall(r"^\| ([^|]+) \| `(algorithm\.[^`]+)` \|$", (ROOT / "docs/corrections.md").read_text(), re.M)
+)
+
+
+@pytest.mark.parametrize("name", PRESETS_OF_CORRECTIONS)
+def test_every_preset_of_the_page_on_corrections_is_accepted(name):
+    rejection = load_config("toy-grpo-cpu", PRESETS_OF_CORRECTIONS[name].split()).algorithm.rejection
+    bounds = re.search(r"in ([\d.]+) … ([\d.]+)", name)
+    assert bounds is None or [rejection.low, rejection.high] == [float(bound) for bound in bounds.groups()]
+
+
+def test_the_page_on_corrections_has_the_presets_that_are_known_by_name():
+    assert len(PRESETS_OF_CORRECTIONS) > 8
+    assert all(any(name in preset for preset in PRESETS_OF_CORRECTIONS) for name in ("TIS", "MIS", "IcePop"))
