@@ -188,6 +188,8 @@ def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
             annotation = config_keys()[key].type
             if get_origin(annotation) is list and _is_one(value, get_args(annotation)[0]):
                 value = [value]
+            if key == "cluster.component_placement" and isinstance(value, (str, int)):
+                value = {"actor,rollout": value}  # a mode, or slots, for both
             try:
                 set_key(typed, key, value)
             except OmegaConfBaseException:

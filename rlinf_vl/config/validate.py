@@ -14,7 +14,7 @@ from typing import Any
 from rlinf_vl.code import CodeError, check_code, is_code
 from rlinf_vl.config import algorithm_rules
 from rlinf_vl.config.keys import config_keys
-from rlinf_vl.config.placement import check_context, parse_placement
+from rlinf_vl.config.placement import check_placement
 from rlinf_vl.config.schema import Config, RewardConfig
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
@@ -81,8 +81,7 @@ def _code(config: Config) -> Iterator[str]:
 def _cluster(config: Config) -> Iterator[str]:
     cluster = config.cluster
     try:
-        if (ranks := parse_placement(cluster.component_placement)["actor"]) is not None:
-            check_context(len(ranks), max(1, config.actor.context_parallel_size))
+        check_placement(config)
     except ConfigError as error:
         yield from error.problems
     if cluster.num_nodes > 1 and cluster.ray_address in (None, "", "local"):

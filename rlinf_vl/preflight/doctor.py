@@ -227,8 +227,8 @@ def _of_model(machine: Machine, config: Config) -> Iterator[Line]:
     nodes, slots = config.cluster.num_nodes, max(1, len(machine.gpus) if cuda else machine.cores)
     try:
         if not cuda and not machine.cluster:  # a private cluster of processes has as many as are asked for
-            slots = max(slots, slots_named(config.cluster.component_placement))
-        placed = placement_of(config, slots * nodes)
+            slots = max(slots, slots_named(config))
+        placed = placement_of(config, (slots,) * nodes)
     except ConfigError as error:
         status = "warn" if machine.cluster else "fail"
         yield line("slots", f"{slots * nodes} with cluster.num_nodes {nodes}", error, status)

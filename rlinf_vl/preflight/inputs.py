@@ -256,7 +256,7 @@ def _gpus(config: Config) -> Iterator[str]:
         )
         return
     try:
-        placement_of(config, len(there))
+        placement_of(config, (len(there),))
     except ConfigError as error:
         yield from error.problems
 

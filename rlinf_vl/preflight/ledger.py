@@ -115,7 +115,7 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Le
     Raises:
         ConfigError: the placement does not fit the cluster, or the model's shape is unknown.
     """
-    tp, placed = config.rollout.tensor_parallel_size, placement_of(config, hardware.gpus * hardware.nodes)
+    tp, placed = config.rollout.tensor_parallel_size, placement_of(config, (hardware.gpus,) * hardware.nodes)
     ranks, shared = len(placed.actor), placed.shared
     model = model or Model(config)
     strategy = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, placed.beside_actors)

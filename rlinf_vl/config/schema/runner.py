@@ -26,8 +26,12 @@ class ClusterConfig:
     num_nodes: int = key(1, AT_LEAST_1)
     """Machines in the Ray cluster that the run waits for."""
     component_placement: dict[str, Any] = field(default_factory=lambda: {"actor,rollout": "all"})
-    """Slots (accelerators; on CPU, processes) of each component: `actor,rollout: 0-7` shares them (collocated),
-    `actor: 0-3` with `rollout: 4-7` splits them (disaggregated); `all` is every slot of the cluster."""
+    """Slots (accelerators; on CPU, processes) of each component: `actor,rollout: 0-7` shares them, `actor: 0-3` with `rollout: 4-7`
+    splits them; `all`, `nodes 0-1` and `nodes all slots 0-3` name them by node, `4-7:0,8-11:1-2` gives engine 0 four slots and
+    engines 1 and 2 two each. Or one mode for both: collocated, disaggregated, single_node_split (docs/cluster.md)."""
+    elastic_rollout: bool = False
+    """Nodes that join the Ray cluster in mid-run get rollout workers on all of their slots, with the weights that the others have;
+    the workers of a node that is lost leave, and others do their work. Engines need slots of their own."""
     device: str = key("auto", ("auto", "cpu", "cuda"))
     """auto, cpu or cuda."""
     cpu_threads: int | None = key(None, AT_LEAST_1)
