@@ -132,6 +132,11 @@ def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
     placement = Placement(tuple(ranks), tuple(engines), tuple(nodes), context)
     if config.cluster.elastic_rollout and placement.shared:
         raise ConfigError(_ELASTIC_SHARES)
+    if config.rollout.rollout_backend == "torch" and (large := [engine for engine in engines if len(engine) > 1]):
+        raise ConfigError(
+            f"{_KEY}: an engine with slots {ranges(large[0])}, but rollout.rollout_backend is torch, whose engines have one; set "
+            "sglang, or as many engines as slots"
+        )
     return placement
 
 
@@ -201,7 +206,9 @@ def check_placement(config: Config) -> None:
     if (ranks := named["actor"].slots) is not None:
         check_context(len(ranks), max(1, config.actor.context_parallel_size))
     if any(part.processes not in (None, len(part.numbers or ())) for part in named["actor"].parts):
-        raise ConfigError(f"{_KEY}: 'actor: {named['actor'].text}' shares slots out; each actor rank has one: leave ':…' out")
+        raise ConfigError(
+            f"{_KEY}: 'actor: {named['actor'].text}' shares slots out; each actor rank has one: leave ':…' out"
+        )
     if config.cluster.elastic_rollout and shares_slots(config.cluster.component_placement):
         raise ConfigError(_ELASTIC_SHARES)
 
@@ -216,7 +223,7 @@ def slots_named(config: Config) -> int:
 
 
 def shares_slots(component_placement: Mapping[str, Any]) -> bool:
-    """`Placement.shared`, as far as it can be told before the cluster is known: nodes' slots and numbered ones count as different."""
+    """`Placement.shared`, as far as it can be told without the cluster: slots by number and slots by node count as different."""
     actor, rollout = parse_placement(component_placement).values()
     if actor.text in MODES:
         return actor.text == MODES[0]
@@ -228,7 +235,9 @@ def shares_slots(component_placement: Mapping[str, Any]) -> bool:
         return False
     nodes = [[part.numbers for part in entry.parts] for entry in (actor, rollout)]
     alike = any(a is None or b is None or set(a) & set(b) for a in nodes[0] for b in nodes[1])
-    return alike and (None in (actor.within, rollout.within) or bool(set(actor.within or ()) & set(rollout.within or ())))
+    return alike and (
+        None in (actor.within, rollout.within) or bool(set(actor.within or ()) & set(rollout.within or ()))
+    )
 
 
 def described(nodes: Sequence[int]) -> str:
@@ -264,7 +273,7 @@ def _halves(mode: str, nodes: Sequence[int], tp: int, context: int) -> tuple[tup
         return tuple(range(n)), tuple(range(n))
     if len(nodes) > 1:
         if mode == "single_node_split":
-            way_out = "write disaggregated, which gives each whole nodes, or {actor: nodes all slots 0-3, rollout: nodes all slots 4-7}"
+            way_out = "write disaggregated, or {actor: nodes all slots 0-3, rollout: nodes all slots 4-7}"
             raise ConfigError(f"{_KEY}: {mode} is for one node, and {described(nodes)}; {way_out}")
         first = sum(nodes[: len(nodes) // 2])
         return tuple(range(first)), tuple(range(first, n))
@@ -333,7 +342,9 @@ def _parse_entry(entry: str, written: str) -> Entry:
         made = _numbers(entry, processes) if colon else ()
         before = sum(part.processes or 0 for part in parts)
         if made and made != tuple(range(before, before + len(made))):
-            raise ConfigError(f"{entry}: {processes!r} behind ':' numbers engines; they count on from {before}, each once")
+            raise ConfigError(
+                f"{entry}: {processes!r} behind ':' numbers engines; they count on from {before}, each once"
+            )
         parts.append(_Part(None if numbers == "all" else _numbers(entry, numbers), len(made) or None))
     chosen = [number for part in parts for number in part.numbers or ()]
     if len(set(chosen)) < len(chosen) or (len(parts) > 1 and any(part.numbers is None for part in parts)):

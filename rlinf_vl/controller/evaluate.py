@@ -96,7 +96,7 @@ def evaluate(
     with closing(RunLog(config, run_dir, model_path, progress)) as log:
         progress.phase("starting rollout workers")
         replaced = partial(log.event, "worker_replaced")
-        pool = RolloutPool(config, model_path, reservation.device, reservation.rollout, report=replaced, check=check)
+        pool = RolloutPool(config, model_path, reservation, report=replaced, check=check)
         n = pool.start()["val"]
         n = n if config.data.val_samples < 0 else min(config.data.val_samples, n)
         bad_rows = BadRows(run_dir, config.data.max_bad_rows, {"val": n})

@@ -59,12 +59,11 @@ def run(
             progress.phase("sharding the policy")
             gpu.to_ranks()
             learner.start(data.total_steps)
-            engine_ranks = config.rollout.tensor_parallel_size
-            return WeightSync(strategy, learner, pool, device=device, engine_ranks=engine_ranks)
+            return WeightSync(strategy, learner, pool, device=device)
 
         progress.phase("starting rollout workers and actor ranks")
         replaced = partial(log.event, "worker_replaced")
-        pool = RolloutPool(config, model_path, device, reservation.rollout, report=replaced, check=stop.check)
+        pool = RolloutPool(config, model_path, reservation, report=replaced, check=stop.check)
         learner = ActorGroup(config, model_path, device, reservation.actor)
         data = find_usable_rows(config, run_dir, pool, progress)
         if grades_answers(load_env_class(config.rollout.env_class, config.runner.code_files)):

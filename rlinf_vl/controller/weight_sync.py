@@ -6,6 +6,7 @@ All calls of a sync are queued at once: a worker waits for the ranks' offers its
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import ray
@@ -39,17 +40,14 @@ class WeightSync:
         pool: RolloutPool,
         *,
         device: str,
-        engine_ranks: int,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`strategy` is what `resolve_weight_sync` returns; actors and pool have started. `engine_ranks`: processes of one engine
-        that have weights. `bucket_bytes` are sent at once."""
+        """`strategy` is what `resolve_weight_sync` returns; actors and pool have started. `bucket_bytes` are sent at once."""
         self.busy = False
         self.strategy = strategy
         self._actors = actors
         self._pool = pool
         self._backend = "nccl" if device == "cuda" else "gloo"
-        self._engine_ranks = engine_ranks
         self._checked = False
         self._joined = -1  # replaced workers when the process group was made
         actors.call("set_weight_sync", strategy, bucket_bytes)
@@ -87,11 +85,13 @@ class WeightSync:
         """Make a new process group of rank 0 and every engine: at first, and after a worker was replaced."""
         sender, workers = self._actors.ranks[0], self._pool.workers
         ((host, port),) = self._actors.wait([sender.address.remote()])
-        size = 1 + len(workers) * self._engine_ranks
-        group = WeightGroup(host, port, f"weights-{self._pool.restarts}", self._backend, size, rank=0)
+        firsts = list(
+            accumulate(self._pool.engine_slots, initial=1)
+        )  # the first rank of each engine, and how many there are
+        group = WeightGroup(host, port, f"weights-{self._pool.restarts}", self._backend, firsts.pop(), rank=0)
         joined = [sender.call.remote("sender.join", group)]
-        for i, worker in enumerate(workers):
-            joined.append(worker.join_weight_group.remote(replace(group, rank=1 + i * self._engine_ranks)))
+        for first, worker in zip(firsts, workers, strict=True):
+            joined.append(worker.join_weight_group.remote(replace(group, rank=first)))
         self._wait("joining the weight group", joined, JOIN_TIMEOUT_S)
         self._joined = self._pool.restarts
 

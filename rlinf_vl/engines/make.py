@@ -9,7 +9,6 @@ import numpy as np
 from PIL import Image
 from transformers import AutoConfig
 
-from rlinf_vl.config.placement import shares_slots
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import Engine
 from rlinf_vl.models.families import family_of
@@ -21,8 +20,9 @@ from rlinf_vl.types import ImageRef, Message, Request, SamplingParams
 log = logging.getLogger(__name__)
 
 
-def make_engine(config: Config, model_path: str, processor: Processor, device: str) -> Engine:
-    """Start the engine that the config asks for, on the checkpoint at `model_path`. Both kinds see the same pixels."""
+def make_engine(config: Config, model_path: str, processor: Processor, device: str, shared_gpu: bool = False) -> Engine:
+    """Start the engine that the config asks for, on the checkpoint at `model_path`. Both kinds see the same pixels. `shared_gpu`:
+    actor ranks use its GPU, so it must be able to give its memory back."""
     rollout = config.rollout
     trust, memory_share = rollout.model.trust_remote_code, rollout.gpu_memory_utilization
     assert isinstance(memory_share, float), f"{memory_share!r} is resolved before an engine starts"
@@ -64,7 +64,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
         dtype=dtype,
         memory_share=memory_share,
         device=device,
-        shared_gpu=shares_slots(config.cluster.component_placement),
+        shared_gpu=shared_gpu,
         tp_size=rollout.tensor_parallel_size,
         cpu_threads=config.cluster.cpu_threads or 1,
         deterministic=rollout.deterministic,

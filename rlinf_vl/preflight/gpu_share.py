@@ -25,9 +25,12 @@ def settle_gpu_share(config: Config, model_path: str, reservation: Reservation) 
             rollout.gpu_memory_utilization = 0.6
         return
     look = ray.remote(max_calls=1)(_gpu_bytes)  # in a process that ends: the GPU is the actors'
-    seats = [look.options(**seat).remote() for seat in (*reservation.actor, *reservation.rollout)]
-    hardware = Hardware(int(ray.cluster_resources().get("GPU", 0)), min(ray.get(seats)))
-    made = ledger(config, hardware, Model(config, model_path))
+    given = [
+        look.options(**options).remote()
+        for options in (*reservation.actor, *(seat.options for seat in reservation.rollout))
+    ]
+    hardware = Hardware(int(ray.cluster_resources().get("GPU", 0)), min(ray.get(given)))
+    made = ledger(config, hardware, Model(config, model_path), reservation.placement)
     if made.problems and automatic:
         raise ConfigError(*made.problems)
     for problem in made.problems:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rlinf_vl.config.placement import placement_of
+from rlinf_vl.config.placement import Placement, placement_of
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import release_tags
 from rlinf_vl.models.loading import DTYPES
@@ -109,19 +109,23 @@ class Ledger:
     problems: tuple[str, ...] = ()  # why it can't run, each with the way out
 
 
-def ledger(config: Config, hardware: Hardware, model: Model | None = None) -> Ledger:
-    """Sum up what `config` takes on GPUs of this kind.
+def ledger(config: Config, hardware: Hardware, model: Model | None = None, placed: Placement | None = None) -> Ledger:
+    """Sum up what `config` takes on GPUs of this kind. `placed`: who sits where; None: as on a cluster of `hardware` alone.
 
     Raises:
         ConfigError: the placement does not fit the cluster, or the model's shape is unknown.
     """
-    tp, placed = config.rollout.tensor_parallel_size, placement_of(config, (hardware.gpus,) * hardware.nodes)
-    ranks, shared = len(placed.actor), placed.shared
+    placed = placed or placement_of(config, (hardware.gpus,) * hardware.nodes)
+    ranks, shared, tp = (
+        len(placed.actor),
+        placed.shared,
+        min(map(len, placed.engines)),
+    )  # the fullest GPUs are the smallest engine's
     model = model or Model(config)
     strategy = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, placed.beside_actors)
     hybrid = config.actor.fsdp_config.strategy == "hsdp"
     rank = _rank(config, model, ranks, min(ranks, hardware.gpus) if hybrid else ranks, strategy)
-    fixed = _engine(config, model, hardware)
+    fixed = _engine(config, model, hardware, tp)
     weights = fixed.pop("engine weights")
     state = model.family.decode_state(model.shape)
     per_token = math.ceil(state.token_bytes(DTYPES[config.rollout.model.precision]) / tp)
@@ -213,10 +217,10 @@ def _with_slack(resident: Parts, passing: Parts) -> Parts:
     return resident | passing | {"allocator": RESIDUE_BYTES + int(FRAGMENTATION * sum(passing.values()))}
 
 
-def _engine(config: Config, model: Model, hardware: Hardware) -> Parts:
+def _engine(config: Config, model: Model, hardware: Hardware, tp: int) -> Parts:
     """Of an engine on one GPU, but for its KV cache."""
     rollout, text = config.rollout, model.shape.get_text_config()
-    size, tp, running = _bytes(rollout.model.precision), rollout.tensor_parallel_size, rollout.max_running_requests
+    size, running = _bytes(rollout.model.precision), rollout.max_running_requests
     # SGLang prefills so many tokens at once, by the GPU's size (its arg_groups/memory_hook.py).
     prefill = 2048 if hardware.gpu_bytes < 20 * GIB else 4096 if hardware.gpu_bytes < 60 * GIB else 8192
     of_experts = getattr(text, "num_experts_per_tok", 0) * getattr(text, "moe_intermediate_size", 0)

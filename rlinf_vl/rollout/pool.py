@@ -1,10 +1,10 @@
 """All rollout workers as one. Those that fail are replaced (`rlinf_vl.rollout.supervisor`)."""
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -16,6 +16,7 @@ from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.rollout.submission import Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor, WorkerDied
 from rlinf_vl.rollout.worker import RolloutWorker
+from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost, Heartbeat, cause_of, entry, kill
 from rlinf_vl.transport.sender import Offer
 from rlinf_vl.types import GroupSummary
@@ -66,14 +67,13 @@ async def answer(reference: ray.ObjectRef) -> Any:
 
 
 class RolloutPool:
-    """The workers; `options[i]` are the Ray options that place each."""
+    """The rollout workers of a reservation."""
 
     def __init__(
         self,
         config: Config,
         model_path: str,
-        device: str,
-        options: Sequence[dict[str, Any]],
+        reservation: Reservation,
         *,
         report: Callable[[str], None] = log.warning,
         check: Callable[[], None] = lambda: None,
@@ -87,12 +87,22 @@ class RolloutPool:
         self._check = check
 
         def make(number: int) -> _RayWorker:
-            actor = RolloutWorker.options(**options[number]).remote(config, model_path, device, number)
+            seat = reservation.rollout[number]
+            own = replace(config, rollout=replace(config.rollout, tensor_parallel_size=seat.slots))
+            actor = RolloutWorker.options(**seat.options).remote(
+                own, model_path, reservation.device, number, seat.shared
+            )
             return _RayWorker(actor, config.runner.heartbeat_timeout)
 
+        #: processes of each worker's engine that have weights
+        self.engine_slots = [seat.slots for seat in reservation.rollout]
         max_running = None if config.rollout.rollout_backend == "torch" else config.rollout.max_running_requests
         self._supervisor = Supervisor[_RayWorker](
-            make, len(options), max_running=max_running, report=report, max_row_faults=config.data.max_row_faults
+            make,
+            len(reservation.rollout),
+            max_running=max_running,
+            report=report,
+            max_row_faults=config.data.max_row_faults,
         )
         #: (split, row) → number of an image that other rows have too; None where no other has
         self._shared: dict[tuple[str, int], int | None] = {}
@@ -143,7 +153,7 @@ class RolloutPool:
         order = [
             turn.setdefault(task.group_id if s is None else s, len(turn)) for task, s in zip(tasks, shown, strict=True)
         ]
-        sent = [dataclasses.replace(task, own_images=s is None) for task, s in zip(tasks, shown, strict=True)]
+        sent = [replace(task, own_images=s is None) for task, s in zip(tasks, shown, strict=True)]
         in_turn = [sent[k] for k in sorted(range(len(tasks)), key=order.__getitem__)]
         return self._supervisor.submit(tasks, in_turn, self._check)
 

@@ -43,8 +43,8 @@ MAX_HUNG = 1000
 class RolloutRank:
     """The worker itself; `RolloutWorker` is the same as a Ray actor."""
 
-    def __init__(self, config: Config, model_path: str, device: str, number: int = 0) -> None:
-        """`number`: which of the workers it is, for traces."""
+    def __init__(self, config: Config, model_path: str, device: str, number: int = 0, shared_gpu: bool = False) -> None:
+        """`number`: which of the workers it is, for traces. `shared_gpu`: an actor rank uses its GPU, too."""
         # Why a worker can't be made, the controller says; Ray would print its traceback as well.
         logging.getLogger("ray._raylet").setLevel(logging.CRITICAL)
         record_spans(run_folder(config), f"rollout {number}")
@@ -55,7 +55,7 @@ class RolloutRank:
         self.processor = processor_of(config, model_path)
         thinking = config.rollout.thinking
         self.renderer = Renderer(self.processor, thinking.mode)
-        self.engine = make_engine(config, model_path, self.processor, device)
+        self.engine = make_engine(config, model_path, self.processor, device, shared_gpu)
         self.datasets = open_datasets(config.data, ENVIRONMENTS)
         sampling = {"train": config.algorithm.sampling_params, "val": config.algorithm.val_sampling_params}
         self.sampling = {

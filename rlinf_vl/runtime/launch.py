@@ -10,7 +10,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +20,19 @@ from typing import Any
 import ray
 from ray._private import services
 from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]  # Cython, without stubs
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlinf_vl.config.placement import Placement, placement_of, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
+from rlinf_vl.runtime.nodes import Node, nodes_with
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +48,23 @@ PLACEMENT_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one rollout worker runs: its Ray options, the slots of its engine, whether an actor rank has them, too."""
+
+    options: dict[str, Any]
+    slots: int = 1
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """What the cluster has given a run."""
 
     device: str
     actor: tuple[dict[str, Any], ...]  #: Ray options of each actor rank
-    rollout: tuple[dict[str, Any], ...]  #: and of each rollout worker
+    rollout: tuple[Seat, ...]  #: of each rollout worker
     placement: Placement  #: the slots behind them
+    elastic: bool = False  #: whether rollout workers may join and leave
 
 
 #: What Ray was started with where it outlives its run (see `ray_cluster`), and its address; None: nothing was left running.
@@ -69,7 +86,7 @@ def ray_cluster(config: Config, keep: bool = False) -> Iterator[dict[str, Any]]:
     """
     global _kept
     environment = _actor_environment(config.cluster)
-    settings = config.cluster.ray_address, _slots(config.cluster), config.cluster.object_store_memory, environment
+    settings = config.cluster.ray_address, _slots(config), config.cluster.object_store_memory, environment
     running = ray.get_runtime_context().gcs_address if keep and ray.is_initialized() else None
     if running and (_kept is None or _kept[1] != running):
         log.info("using the Ray of this process, at %s", running)
@@ -78,7 +95,7 @@ def ray_cluster(config: Config, keep: bool = False) -> Iterator[dict[str, Any]]:
     try:
         if not running or _kept is None or _kept[0] != settings:
             ray.shutdown()
-            _start_ray(config.cluster, environment)
+            _start_ray(config, environment)
         yield {}
         _kept = (settings, ray.get_runtime_context().gcs_address) if keep else None
     except BaseException:
@@ -89,13 +106,14 @@ def ray_cluster(config: Config, keep: bool = False) -> Iterator[dict[str, Any]]:
             ray.shutdown()
 
 
-def _slots(cluster: ClusterConfig) -> int:
+def _slots(config: Config) -> int:
     """CPUs of a private cluster."""
-    return max(os.cpu_count() or 1, slots_named(cluster.component_placement))
+    return max(os.cpu_count() or 1, slots_named(config))
 
 
-def _start_ray(cluster: ClusterConfig, environment: dict[str, str]) -> None:
+def _start_ray(config: Config, environment: dict[str, str]) -> None:
     """Connect to a cluster, or start a private one; its workers have `environment`."""
+    cluster = config.cluster
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -126,7 +144,7 @@ def _start_ray(cluster: ClusterConfig, environment: dict[str, str]) -> None:
             with _own_sessions():
                 ray.init(
                     address="local",
-                    num_cpus=_slots(cluster),
+                    num_cpus=_slots(config),
                     object_store_memory=cluster.object_store_memory,
                     include_dashboard=False,
                     **quiet,
@@ -142,7 +160,8 @@ def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | No
     """Reserve the slots of every component for as long as the context lasts; those of actor ranks only if it `learns`. `options`
     are further Ray options of each actor.
 
-    A slot is a GPU (`cluster.device` cuda) or a process's share of the CPUs. Components on one slot share its bundle.
+    A slot is a GPU (`cluster.device` cuda) or a process's share of the CPUs. Components on one slot share its bundle. Each node's
+    bundles are a placement group of their own, meant for that node: if others use it, or it is lost, Ray finds them another node.
 
     Raises:
         ConfigError: the placement does not fit the cluster.
@@ -152,32 +171,63 @@ def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | No
     if device == "auto":
         device = "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
     kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
-    offered = int(ray.cluster_resources().get(kinds[-1], 0))
-    placed = placement_of(config, offered)
+    nodes = nodes_with(kinds[-1])
+    there = sum(1 for node in ray.nodes() if node["Alive"])
+    if there < cluster.num_nodes:
+        way_out = "wait for them with ray_utils/check_ray.sh, or lower it"
+        raise RunError(f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {there}; {way_out}")
+    try:
+        placed = placement_of(config, [node.slots for node in nodes])
+    except ConfigError as error:
+        named = ", ".join(f"node {number} is {node.address}" for number, node in enumerate(nodes))
+        raise ConfigError(*error.problems, *([named] if len(nodes) > 1 else [])) from None
     ranks = [(slot,) for slot in placed.actor] if learns else []
     users = [*ranks, *placed.engines]  # the slots of each actor rank, then of each engine
     seats = sorted(set(users))  # one bundle each
-    group = placement_group([{kind: float(len(seat)) for kind in kinds} for seat in seats], strategy="PACK")
+    groups: dict[int, PlacementGroup] = {}  # by node
     try:
-        if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
-            raise RunError(
-                f"cluster.component_placement needs {sum(map(len, seats))} {kinds[-1]} slots; the cluster offers "
-                f"{ray.cluster_resources().get(kinds[-1], 0):g}, of which {ray.available_resources().get(kinds[-1], 0):g} "
-                "are free; wait until others' runs have ended, or name fewer slots"
-            )
-        nodes = sum(1 for node in ray.nodes() if node["Alive"])
-        if nodes < cluster.num_nodes:
-            way_out = "wait for them with ray_utils/check_ray.sh, or lower it"
-            raise RunError(f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {nodes}; {way_out}")
-        seated: list[dict[str, Any]] = []
+        for number, node in enumerate(nodes):
+            if bundles := [seat for seat in seats if placed.node_of(seat[0]) == number]:
+                shares = [{kind: float(len(seat)) for kind in kinds} for seat in bundles]
+                groups[number] = placement_group(shares, strategy="STRICT_PACK", _soft_target_node_id=node.id)
+        _wait_for(groups.values(), sum(map(len, seats)), kinds[-1])
+        log.info("who sits where (cluster.component_placement):\n%s", placed.map(_addresses(nodes, groups)))
+        given: list[dict[str, Any]] = []
         for seat in users:
-            strategy = PlacementGroupSchedulingStrategy(group, seats.index(seat))
+            number = placed.node_of(seat[0])
+            bundle = sum(1 for other in seats if other < seat and placed.node_of(other[0]) == number)
+            strategy = PlacementGroupSchedulingStrategy(groups[number], bundle)
             shares = {f"num_{kind.lower()}s": len(seat) / users.count(seat) for kind in kinds}
-            seated.append({"scheduling_strategy": strategy, **shares, **(options or {})})
-        actor, rollout = tuple(seated[: len(ranks)]), tuple(seated[len(ranks) :])
-        yield Reservation(device, actor, rollout, placed)
+            given.append({"scheduling_strategy": strategy, **shares, **(options or {})})
+        engines = zip(given[len(ranks) :], placed.engines, strict=True)
+        rollout = tuple(Seat(how, len(engine), learns and bool({*engine} & {*placed.actor})) for how, engine in engines)
+        yield Reservation(device, tuple(given[: len(ranks)]), rollout, placed, learns and cluster.elastic_rollout)
     finally:
-        remove_placement_group(group)
+        for group in groups.values():
+            remove_placement_group(group)
+
+
+def _wait_for(groups: Collection[PlacementGroup], slots: int, kind: str) -> None:
+    """Wait until all of these have their nodes."""
+    deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
+    for group in groups:
+        if not group.wait(timeout_seconds=max(0.0, deadline - time.monotonic())):
+            raise RunError(
+                f"cluster.component_placement needs {slots} {kind} slots; the cluster offers "
+                f"{ray.cluster_resources().get(kind, 0):g}, of which {ray.available_resources().get(kind, 0):g} are free "
+                f"beside those that this run has got; wait until others' runs have ended, or name fewer slots"
+            )
+
+
+def _addresses(nodes: Sequence[Node], groups: Mapping[int, PlacementGroup]) -> list[str]:
+    """Of each node that a placement numbers: where Ray has put its bundles, which is another node where that one had no room."""
+    names, there = [node.address for node in nodes], {node.id: node.address for node in nodes}
+    for number, group in groups.items():
+        landed = next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
+        if landed != nodes[number].id:
+            names[number] = f"{there.get(landed, landed)}: {names[number]} has no room"
+            log.warning("cluster.component_placement: node %d is %s", number, names[number])
+    return names
 
 
 @contextmanager

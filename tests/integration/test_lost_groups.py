@@ -59,7 +59,7 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         reserve(config) as placement,
         closing(RunLog(config, tmp_path, path, RunProgress())) as log,
     ):
-        pool = RolloutPool(config, path, placement.device, placement.rollout)
+        pool = RolloutPool(config, path, placement)
         learner = ActorGroup(config, path, placement.device, placement.actor)
         pool.start()
         learner.start(10)

@@ -33,7 +33,7 @@ def pool(toy_folder):
     ]
     config = load_config("toy-grpo-cpu", overrides)
     with ray_cluster(config), reserve(config) as placement:
-        pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
+        pool = RolloutPool(config, str(toy_folder), placement)
         pool.start()
         yield pool
         pool.stop()

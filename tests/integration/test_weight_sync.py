@@ -51,7 +51,7 @@ def parts(toy_folder, models):
     ]
     config = load_config("toy-grpo-cpu", overrides)
     with ray_cluster(config), reserve(config) as placement:
-        pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
+        pool = RolloutPool(config, str(toy_folder), placement)
         actors = ActorGroup(config, str(models[2]), placement.device, placement.actor)
         pool.start()
         actors.start(total_steps=2)
@@ -68,7 +68,7 @@ def synced(parts, models, request):
     actors, pool = parts
     pool.load_weights([ray.put(bucket) for bucket in pack(models[0].named_parameters())], version=0)
     return (
-        WeightSync(request.param, actors, pool, device="cpu", engine_ranks=1, bucket_bytes=BUCKET_BYTES),
+        WeightSync(request.param, actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES),
         actors,
         pool,
     )

@@ -47,7 +47,7 @@ def parts(toy, other, tmp_path_factory):
     ]
     config = load_config("toy-grpo-cpu-sglang", overrides)
     with ray_cluster(config), reserve(config) as placement:
-        pool = RolloutPool(config, toy.path, placement.device, placement.rollout)
+        pool = RolloutPool(config, toy.path, placement)
         actors = ActorGroup(config, str(folder), placement.device, placement.actor)
         pool.start()
         actors.start(total_steps=2)
@@ -75,7 +75,7 @@ def test_engine_follows_the_ranks(parts, toy, other, strategy):
     actors, pool = parts
     pool.load_weights([ray.put(bucket) for bucket in pack(toy.weights().items())], version=0)
     assert_sampled_from(pool, toy, toy.model, 0)
-    sync = WeightSync(strategy, actors, pool, device="cpu", engine_ranks=1, bucket_bytes=BUCKET_BYTES)
+    sync = WeightSync(strategy, actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES)
     sync(version=3)
     assert_sampled_from(pool, toy, other, 3)
     sync(version=4)

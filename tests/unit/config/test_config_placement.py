@@ -1,16 +1,28 @@
-"""Placement: which slots a component takes."""
+"""Placement: which slots a component takes, on which nodes, and what can't be had."""
 
 import pytest
 
-from rlinf_vl.config.placement import Placement, placement_of, shares_slots
+from rlinf_vl.config import load_config
+from rlinf_vl.config.placement import check_placement, placement_of, shares_slots, slots_named
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
 
+APART = {"actor": "0-3", "rollout": "4-7"}
 
-def placed_on(n_slots, placement):
+
+def asking(placement, tp=1, context=1, **cluster):
     config = Config()
-    config.cluster.component_placement = placement
-    return placement_of(config, n_slots)
+    config.rollout.rollout_backend = "sglang"
+    config.cluster.component_placement = {"actor,rollout": placement} if isinstance(placement, str) else placement
+    config.rollout.tensor_parallel_size, config.actor.context_parallel_size = tp, context
+    for key, value in cluster.items():
+        setattr(config.cluster, key, value)
+    return config
+
+
+def placed_on(nodes, placement, tp=1, context=1):
+    nodes = (nodes,) if isinstance(nodes, int) else nodes
+    return placement_of(asking(placement, tp, context), nodes)
 
 
 @pytest.mark.parametrize(
@@ -22,19 +34,63 @@ def placed_on(n_slots, placement):
         ({"actor": "0-1,4", "rollout": "2, 3"}, 5, (0, 1, 4), (2, 3)),
         ({"actor": "3,0", "rollout": "all"}, 4, (0, 3), (0, 1, 2, 3)),
         ({"actor,rollout": None, "actor": 0, "rollout": 1}, 2, (0,), (1,)),
+        ("collocated", 2, (0, 1), (0, 1)),
+        ("disaggregated", 4, (0, 1), (2, 3)),
+        ("single_node_split", 5, (0, 1), (2, 3, 4)),
+        ({"actor": "node 0 slots 0,2", "rollout": "nodes 0 slots 1"}, 3, (0, 2), (1,)),
     ],
 )
 def test_slots(placement, n_slots, actor, rollout):
     placed = placed_on(n_slots, placement)
     assert (placed.actor, placed.rollout) == (actor, rollout)
-    assert shares_slots(placement) == placed.shared == bool(set(actor) & set(rollout)), (
-        "the engines' memory saver hangs on it"
-    )
+    written = asking(placement).cluster.component_placement
+    assert shares_slots(written) == placed.shared == bool(set(actor) & set(rollout))
     assert placed.beside_actors == (set(rollout) <= set(actor))
 
 
 @pytest.mark.parametrize(
-    ("placement", "n_slots", "expected"),
+    ("placement", "nodes", "actor", "rollout"),
+    [
+        ("disaggregated", (2, 4), (0, 1), (2, 3, 4, 5)),
+        ("disaggregated", (1, 1, 1), (0,), (1, 2)),
+        ({"actor": "nodes 0-1", "rollout": "nodes 2"}, (2, 1, 3), (0, 1, 2), (3, 4, 5)),
+        ({"actor": "nodes all slots 0-1", "rollout": "nodes all slots 2"}, (3, 3), (0, 1, 3, 4), (2, 5)),
+        ({"actor": "nodes 0", "rollout": "nodes all"}, (2, 2), (0, 1), (0, 1, 2, 3)),
+        ({"actor": "nodes 1,0", "rollout": "4-5"}, (2, 2, 2), (0, 1, 2, 3), (4, 5)),
+    ],
+)
+def test_slots_by_node(placement, nodes, actor, rollout):
+    placed = placed_on(nodes, placement)
+    assert (placed.actor, placed.rollout) == (actor, rollout)
+    assert shares_slots(asking(placement).cluster.component_placement) == placed.shared
+
+
+@pytest.mark.parametrize(
+    ("rollout", "nodes", "tp", "engines"),
+    [
+        ("4-7", 8, 2, [(4, 5), (6, 7)]),
+        ("4,6,5,7", 8, 2, [(4, 5), (6, 7)]),
+        ("nodes 1-2", (4, 4, 4), 2, [(4, 5), (6, 7), (8, 9), (10, 11)]),
+        ("nodes all slots 2-3", (4, 4), 2, [(2, 3), (6, 7)]),
+        ("4-7:0,8-11:1-2", 12, 1, [(4, 5, 6, 7), (8, 9), (10, 11)]),
+        ("4-7:0,8,9", 12, 1, [(4, 5, 6, 7), (8,), (9,)]),
+        ("nodes 1:0-1", (4, 4), 1, [(4, 5), (6, 7)]),
+    ],
+)
+def test_engines_by_size(rollout, nodes, tp, engines):
+    actor = "nodes all slots 0-1" if "all" in rollout else "0-3"
+    assert list(placed_on(nodes, {"actor": actor, "rollout": rollout}, tp).engines) == engines
+
+
+@pytest.mark.parametrize(("tp", "context", "actor", "engines"), [(2, 2, 2, 2), (4, 1, 2, 1), (1, 3, 3, 3)])
+def test_halves_come_out_even(tp, context, actor, engines):
+    placed = placed_on(6, "single_node_split", tp, context)
+    assert (len(placed.actor), len(placed.engines)) == (actor, engines)
+    assert slots_named(asking("single_node_split", tp, context)) == tp + context
+
+
+@pytest.mark.parametrize(
+    ("placement", "nodes", "expected"),
     [
         ({"actor,rollout": "all"}, 0, "the cluster has none"),
         ({"actor": "0-1", "rollout": 0}, 0, "the cluster has none of cluster.device; set that to cpu"),
@@ -42,34 +98,98 @@ def test_slots(placement, n_slots, actor, rollout):
         ({"actor": 0}, 2, "no place for 'rollout'"),
         ({"actor,rollout": "all", "actor": 0}, 2, "'actor' is placed twice, by 'actor,rollout' and by 'actor'"),
         ({"actor,rollout": "0-2"}, 2, "'actor' wants slot 2, but the cluster has 2, numbered 0 to 1"),
+        (APART, (3, 2), "wants slot 7, but the cluster has 2 nodes: node 0 with slots 0-2, node 1 with slots 3-4"),
+        ({"actor": 0, "rollout": 700}, (8,) * 64, "the cluster has 64 nodes of 8 slots each, numbered 0 to 511"),
+        (
+            {"actor": "nodes 0", "rollout": "nodes 1-2"},
+            (2, 2),
+            "'rollout' wants node 2, numbered from 0, but the cluster",
+        ),
+        ({"actor": "nodes 0 slots 0-2", "rollout": "nodes 1"}, (2, 2), "'actor' wants slot 2 of node 0, which has 2"),
+        ({"actor": "0", "rollout": "1-4:0"}, (3, 3), "engine 0 (slots 1-4) would span nodes 0-1"),
+        ({"actor": "0", "rollout": "1-3:0-1"}, 4, "2 engines can't share 3 slots (1-3) evenly"),
+        ({"actor": "0", "rollout": "1-2:0,3:2"}, 4, "'2' behind ':' numbers engines; they count on from 1"),
+        ({"actor": "0-1:0", "rollout": "2"}, 4, "'actor: 0-1:0' shares slots out; each actor rank has one"),
+        ({"actor": "disaggregated", "rollout": "2"}, 4, "gives a mode to one component; a mode places both"),
+        ("single_node_split", (2, 2), "single_node_split is for one node, and the cluster has 2 nodes"),
+        ("disaggregated", 1, "disaggregated finds no halves: the cluster has 1"),
         ({"actor,rollout": "3-0"}, 9, "'actor,rollout: 3-0' isn't all, a slot, or ranges"),
         ({"actor,rollout": "some"}, 9, "isn't all, a slot, or ranges"),
+        ({"actor,rollout": "split"}, 9, "nor one of collocated, disaggregated, single_node_split"),
         ({"actor,rollout": -1}, 9, "isn't all, a slot, or ranges"),
         ({"actor,rollout": ""}, 9, "isn't all, a slot, or ranges"),
+        ({"actor,rollout": "slots 0-2"}, 9, "isn't all, a slot, or ranges"),
         ({"actor,rollout": "0-2,1"}, 9, "names a slot twice"),
+        ({"actor,rollout": "all,1"}, 9, "names a slot twice"),
+        ({"actor,rollout": "nodes 0,0"}, 9, "names a node twice"),
     ],
 )
-def test_refusals(placement, n_slots, expected):
+def test_refusals(placement, nodes, expected):
+    config = asking(placement)
     with pytest.raises(ConfigError, match=r"^cluster\.component_placement: ") as error:
-        placed_on(n_slots, placement)
+        check_placement(config)
+        placement_of(config, (nodes,) if isinstance(nodes, int) else nodes)
     assert expected in str(error.value)
 
 
-def test_engines_of_several_slots():
-    assert Placement((0, 1, 2), (0, 1, 2)).engines == [(0,), (1,), (2,)]
-    assert Placement((0,), (4, 5, 6, 7), 2).engines == [(4, 5), (6, 7)]
-
-
 @pytest.mark.parametrize(
-    ("actor", "rollout", "expected"),
-    [((0, 1), (0, 1), "2 needs slots of its own"), ((3,), (0, 1, 2), "2 does not divide the 3 slots of rollout")],
+    ("placement", "nodes", "expected"),
+    [
+        ("0-1", 2, "2 needs slots of its own, but cluster.component_placement puts actor and engine 0 (slots 0-1)"),
+        ({"actor": 3, "rollout": "0-2"}, 4, "2 does not divide the 3 slots of rollout in"),
+        ({"actor": 0, "rollout": "1-4"}, (2, 3), "2 does not divide the 1 slots of rollout on node 0 in"),
+    ],
 )
-def test_engines_that_can_not_be_placed(actor, rollout, expected):
-    with pytest.raises(ConfigError, match=expected):
-        Placement(actor, rollout, 2)
+def test_engines_that_can_not_be_placed(placement, nodes, expected):
+    with pytest.raises(ConfigError, match=r"^rollout\.tensor_parallel_size: ") as error:
+        placed_on(nodes, placement, tp=2)
+    assert expected in str(error.value)
+
+
+def test_torch_engines_have_one_slot():
+    config = asking({"actor": "0", "rollout": "1-2:0"})
+    config.rollout.rollout_backend = "torch"
+    with pytest.raises(ConfigError, match="an engine with slots 1-2, but rollout.rollout_backend is torch"):
+        placement_of(config, (3,))
 
 
 def test_ranks_that_share_rows_come_out_even():
-    assert Placement((0, 1, 2, 3), (0,), context_parallel_size=2).actor == (0, 1, 2, 3)
+    assert placed_on(4, {"actor": "0-3", "rollout": 0}, context=2).actor == (0, 1, 2, 3)
     with pytest.raises(ConfigError, match=r"actor\.context_parallel_size: 2 does not divide the 3 slots of actor"):
-        Placement((0, 1, 2), (0,), context_parallel_size=2)
+        placed_on(4, {"actor": "0-2", "rollout": 0}, context=2)
+
+
+def test_elastic_engines_need_slots_of_their_own():
+    with pytest.raises(
+        ConfigError, match="puts actor and rollout on the same slots.* cluster.component_placement=disagg"
+    ):
+        check_placement(asking("all", elastic_rollout=True))
+    config = asking({"actor": "nodes 0", "rollout": "0-1"}, elastic_rollout=True)
+    check_placement(config)  # which slots node 0 has, only the cluster tells
+    with pytest.raises(ConfigError, match="puts actor and rollout on the same slots"):
+        placement_of(config, (2, 2))
+    assert placement_of(asking("disaggregated", elastic_rollout=True), (2, 2)).engines == ((2,), (3,))
+
+
+def test_the_map_says_who_sits_where():
+    placed = placed_on((4, 8, 2, 2), {"actor": "0-2", "rollout": "4-7:0,8-11:1-2"})
+    assert placed.map(["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]).splitlines() == [
+        "node 0 (10.0.0.1): slots 0-2: actor ranks 0-2; 3: free",
+        "node 1 (10.0.0.2): slots 4-7: engine 0 of 4 slots; 8-11: engines 1-2 of 2 slots",
+        "free: nodes 2-3",
+    ]
+    assert placed_on(2, "collocated").map() == "node 0: slots 0-1: actor ranks 0-1 and engines 0-1"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("cluster.component_placement=disaggregated", {"actor,rollout": "disaggregated"}),
+        ("cluster.component_placement=0-1", {"actor,rollout": "0-1"}),
+        ("cluster.component_placement={actor: nodes 0 slots 0-1, rollout: node 1}",
+         {"actor": "nodes 0 slots 0-1", "rollout": "node 1"}),
+        ("cluster.component_placement={actor: 0, rollout: 1-2:0-1}", {"actor": 0, "rollout": "1-2:0-1"}),
+    ],
+)  # fmt: skip
+def test_as_written_on_the_command_line(override, expected):
+    assert load_config("toy-grpo-cpu", [override]).cluster.component_placement == expected

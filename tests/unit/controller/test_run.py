@@ -12,11 +12,12 @@ from rlinf_vl.config.placement import Placement
 from rlinf_vl.controller import run as room
 from rlinf_vl.controller.run import TooManyRestarts
 from rlinf_vl.observe.progress import RunProgress
-from rlinf_vl.runtime.launch import Reservation
+from rlinf_vl.runtime.launch import Reservation, Seat
 from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
-RESERVATION = Reservation("cpu", actor=({}, {}), rollout=({},), placement=Placement(actor=(0, 1), rollout=(0,)))
+PLACEMENT = Placement(actor=(0, 1), engines=((0,),), nodes=(2,))
+RESERVATION = Reservation("cpu", actor=({}, {}), rollout=(Seat({}),), placement=PLACEMENT)
 
 
 class FakeSync:
