@@ -49,7 +49,8 @@ def measure(model: Path, overrides: tuple[str, ...], rank: int, mesh: Mesh) -> d
     trainer.optimizer.step()
     states = trainer.optimizer.state.values()
     with tempfile.TemporaryDirectory() as folder:
-        trainer.save(folder)
+        trainer.stage()
+        trainer.write(folder)
         checkpoint = sum(path.stat().st_size for path in Path(folder).iterdir())
     return {
         "trained": sum(p.numel() for p in trained),

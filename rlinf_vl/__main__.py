@@ -103,10 +103,11 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             print(f"checkpoint: {toy_checkpoint_path(arguments.name, **seed)}")
         case "export":
             from rlinf_vl.publish import publish
+            from rlinf_vl.runtime.checkpoints import folder_at
 
             place, adapters = arguments.output, arguments.adapters
             asked = {"dtype": arguments.dtype, "push": arguments.push, "private": arguments.private}
-            place = publish(arguments.checkpoint, place, adapters=adapters, **asked)
+            place = publish(folder_at(arguments.checkpoint), place, adapters=adapters, **asked)
             if adapters:
                 log.info("wrote %s, for peft.PeftModel.from_pretrained on the run's base model", place)
                 return 0

@@ -19,8 +19,9 @@ from rlinf_vl.data.digest import digest
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.observe.progress import shown_log
 from rlinf_vl.observe.status import read_status
+from rlinf_vl.runtime.checkpoints import checkpoint_at, config_of
 from rlinf_vl.runtime.files import read_lines, write_aside
-from rlinf_vl.runtime.run_folder import checkpoint_at, run_folder
+from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.runtime.stop_request import StopRequest
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Run:
         Raises:
             RunError: the run has no checkpoint.
         """
-        from rlinf_vl.controller.export import config_of, export_checkpoint
+        from rlinf_vl.controller.export import export_checkpoint
 
         try:
             checkpoint = checkpoint_at(self.folder)

@@ -21,7 +21,7 @@ from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.preflight.hub import HUB_NAME
 from rlinf_vl.rollout.observation import observe
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.runtime.run_folder import STATE_FILE, checkpoints
+from rlinf_vl.runtime.checkpoints import STATE_FILE, checkpoints
 from rlinf_vl.toy.model import toy_checkpoint_path
 from rlinf_vl.types import Message, Problem, Request, SamplingParams
 

@@ -5,15 +5,17 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from upath import UPath
+
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.preflight.hub import HUB_NAME
-from rlinf_vl.runtime.run_folder import checkpoint_at, load_state
+from rlinf_vl.runtime.checkpoints import Folder, checkpoint_at, load_state
 
 log = logging.getLogger(__name__)
 
 
 def publish(
-    source: Path,
+    source: Folder,
     output: Path | None,
     *,
     dtype: str = "bf16",
@@ -46,7 +48,11 @@ def publish(
         made = export_checkpoint(checkpoint, folder, dtype, adapters)
         on_hub = not made.base.startswith(("/", ".")) and bool(HUB_NAME.fullmatch(made.base))
         about = {"base": made.base, "on_hub": on_hub, "vision": made.family.vision_tower is not None}
-        run_dir = checkpoint.resolve().parents[1]
+        run_dir = source if (source / "config.yaml").is_file() else checkpoint.resolve().parents[1]
+        if isinstance(run_dir, UPath):  # which has the config, and no curve
+            local = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlinf_vl-export-")))
+            (local / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
+            run_dir = local
         write_card(run_dir, load_state(checkpoint)["step"], folder, adapters=adapters, **about)
         return _push(folder, push) if push else str(folder)
 

@@ -24,6 +24,7 @@ from rlinf_vl.observe.spans import FOLDER as SPANS
 from rlinf_vl.observe.spans import record_spans
 from rlinf_vl.observe.status import StatusFile, write_environment
 from rlinf_vl.runtime import run_folder as folders
+from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home, find_checkpoint, load_state, recover_checkpoints
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
 log = logging.getLogger("rlinf_vl")
@@ -42,9 +43,10 @@ def train(config: Config, stop_request: StopRequest, keep_ray: bool = False) -> 
     run_dir = folders.run_folder(config)
     config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
     with folders.locked(run_dir):
-        folders.recover_checkpoints(run_dir)
-        checkpoint = folders.find_checkpoint(run_dir, config.runner.resume_dir)
-        if checkpoint and 0 <= config.runner.max_steps <= (step := folders.load_state(checkpoint)["step"]):
+        home = checkpoint_home(config)
+        recover_checkpoints(home)
+        checkpoint = find_checkpoint(home, config.runner.resume_dir)
+        if checkpoint and 0 <= config.runner.max_steps <= (step := load_state(checkpoint)["step"]):
             log.info("nothing left: step %d of %d; raise runner.max_steps", step, config.runner.max_steps)
             return None
         from rlinf_vl.preflight import doctor  # which takes seconds to import
@@ -58,7 +60,7 @@ def train(config: Config, stop_request: StopRequest, keep_ray: bool = False) -> 
 
 def evaluate(
     config: Config,
-    checkpoint: Path | None,
+    checkpoint: Folder | None,
     stop_request: StopRequest,
     *,
     subject: dict[str, Any],
@@ -116,7 +118,7 @@ def _explained(run_dir: Path) -> Iterator[None]:
 
 
 def _run(
-    config: Config, run_dir: Path, checkpoint: Path | None, stop_request: StopRequest, keep_ray: bool
+    config: Config, run_dir: Path, checkpoint: Folder | None, stop_request: StopRequest, keep_ray: bool
 ) -> int | None:
     """Train in a folder that is ready, from a checkpoint or from the start."""
     # After the config is known to be sound: these imports and the toy's warm start take seconds.

@@ -1,39 +1,113 @@
-"""What a rank writes and reads: model and optimizer through torch.distributed.checkpoint, which reshards on load."""
+"""What a rank writes and reads: model and optimizer through torch.distributed.checkpoint, which reshards on load.
 
+A save has two halves. `CheckpointWriter.stage` copies this rank's state to host memory while nothing trains; `write` writes the
+copy, in any thread, while training goes on.
+"""
+
+import hashlib
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import IOBase
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from rlinf_vl.errors import RunError
 from rlinf_vl.models.lora import is_adapter
 
 
-def save(
-    folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
-) -> None:
-    """Write the sharded state, and this rank's random states, under `folder`; OSError if some rank can't. Collective. The learning
-    rate is not part of it: it follows from the config and the step. `trained_only`: without weights that are not trained."""
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    if trained_only:
-        model_state = {name: model_state[name] for name, p in policy.named_parameters() if p.requires_grad}
-    random = {"cpu": torch.get_rng_state()}  # torch's generators are the only ones that training may draw from
-    if torch.cuda.is_available():
-        random["cuda"] = torch.cuda.get_rng_state()
-    torch.save(random, folder / f"random-{rank}.pt")
-    try:
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
-    except CheckpointException as error:  # not an Exception, and it contains tracebacks
-        raise OSError(next(str(reason) for reason, _ in error.failures.values())) from None
+class CheckpointWriter:
+    """Of one rank; both methods are collective. One checkpoint at a time."""
+
+    _state: dict[str, Any]  # what `stage` has copied, for `write`
+    _random: dict[str, torch.Tensor]
+
+    def __init__(self) -> None:
+        # Its own: collectives of the writing thread would otherwise meet those of training.
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self._group = group
+        on_gpu = torch.cuda.is_available()
+        # Keeps its memory, which is page-locked beside a GPU, for the next checkpoint.
+        self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+
+    def stage(self, policy: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False) -> None:
+        """Copy the sharded state, and this rank's random states. The learning rate is not part of it: it follows from the config
+        and the step. `trained_only`: without weights that are not trained."""
+        model_state, optimizer_state = get_state_dict(policy, optimizer)
+        if trained_only:
+            model_state = {name: model_state[name] for name, p in policy.named_parameters() if p.requires_grad}
+        random = {"cpu": torch.get_rng_state()}  # torch's generators are the only ones that training may draw from
+        if torch.cuda.is_available():
+            random["cuda"] = torch.cuda.get_rng_state()
+        self._random = random
+        staged = self._stager.stage({"model": model_state, "optimizer": optimizer_state})
+        assert isinstance(staged, dict)
+        self._state = staged
+
+    def write(self, folder: str) -> dict[str, str]:
+        """Write what was staged under a folder or URL; returns the SHA-256 of each file that this rank wrote, by its name there.
+        OSError if some rank can't."""
+        writer = FsspecWriter(folder, sync_files="://" not in folder, per_thread_copy_ahead=0)
+        writer.fs = files = _HashedFiles()
+        writer.path = files.init_path(folder)
+        try:
+            with files.create_stream(f"{folder}/random-{dist.get_rank()}.pt", "wb") as file:
+                torch.save(self._random, file)
+            dcp.save(self._state, storage_writer=writer, process_group=self._group)  # pyright: ignore[reportPrivateImportUsage]
+        except CheckpointException as error:  # not an Exception, and it contains tracebacks
+            raise OSError(next(str(reason) for reason, _ in error.failures.values())) from None
+        return files.digests
 
 
-def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read what `save` wrote, on any number of ranks; a rank that did not exist then keeps its random states. Collective.
+class _HashedFiles(FileSystem):
+    """Files wherever fsspec reaches; takes the digest of what is written on its way, not of what a disk gives back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: dict[str, str] = {}  # by the name in the folder
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashed = _Hashed(stream)
+            yield hashed
+        self.digests[_name(path)] = hashed.digest.hexdigest()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.digests[_name(new_path)] = self.digests.pop(_name(path))
+
+
+class _Hashed:
+    """A stream that is written from its begin to its end."""
+
+    def __init__(self, stream: IOBase) -> None:
+        self._stream = stream
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._stream.write(data)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _name(path: Any) -> str:
+    return str(path).rsplit("/", 1)[-1]
+
+
+def load(folder: str, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read what `CheckpointWriter` wrote, on any number of ranks; a rank that is new keeps its random states. Collective.
 
     Of the optimizer, its moments are read; its settings (learning rate, weight decay, …) stay those of the config. A weight that
     was frozen when the checkpoint was written, and is trained now, starts without moments. A checkpoint of adapters leaves the
@@ -43,20 +117,20 @@ def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Opti
         RunError: the checkpoint has other adapters, or none.
     """
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    known = FileSystemReader(folder).read_metadata().state_dict_metadata
+    known = FsspecReader(folder).read_metadata().state_dict_metadata
     saved = {name.removeprefix("model.") for name in known if name.startswith("model.")}
     trained = {name: tuple(p.shape) for name, p in policy.named_parameters() if p.requires_grad}
     others = [n for n, shape in trained.items() if tuple(getattr(known.get(f"model.{n}"), "size", ())) != shape]
     if others or any(is_adapter(name) and name not in trained for name in saved):
         raise RunError(
-            f"runner.resume_dir: the checkpoint at {folder.parent} was written with other adapters ({(others or ['more'])[0]} …); "
+            f"runner.resume_dir: the checkpoint {folder} was written with other adapters ({(others or ['more'])[0]} …); "
             "set actor.model.is_lora and actor.model.lora to what its run's config.yaml says, or start afresh"
         )
     model_state = {name: value for name, value in model_state.items() if name in saved}
     moments = optimizer_state["state"]
     assert isinstance(moments, dict)
     state = {name: value for name, value in moments.items() if f"optimizer.state.{name}.step" in known}
-    dcp.load({"model": model_state, "optimizer": {"state": state}}, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+    dcp.load({"model": model_state, "optimizer": {"state": state}}, storage_reader=FsspecReader(folder))  # pyright: ignore[reportPrivateImportUsage]
     set_state_dict(
         policy,
         optimizer,
@@ -67,24 +141,26 @@ def load(folder: Path, rank: int, policy: nn.Module, optimizer: torch.optim.Opti
     for name, param in policy.named_parameters():
         if name in moments and name not in state:
             del optimizer.state[param]
-    if (random := folder / f"random-{rank}.pt").exists():
-        states = torch.load(random)
+    files = FileSystem()
+    if files.init_path(own := f"{folder}/random-{rank}.pt") and files.exists(own):
+        with files.create_stream(own, "rb") as file:
+            states = torch.load(file)  # pyright: ignore[reportArgumentType]
         torch.set_rng_state(states["cpu"])
         if torch.cuda.is_available() and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"])
 
 
-def load_weights_only(folder: Path, model: nn.Module) -> None:
+def load_weights_only(folder: str, model: nn.Module) -> None:
     """Read the weights of a checkpoint into a transformers model, without process groups (for export). Those below adapters stay as
     they are where the checkpoint lacks them. OSError if they are damaged, or another model's."""
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
     if any(map(is_adapter, weights)):
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        saved = FsspecReader(folder).read_metadata().state_dict_metadata
         weights = {n: value for n, value in weights.items() if is_adapter(n) or f"model.{n}" in saved}
     state = {"model": weights}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
-            dcp.load(state, checkpoint_id=folder, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
-    except CheckpointException as error:  # as in `save`
+            dcp.load(state, storage_reader=FsspecReader(folder), no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
+    except CheckpointException as error:  # as in `write`
         raise OSError(f"{folder}: {next(str(reason) for reason, _ in error.failures.values())}") from None

@@ -125,12 +125,18 @@ class ActorGroup:
     def restore_memory(self) -> None:
         self.call("trainer.memory.restore")
 
-    def save(self, folder: str) -> None:
-        """Let the ranks write a checkpoint into `folder` together; OSError where one could not."""
+    def stage(self) -> None:
+        """Let every rank copy its part of a checkpoint to host memory; then the weights may change."""
+        self.call("trainer.stage")
+
+    def write(self, folder: str) -> dict[str, str]:
+        """Let the ranks write what they staged into a folder or URL together, also while they train on. Returns the SHA-256 of every
+        file by its name there; OSError where a rank could not."""
         try:
-            self.call("trainer.save", folder)
+            written = self.wait([rank.write.remote(folder) for rank in self.ranks])
         except RayTaskError as error:
             raise OSError(str(error)) from error
+        return {name: digest for files in written for name, digest in files.items()}
 
     def load(self, folder: str, step: int) -> None:
         """Let the ranks read the checkpoint of `step`, written by any number of them."""

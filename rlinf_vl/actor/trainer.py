@@ -9,7 +9,6 @@ micro-batch. So neither loss nor gradient depends on how trajectories are packed
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -81,6 +80,7 @@ class Trainer:
         if algorithm.kl_beta > 0:  # of LoRA, the policy without its adapters
             self.reference = self.policy if actor.model.is_lora else self._sharded(load(computes), frozen=True)
         self.optimizer = make_optimizer(self.policy, actor.optim)
+        self.writer: checkpoint.CheckpointWriter | None = None  # from the first checkpoint on
         self.scheduler = self._schedule(done=0)
         self.passes = FurtherPasses(
             self.policy,
@@ -333,11 +333,16 @@ class Trainer:
             value = dense(param).detach().to(self.mesh.device)  # from host memory, with `fsdp_config.cpu_offload`
             yield name, (with_adapter(value, adapter) if adapter else value).to(sent)
 
-    def save(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint; OSError where some rank could not."""
+    def stage(self) -> None:
+        """Copy this rank's part of a checkpoint to host memory."""
         model = self.actor.model
-        trained_only = model.is_lora and model.lora.save_lora_only
-        checkpoint.save(Path(folder), dist.get_rank(), self.policy, self.optimizer, trained_only=trained_only)
+        self.writer = self.writer or checkpoint.CheckpointWriter()
+        self.writer.stage(self.policy, self.optimizer, trained_only=model.is_lora and model.lora.save_lora_only)
+
+    def write(self, folder: str) -> dict[str, str]:
+        """Write what was staged, in any thread: `CheckpointWriter.write`."""
+        assert self.writer is not None
+        return self.writer.write(folder)
 
     def load(self, folder: str, step: int) -> None:
         """Read the checkpoint of `step`, written on any number of ranks.
@@ -346,7 +351,7 @@ class Trainer:
         sent them, too. The reference remains the model at that path, so it encodes images itself.
         """
         before = self._frozen_fingerprint()
-        checkpoint.load(Path(folder), dist.get_rank(), self.policy, self.optimizer)
+        checkpoint.load(folder, dist.get_rank(), self.policy, self.optimizer)
         self.scheduler = self._schedule(done=step)
         differ = torch.tensor(int(self._frozen_fingerprint() != before))
         dist.all_reduce(differ, dist.ReduceOp.MAX)

@@ -119,6 +119,13 @@ class ActorRank:
         with span(method):
             return attrgetter(method)(self)(*arguments)
 
+    @ray.method(concurrency_group="checkpoint")
+    @torch.no_grad()
+    def write(self, folder: str) -> dict[str, str]:
+        """`Trainer.write`, in a thread of its own while this rank trains on."""
+        with span("write checkpoint"):
+            return self.trainer.write(folder)
+
     def stop(self) -> None:
         """Leave the process group, and write out the spans."""
         if dist.is_initialized():
@@ -126,4 +133,4 @@ class ActorRank:
         flush_spans()
 
 
-ActorWorker = ray.remote(concurrency_groups={"health": 1})(ActorRank)  # pyright: ignore[reportCallIssue]  # an option that Ray's overloads lack
+ActorWorker = ray.remote(concurrency_groups={"health": 1, "checkpoint": 1})(ActorRank)  # pyright: ignore[reportCallIssue]  # an option that Ray's overloads lack

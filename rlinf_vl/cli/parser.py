@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("--seed", type=int, default=None, help="seed of the checkpoint; the default is the one configs use")
 
     argument = verb("export", "turn a checkpoint into a Hugging Face model, as a folder or on the hub")
-    argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or checkpoints/global_step_N")
+    argument("checkpoint", help="a run's folder (its newest checkpoint), or checkpoints/global_step_N; also a URL")
     argument("output", type=Path, nargs="?", help="folder to write; must be empty or absent; left out: only --push")
     argument(
         "--push", metavar="OWNER/NAME", help="repository on the Hugging Face hub to write to; made if it isn't there"

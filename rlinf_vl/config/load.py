@@ -22,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from upath import UPath
 
 from rlinf_vl.code import collect_code, is_code
 from rlinf_vl.config.foreign.as_is import rlinf_settings
@@ -83,17 +84,16 @@ def parse_config(config_name: str, overrides: Sequence[str | tuple[str, Any]] = 
     return config
 
 
-def save_config(config: Config, path: Path | str) -> None:
+def save_config(config: Config, path: Path | UPath) -> None:
     """Write every key as YAML, nothing left to resolve; `load_config(path)` reads it back."""
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
 
 
-def changed_keys(config: Config, path: Path) -> list[str]:
+def changed_keys(config: Config, path: Path | UPath) -> list[str]:
     """ "key: old → new" for every key that differs from a file of `save_config`; none if the file can't be read."""
     try:
-        before, now = OmegaConf.load(path), OmegaConf.structured(config)
+        before, now = OmegaConf.create(path.read_text(encoding="utf-8")), OmegaConf.structured(config)
     except (OSError, yaml.YAMLError, OmegaConfBaseException):
         return []
     pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(now, key)) for key in config_keys()}
@@ -285,8 +285,9 @@ def _normalise(config: Config, folder: Path) -> None:
     model = rollout.model
     if model.model_path not in ("", *TOYS) and os.path.isdir(path := _absolute(model.model_path, folder)):
         model.model_path = path
-    if config.runner.resume_dir not in (None, "auto"):
-        config.runner.resume_dir = _absolute(config.runner.resume_dir)
+    for name in ("resume_dir", "checkpoint_dir"):
+        if (path := getattr(config.runner, name)) not in (None, "auto") and "://" not in path:
+            setattr(config.runner, name, _absolute(path))
     for paths in (config.data.train_data_paths, config.data.val_data_paths):
         paths[:] = [path if path in ("", *TOYS) or "://" in path else _absolute(path, folder) for path in paths]
     if config.data.image_root is not None:

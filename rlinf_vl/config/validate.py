@@ -140,7 +140,20 @@ def _runner(config: Config) -> Iterator[str]:
         yield f"runner.experiment_name: {name!r} is not a plain folder name; put folders into runner.output_dir"
     elif (size := len(os.fsencode(name))) > 230:  # of 255 that a file's name may have, with what is put around it
         yield f"runner.experiment_name: {name[:20] + '…'!r} has {size} bytes; shorten it to 230 or fewer"
-    if runner.resume_dir not in (None, "auto") and not os.path.isdir(runner.resume_dir):
+    if "://" in runner.output_dir:
+        yield (
+            f"runner.output_dir: {runner.output_dir!r} is no folder on a disk, which a run's files need; checkpoints alone may "
+            "go to a URL: set runner.checkpoint_dir"
+        )
+    scored = runner.save_interval > 0 and runner.val_check_interval > 0 and config.data.val_data_paths
+    if runner.keep_best and not (scored and runner.save_interval % runner.val_check_interval == 0):
+        yield (
+            f"runner.keep_best: {runner.keep_best} needs a validation of each step that is saved, with runner.save_interval "
+            f"{runner.save_interval} and runner.val_check_interval {runner.val_check_interval}; make the former a multiple of the "
+            "latter, and name data.val_data_paths"
+        )
+    resume_dir = runner.resume_dir
+    if resume_dir not in (None, "auto") and "://" not in resume_dir and not os.path.isdir(resume_dir):
         why = why_absent(runner.resume_dir)
         yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; give a checkpoint's path, auto or null"
     for backend in {"wandb", "trackio"}.intersection(runner.logger.logger_backends):

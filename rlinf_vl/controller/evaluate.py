@@ -24,6 +24,7 @@ from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.pool import RolloutPool
+from rlinf_vl.runtime.checkpoints import Folder
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.run_folder import write_baselines
@@ -59,7 +60,7 @@ def columns_of(config: Config, wanted: Sequence[str]) -> dict[str, list[Any]]:
 
 
 @contextmanager
-def exported(checkpoint: Path, folder: Path, dtype: str) -> Iterator[str]:
+def exported(checkpoint: Folder, folder: Path, dtype: str) -> Iterator[str]:
     """The checkpoint as a model folder inside `folder` (which all machines see, as they see the run's), until the context ends.
 
     Raises:

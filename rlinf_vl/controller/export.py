@@ -1,7 +1,7 @@
 """A checkpoint of a run → a Hugging Face model folder, with tokenizer, chat template and image processor files; or its adapters."""
 
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 from rlinf_vl.actor.checkpoint import load_weights_only
 from rlinf_vl.config.schema import VlmConfig
 from rlinf_vl.config.toys import TOYS
-from rlinf_vl.errors import ConfigError
+from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.models.families import Family, family_of
 from rlinf_vl.models.loading import DTYPES, copy_processor_files, load_model, save_model
 from rlinf_vl.models.lora import add_adapters, merge_adapters, save_adapters
-from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, checkpoint_at
+from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, checkpoint_at, config_of, damage
 
 
 class Restored(NamedTuple):
@@ -25,7 +25,7 @@ class Restored(NamedTuple):
     config: DictConfig  # the run's
 
 
-def restore(source: Path) -> Restored:
+def restore(source: Folder) -> Restored:
     """Load a checkpoint's model on the CPU.
 
     Args:
@@ -33,8 +33,13 @@ def restore(source: Path) -> Restored:
 
     Raises:
         FileNotFoundError: no complete checkpoint is there.
+        RunError: its files are not as they were written.
     """
     folder = checkpoint_at(source)
+    if problems := damage(folder):
+        raise RunError(
+            f"the checkpoint {folder} is damaged ({'; '.join(problems)}); name another one of {folder.parent}"
+        )
     config = config_of(folder)
     lora = config.actor.model.lora if config.actor.model.is_lora else None
     model_config = config.rollout.model
@@ -52,16 +57,11 @@ def restore(source: Path) -> Restored:
     model = load_model(path, family, DTYPES[loaded], trust_remote_code=trust)
     if lora:
         add_adapters(model, family, lora)
-    load_weights_only(folder / ACTOR_FOLDER, model)
+    load_weights_only(str(folder / ACTOR_FOLDER), model)
     return Restored(model, family, path, config)
 
 
-def config_of(checkpoint: Path) -> DictConfig:
-    """The config of the run that a checkpoint is of."""
-    return cast(DictConfig, OmegaConf.load(checkpoint.resolve().parents[1] / "config.yaml"))
-
-
-def export_checkpoint(source: Path, output: Path, dtype: str = "bf16", adapters: bool = False) -> Restored:
+def export_checkpoint(source: Folder, output: Path, dtype: str = "bf16", adapters: bool = False) -> Restored:
     """Write the weights of a checkpoint in HF format into the folder `output`, which is empty or absent. Adapters are merged.
     Returns what was written.
 

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import ray
@@ -22,12 +21,13 @@ from rlinf_vl.controller.mismatch import MismatchGuard
 from rlinf_vl.controller.parts import Learner, Pool
 from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
+from rlinf_vl.controller.saver import Saver
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.step_plan import Estimator, StepPlan, plan_step, with_kl
 from rlinf_vl.data.bad_rows import check_faults, no_verdicts
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import env_metrics, part_metrics, summarize_rollout
-from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, CheckpointFailed, load_state, newest_checkpoint, save_checkpoint
+from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, load_state
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.types import GroupSummary
 
@@ -44,21 +44,30 @@ class RunState:
 
     Attributes:
         sampler: position of the `EpochSampler`.
-        best: the best val/accuracy, and its step.
+        accuracies: val/accuracy by step.
         bad_steps: steps in a row up to this one whose gradient was not finite.
         metrics: of this step. A checkpoint is written before its step is logged, and a crash may come between the two.
     """
 
     step: int = 0
     sampler: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "rows": 0})
-    best: dict[str, float] = field(default_factory=lambda: {"val/accuracy": -1.0, "step": 0})
+    accuracies: dict[int, float] = field(default_factory=dict)
     bad_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, checkpoint: Path | None) -> Self:
+    def read(cls, checkpoint: Folder | None) -> Self:
         """The state in a checkpoint; None: that of a run that has not begun."""
-        return cls() if checkpoint is None else cls(**load_state(checkpoint))
+        if checkpoint is None:
+            return cls()
+        state = cls(**{name: value for name, value in load_state(checkpoint).items() if name in cls.__slots__})
+        return replace(
+            state, accuracies={int(step): x for step, x in state.accuracies.items()}
+        )  # JSON's keys are strings
+
+    def content(self, timings: dict[str, float]) -> dict[str, Any]:
+        """What a checkpoint has of it, with the step's seconds so far among the metrics."""
+        return asdict(replace(self, metrics=self.metrics | timings))
 
 
 def train(
@@ -66,15 +75,15 @@ def train(
     pool: Pool,
     learner: Learner,
     data: RunData,
-    run_dir: Path,
+    home: Folder,
     stop: StopRequest,
     *,
     gpu: SharedGpu,
     sync: Callable[[int], dict[str, float]],
     log: RunLog,
-    start: Path | None = None,
+    start: Folder | None = None,
 ) -> dict[str, float]:
-    """Train to the last step, from the newest checkpoint in `run_dir` or else from `start`; returns the last metrics.
+    """Train to the last step, from the newest checkpoint in `home` or else from `start`; returns the last metrics.
 
     Args:
         pool, learner: started; on GPUs that they share, it is the learner's turn.
@@ -89,7 +98,8 @@ def train(
     runner = config.runner
     total = data.total_steps
     sync = log.timed("sync")(sync)
-    state = resume(config, newest_checkpoint(run_dir, start), pool, learner, data, gpu, sync, log)
+    saver = Saver(runner, home, learner, log, start)
+    state = resume(config, saver.newest, pool, learner, data, gpu, sync, log)
     guard = MismatchGuard(config, learner, log)
     try:
         if state.step == 0 and runner.val_before_train:
@@ -114,26 +124,32 @@ def train(
                 state.sampler = data.sampler.state_dict()
                 state.metrics = metrics
                 log.ledger.append(step, batch.ledger)
-                count_bad_steps(state, runner.max_bad_steps, newest_checkpoint(run_dir, start), log)
+                count_bad_steps(state, runner.max_bad_steps, saver.newest, log)
                 synced = due(runner.weight_sync_interval, step, total)
                 metrics |= gpu.to_engines(learner, partial(sync, step) if synced else None)
                 if due(runner.val_check_interval, step, total):
                     metrics |= validate(state, config, pool, data, log)
                 if due(runner.save_interval, step, total):
-                    save(state, learner, run_dir, runner.keep_last, log, last=step == total)
+                    saver.save(state.content(log.timings), last=step == total)
+            saver.collect()
             pool.release(log.end_step(step, metrics | log.timings))
             log.show_workers(learner, pool)
     except Interrupted as request:
         log.step = state.step
         if state.step and log.last_step != state.step:
             pool.release(log.end_step(state.step, state.metrics | log.timings))
-        if state.step != RunState.read(newest_checkpoint(run_dir, start)).step:
-            save(state, learner, run_dir, runner.keep_last, log, last=state.step == total)
-        back = newest_checkpoint(run_dir, start)
-        where = "auto" if back and back.is_relative_to(run_dir) else back
-        how = f"resume from {back} with runner.resume_dir={where}" if back else "nothing was trained yet"
+        saver.collect(wait=True)
+        if state.step != RunState.read(saver.newest).step:
+            saver.save(state.content(log.timings), last=state.step == total)
+            saver.collect(wait=True)
+        where = "auto" if saver.newest != start else start
+        how = (
+            f"resume from {saver.newest} with runner.resume_dir={where}" if saver.newest else "nothing was trained yet"
+        )
         log.event("interrupted", f"{request}; {how}")
         raise
+    finally:
+        saver.close()
     return state.metrics
 
 
@@ -144,7 +160,7 @@ def due(interval: int, step: int, total: int) -> bool:
 
 def resume(
     config: Config,
-    checkpoint: Path | None,
+    checkpoint: Folder | None,
     pool: Pool,
     learner: Learner,
     data: RunData,
@@ -261,7 +277,7 @@ def update(step: int, batch: Rollout, config: Config, pool: Pool, learner: Learn
     return metrics
 
 
-def count_bad_steps(state: RunState, limit: int, checkpoint: Path | None, log: RunLog) -> None:
+def count_bad_steps(state: RunState, limit: int, checkpoint: Folder | None, log: RunLog) -> None:
     """Count steps in a row whose gradient was not finite (their optimizer steps were skipped); raises `TooManyBadSteps`."""
     if not state.metrics.get("actor/skipped_steps"):
         state.bad_steps = 0
@@ -289,8 +305,7 @@ def validate(state: RunState, config: Config, pool: Pool, data: RunData, log: Ru
     correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
     lengths = [n for s in summaries for n in s.response_tokens]
     accuracy = sum(correct) / max(1, len(correct))
-    if accuracy > state.best["val/accuracy"]:
-        state.best = {"val/accuracy": accuracy, "step": state.step}
+    state.accuracies[state.step] = accuracy
     logger.info("step %d: val/accuracy %.3f on %d problems", state.step, accuracy, len(correct))
     measured = env_metrics(summaries) | part_metrics(summaries)
     return {"val/" + name: value for name, value in measured.items()} | {
@@ -300,18 +315,3 @@ def validate(state: RunState, config: Config, pool: Pool, data: RunData, log: Ru
         "val/ungradable": sum(s.ungradable for s in summaries),
         "val/response_length_mean": sum(lengths) / max(1, len(lengths)),
     }
-
-
-def save(state: RunState, learner: Learner, run_dir: Path, keep_last: int, log: RunLog, *, last: bool) -> None:
-    """Write a checkpoint. If that fails, training goes on without it; only the last one of a run must not fail."""
-    content = asdict(replace(state, metrics=state.metrics | log.timings))
-    try:
-        log.flush()  # what is resumed from here has the lines of its steps
-        with log.timed("checkpoint"):
-            folder = save_checkpoint(run_dir, state.step, learner.save, content, keep_last)
-    except (CheckpointFailed, OSError) as error:
-        log.event("checkpoint_failed", str(error))
-        if last:
-            raise
-    else:
-        logger.info("saved %s", folder)

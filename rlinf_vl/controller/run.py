@@ -17,9 +17,10 @@ from rlinf_vl.envs.registry import grades_answers, load_env_class
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.pool import RolloutPool
+from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home, newest_checkpoint, set_damaged_aside
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost
-from rlinf_vl.runtime.run_folder import newest_checkpoint, write_baselines
+from rlinf_vl.runtime.run_folder import write_baselines
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.transport import resolve_weight_sync
 
@@ -37,7 +38,7 @@ def run(
     run_dir: Path,
     progress: RunProgress,
     stop: StopRequest,
-    start: Path | None = None,
+    start: Folder | None = None,
 ) -> dict[str, float]:
     """Train to the last step, whatever dies on the way; returns its metrics.
 
@@ -50,6 +51,7 @@ def run(
         RunError: it can't go on; see `train`.
     """
     began = time.monotonic()
+    home = checkpoint_home(config)
     device = reservation.device
     placement = reservation.placement
     strategy = resolve_weight_sync(config.rollout.weight_sync, device, placement.shared, placement.beside_actors)
@@ -79,14 +81,15 @@ def run(
                 if lost is not None:
                     learner.kill()
                     stop.check()
-                    count_restart(lost, config.runner.max_restarts, newest_checkpoint(run_dir, start), log)
+                    set_damaged_aside(home, partial(log.event, "checkpoint_damaged"))
+                    count_restart(lost, config.runner.max_restarts, newest_checkpoint(home, start), log)
                     pool.forget_weights()
                     if sync.busy:
                         pool.replace_all("they may wait for weights that will not come")
                     pool.release()
                     learner = ActorGroup(config, model_path, device, reservation.actor)
                     sync = load_model(learner)
-                outcome = train(config, pool, learner, data, run_dir, stop, gpu=gpu, sync=sync, log=log, start=start)
+                outcome = train(config, pool, learner, data, home, stop, gpu=gpu, sync=sync, log=log, start=start)
             except ActorsLost as error:
                 lost = error
             except Interrupted as request:
@@ -100,7 +103,7 @@ def run(
     return outcome
 
 
-def count_restart(lost: ActorsLost, limit: int, checkpoint: Path | None, log: RunLog) -> None:
+def count_restart(lost: ActorsLost, limit: int, checkpoint: Folder | None, log: RunLog) -> None:
     """Record that the learner starts again; raises `TooManyRestarts` if it has done so `limit` times."""
     if log.count("actors_restarted") >= limit:
         raise TooManyRestarts(

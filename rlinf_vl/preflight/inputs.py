@@ -36,7 +36,8 @@ from rlinf_vl.preflight.teacher import teacher
 from rlinf_vl.rewards.forms import SIGNATURE
 from rlinf_vl.rewards.named import named_function
 from rlinf_vl.rewards.processes import load_function
-from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, STATE_FILE, run_folder
+from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, STATE_FILE
+from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.types import Problem
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
@@ -10,12 +9,12 @@ from rlinf_vl.config import Config
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.validate import Rule, validate_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, checkpoint_at
+from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, checkpoint_at, config_of, folder_at
 
 
 def evaluation_config(
     name: str, overrides: Sequence[str], samples: int, rules: Sequence[Rule]
-) -> tuple[Config, Path | None]:
+) -> tuple[Config, Folder | None]:
     """The config of an evaluation, which `rules` check, and the checkpoint that it is about, if it is about one.
 
     Args:
@@ -52,14 +51,14 @@ def evaluation_config(
         )
     data.train_data_paths = list(data.val_data_paths)  # what a run would train on need not be here
     data.rollout_batch_size = config.algorithm.n_minibatches = 1
-    config.runner.resume_dir = None
+    config.runner.resume_dir = config.runner.checkpoint_dir = None
     config.runner.logger.logger_backends = []
     config.runner.experiment_name += "-eval"
     validate_config(config, (lambda _: iter(problems), *rules))
-    return config, _checkpoint(Path(named["checkpoint"]), model.model_path) if named["checkpoint"] else None
+    return config, _checkpoint(folder_at(named["checkpoint"]), model.model_path) if named["checkpoint"] else None
 
 
-def _checkpoint(source: Path, model_path: str) -> Path:
+def _checkpoint(source: Folder, model_path: str) -> Folder:
     """The complete checkpoint at `source`, of a run that began with the model at `model_path`."""
     try:
         folder = checkpoint_at(source).resolve()
@@ -68,7 +67,7 @@ def _checkpoint(source: Path, model_path: str) -> Path:
     written = folder.parents[1] / "config.yaml"
     if not written.is_file() or not (folder / ACTOR_FOLDER / ".metadata").is_file():
         raise ConfigError(f"checkpoint: {folder} lacks {written} or its weights; copy the run's folder whole")
-    before = OmegaConf.select(OmegaConf.load(written), "rollout.model.model_path")
+    before = OmegaConf.select(config_of(folder), "rollout.model.model_path")
     if before != model_path:
         raise ConfigError(
             f"checkpoint: {folder} is of a run that began with {before}, not with rollout.model.model_path={model_path}; "

@@ -1,12 +1,13 @@
 """A disk that is really full: the last good checkpoint stays, and the message says what is needed."""
 
+import hashlib
 import os
 import shutil
 import subprocess
 
 import pytest
 
-from rlinf_vl.runtime.run_folder import CheckpointFailed, checkpoints, save_checkpoint
+from rlinf_vl.runtime.checkpoints import CheckpointFailed, checkpoints, save_checkpoint
 
 MB = 10**6
 
@@ -31,9 +32,10 @@ def small_disk(tmp_path):
 
 
 def save(run_dir, step: int) -> None:
-    def write_actor(folder: str) -> None:
+    def write_actor(folder: str) -> dict[str, str]:
         with open(f"{folder}/rank_0", "wb") as file:
             file.write(bytes(9 * MB))
+        return {"rank_0": hashlib.sha256(bytes(9 * MB)).hexdigest()}
 
     save_checkpoint(run_dir, step, write_actor, {"step": step}, keep_last=1)
 

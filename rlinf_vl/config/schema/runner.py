@@ -104,9 +104,16 @@ class RunnerConfig:
     """Checkpoint every so many steps, and after the last; -1 saves only a run that is told to stop."""
     keep_last: int = key(2, OFF_OR_POSITIVE)
     """Complete checkpoints kept; older ones are deleted. -1 keeps all."""
+    keep_best: int = key(0, NOT_NEGATIVE)
+    """Checkpoints with the highest val/accuracy kept beside the last ones; of steps that are validated and saved."""
+    async_save: bool = True
+    """Write checkpoints while training goes on, from a copy in host memory of their size; false waits for the disk."""
+    checkpoint_dir: str | None = None
+    """Folder or URL that fsspec knows (s3://bucket/folder, gs://…) for checkpoints, CHECKPOINT_DIR/EXPERIMENT_NAME/checkpoints/; the
+    ranks write there themselves. null: the run's folder."""
     resume_dir: str | None = None
     """null starts afresh (a used folder of this name is set aside first), `auto` takes the newest complete checkpoint of this
-    run's folder, a path that checkpoint. What the config says now counts, the optimizer's settings included."""
+    run, a path or URL that checkpoint. What the config says now counts, the optimizer's settings included."""
     grace_period: float | None = key(None, POSITIVE)
     """Seconds from SIGTERM or Ctrl-C to the end of the run, such as a scheduler gives before it kills: a run whose checkpoint isn't
     written by then ends without; null waits for it."""

@@ -63,7 +63,8 @@ def saved(mesh, toy_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     trainer = started(mesh, toy_folder, *OPTIM)
     train(trainer, 3)
-    trainer.save(str(folder))
+    trainer.stage()
+    trainer.write(str(folder))
     then = weights(trainer), moments(trainer), settings_of(trainer.optimizer)
     train(trainer, 2)
     return folder, *then, weights(trainer), settings_of(trainer.optimizer)
@@ -120,11 +121,13 @@ def towers(mesh, toy_folder, tmp_path_factory):
     folders = [tmp_path_factory.mktemp(name) for name in ("trained", "base")]
     trainer = started(mesh, toy_folder, "actor.model.freeze_vision_tower=false")
     train(trainer, 1)
-    trainer.save(str(folders[0]))
+    trainer.stage()
+    trainer.write(str(folders[0]))
     trained = sent(trainer)
     trainer = started(mesh, toy_folder, "actor.model.freeze_vision_tower=true")
     train(trainer, 1)
-    trainer.save(str(folders[1]))
+    trainer.stage()
+    trainer.write(str(folders[1]))
     return *folders, trained
 
 

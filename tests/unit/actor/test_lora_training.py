@@ -21,7 +21,8 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.lora import is_adapter
 from rlinf_vl.models.nf4 import is_quantized, shape_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, open_folder, save_checkpoint
+from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, save_checkpoint
+from rlinf_vl.runtime.run_folder import open_folder
 from rlinf_vl.types import Request, SamplingParams
 
 ALL = "actor.model.lora.target_modules=[all-linear]"
@@ -69,7 +70,8 @@ def run_of(mesh, toy_folder, folder, override):
     trainer = started(mesh, toy_folder, override)
     train(trainer, 3)
     save_config(config_of(override, f"rollout.model.model_path={toy_folder}"), folder / "config.yaml")
-    save_checkpoint(folder, 3, trainer.save, {"step": 3}, keep_last=-1)
+    trainer.stage()
+    save_checkpoint(folder, 3, trainer.write, {"step": 3}, keep_last=-1)
     return folder, trainer, override
 
 
@@ -150,7 +152,8 @@ def resumes(mesh, toy_folder, folder, trainer, targets):
 def test_a_checkpoint_may_have_the_whole_model(mesh, toy_folder, tmp_path):
     trainer = started(mesh, toy_folder, WHOLE)
     train(trainer, 1)
-    trainer.save(str(tmp_path))
+    trainer.stage()
+    trainer.write(str(tmp_path))
     size = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
     assert size > 4 * sum(p.numel() for p in trainer.policy.model.parameters())
     assert equal(weights(started(mesh, toy_folder, step=1, folder=tmp_path)), weights(trainer))
@@ -158,7 +161,9 @@ def test_a_checkpoint_may_have_the_whole_model(mesh, toy_folder, tmp_path):
 
 @pytest.mark.parametrize("other", ["actor.model.lora.rank=4", ALL, "actor.model.is_lora=false"])
 def test_a_checkpoint_of_other_adapters_is_refused(mesh, toy_folder, tmp_path, other):
-    started(mesh, toy_folder, "actor.model.lora.rank=8").save(str(tmp_path))
+    trainer = started(mesh, toy_folder, "actor.model.lora.rank=8")
+    trainer.stage()
+    trainer.write(str(tmp_path))
     with pytest.raises(RunError, match="was written with other adapters"):
         started(mesh, toy_folder, "actor.model.lora.rank=8", other, step=1, folder=tmp_path)
 
@@ -206,7 +211,7 @@ def test_an_export_is_merged_or_pefts(trained, toy_folder, tmp_path):
     assert (logprobs(merged, ids) - without).abs().max() > 0.1
     with pytest.raises(ConfigError, match="--adapters: the run of .* trained none"):
         save_config(load_config("toy-grpo-cpu"), tmp_path / "config.yaml")
-        save_checkpoint(tmp_path, 1, lambda _: None, {"step": 1}, keep_last=-1)
+        save_checkpoint(tmp_path, 1, lambda _: {}, {"step": 1}, keep_last=-1)
         export_checkpoint(tmp_path, tmp_path / "none", adapters=True)
 
 

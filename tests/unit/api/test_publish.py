@@ -25,7 +25,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.lora import add_adapters, is_adapter
 from rlinf_vl.publish import publish
-from rlinf_vl.runtime.run_folder import ACTOR_FOLDER, save_checkpoint
+from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, save_checkpoint
 from rlinf_vl.toy.task import toy_dataset_path
 
 
@@ -45,7 +45,11 @@ def run_of(folder, base, *overrides):
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     save_config(config, folder / "config.yaml")
     save_checkpoint(
-        folder, 2, lambda to: dcp.save({"model": state}, checkpoint_id=to, no_dist=True), {"step": 2}, keep_last=-1
+        folder,
+        2,
+        lambda to: {} if dcp.save({"model": state}, checkpoint_id=to, no_dist=True) else {},
+        {"step": 2},
+        keep_last=-1,
     )
     assert (folder / "checkpoints/global_step_2" / ACTOR_FOLDER / ".metadata").is_file()
     rows = [{"step": k, "reward/mean": k / 10, "val/accuracy": k / 8} for k in range(4)]

@@ -25,7 +25,7 @@ from rlinf_vl.data.sources import peek
 from rlinf_vl.engines.sglang import machine as sglang_machine
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.preflight import gpus, inputs
-from rlinf_vl.runtime.run_folder import STATE_FILE
+from rlinf_vl.runtime.checkpoints import STATE_FILE
 from rlinf_vl.toy.task import toy_dataset_path, toy_of
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -167,10 +167,15 @@ class FakeLearner:
             self.weight = metrics["actor/loss"]
         return metrics, []
 
-    def save(self, folder):
+    def stage(self):
+        self.staged = self.weight
+
+    def write(self, folder):
         if self.disk_full:
             raise OSError(28, "No space left on device")
-        Path(folder, "weight.json").write_text(json.dumps(self.weight))
+        content = json.dumps(self.staged).encode()
+        Path(folder, "weight.json").write_bytes(content)
+        return {"weight.json": hashlib.sha256(content).hexdigest()}
 
     def load(self, folder, step):
         self.weight = json.loads(Path(folder, "weight.json").read_text())
@@ -272,6 +277,7 @@ def _base_config() -> Config:
         "runner.mismatch_check_interval=4",
         "runner.trajectories.interval=-1",
         "runner.logger.logger_backends=[]",
+        "runner.async_save=false",
         "data.rollout_batch_size=4",
         "algorithm.group_size=4",
     ]

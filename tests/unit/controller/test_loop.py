@@ -15,8 +15,8 @@ from rlinf_vl.data.bad_rows import TooManyBadRows
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe import spans
 from rlinf_vl.observe.status import read_status
+from rlinf_vl.runtime.checkpoints import CheckpointFailed
 from rlinf_vl.runtime.ray_process import ActorsLost
-from rlinf_vl.runtime.run_folder import CheckpointFailed
 from rlinf_vl.runtime.stop_request import Interrupted
 
 SKIPPED = {"actor/skipped_steps": 1.0, "actor/grad_norm": math.inf}
@@ -81,10 +81,11 @@ def test_what_a_checkpoint_holds_is_the_run_after_its_step(folder):
     run.train()
     state = RunState.read(folder / "checkpoints/global_step_3")
     assert (state.step, state.bad_steps, state.sampler) == (3, 0, {"epoch": 0, "rows": 12})
-    assert state.best["val/accuracy"] == max(row["val/accuracy"] for row in run.rows()[:4] if "val/accuracy" in row)
+    assert state.accuracies == {row["step"]: row["val/accuracy"] for row in run.rows()[:4] if "val/accuracy" in row}
     logged = run.rows()[3]
     assert {name: logged[name] for name in state.metrics} == state.metrics
-    assert RunState(**json.loads(json.dumps(asdict(state)))) == state
+    written = json.loads((folder / "checkpoints/global_step_3/controller.json").read_text())
+    assert written == json.loads(json.dumps(asdict(state)))
 
 
 def test_a_checkpoint_of_the_first_release_loads(folder):

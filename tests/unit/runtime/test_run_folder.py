@@ -1,28 +1,33 @@
 """Checkpoint folders: complete or not there."""
 
+import hashlib
 import json
 import os
 import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.runtime.run_folder import (
+from rlinf_vl.runtime.checkpoints import (
     ACTOR_FOLDER,
+    SUMS_FILE,
     CheckpointFailed,
     checkpoints,
     find_checkpoint,
     load_state,
     recover_checkpoints,
     save_checkpoint,
-    write_baselines,
+    set_damaged_aside,
 )
+from rlinf_vl.runtime.run_folder import write_baselines
 
 
-def write(folder: str) -> None:
+def write(folder: str) -> dict[str, str]:
     (Path(folder) / "weights").write_text("w")
+    return {"weights": hashlib.sha256(b"w").hexdigest()}
 
 
 def test_save_find_and_prune(tmp_path):
@@ -64,7 +69,67 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
     folder = save_checkpoint(tmp_path, 2, write, {"step": 2}, keep_last=1)
     (folder / "controller.json").write_bytes(b'{"step": \x00')
     with pytest.raises(ConfigError, match=r"runner\.resume_dir: .*global_step_2 is damaged .*name another"):
-        load_state(find_checkpoint(tmp_path, "auto"))
+        load_state(folder)
+
+
+@pytest.mark.parametrize(
+    ("strike", "said"),
+    [
+        (lambda f: (f / "actor/weights").write_text("v"), "actor/weights is not as it was written"),
+        (lambda f: (f / "actor/weights").write_text(""), "actor/weights is not as it was written"),
+        (lambda f: (f / "actor/weights").unlink(), "actor/weights is missing"),
+        (lambda f: (f / "controller.json").write_text('{"step": 5}'), "controller.json is not as it was written"),
+        (lambda f: (f / "SHA256SUMS").write_bytes(b"\xff\x00"), "SHA256SUMS is not as it was written"),
+        (lambda f: (f / "SHA256SUMS").write_text(""), "SHA256SUMS is not as it was written"),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_before_it_is_the_way_out(
+    tmp_path, strike, said, named
+):
+    first, second, third, newest = (
+        save_checkpoint(tmp_path, step, write, {"step": step}, keep_last=-1) for step in (1, 2, 3, 4)
+    )
+    (third / "actor/weights").write_text("as bad")
+    strike(newest)
+    with pytest.raises(ConfigError) as refusal:
+        find_checkpoint(tmp_path, str(newest) if named else "auto")
+    assert f"{newest} is damaged ({said})" in str(refusal.value)
+    assert str(refusal.value).endswith(f"runner.resume_dir={second}")
+    assert find_checkpoint(tmp_path, str(second)) == second
+    for folder in (first, second):
+        strike(folder)
+    with pytest.raises(ConfigError, match="start afresh"):
+        find_checkpoint(tmp_path, str(newest))
+
+
+def test_a_person_can_check_the_digests(tmp_path):
+    folder = save_checkpoint(tmp_path, 1, write, {"step": 1}, keep_last=-1)
+    checked = subprocess.run(["sha256sum", "-c", SUMS_FILE], cwd=folder, capture_output=True, text=True)
+    assert checked.returncode == 0 and checked.stdout == "actor/weights: OK\ncontroller.json: OK\n"
+
+
+def test_damaged_ones_are_set_aside_until_one_is_whole(tmp_path):
+    folders = [save_checkpoint(tmp_path, step, write, {"step": step}, keep_last=-1) for step in (1, 2, 3)]
+    for folder in folders[1:]:
+        (folder / "actor/weights").write_text("v")
+    told: list[str] = []
+    set_damaged_aside(tmp_path, told.append)
+    assert [step for step, _ in checkpoints(tmp_path)] == [1] and len(told) == 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[:2] == [
+        "damaged.global_step_2",
+        "damaged.global_step_3",
+    ]
+
+
+def test_the_best_are_kept_beside_the_last(tmp_path):
+    accuracies = {10: 0.25, 20: 0.75, 30: 0.5, 40: 0.75, 60: 0.1}
+    for step in range(10, 80, 10):
+        known = {at: value for at, value in accuracies.items() if at <= step}
+        save_checkpoint(tmp_path, step, write, {"step": step}, keep_last=2, keep_best=1, accuracies=known)
+    assert [step for step, _ in checkpoints(tmp_path)] == [20, 60, 70]
+    save_checkpoint(tmp_path, 80, write, {}, keep_last=1, keep_best=2, accuracies=accuracies | {80: 0.9})
+    assert [step for step, _ in checkpoints(tmp_path)] == [20, 80]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -17,15 +18,13 @@ from rlinf_vl.config import load_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.report.run_folder import read_run
-from rlinf_vl.runtime.run_folder import (
-    checkpoints,
-    find_checkpoint,
-    load_state,
-    locked,
-    open_folder,
-    run_folder,
-    save_checkpoint,
-)
+from rlinf_vl.runtime.checkpoints import checkpoints, find_checkpoint, load_state, save_checkpoint
+from rlinf_vl.runtime.run_folder import locked, open_folder, run_folder
+
+
+def written(folder: str) -> dict[str, str]:
+    (Path(folder) / "w").write_text("w")
+    return {"w": hashlib.sha256(b"w").hexdigest()}
 
 
 def configured(tmp_path, *overrides):
@@ -52,9 +51,7 @@ def trained(tmp_path, last, *overrides, every=2):
                 file.write(json.dumps({"step": step, "reward/mean": 0.5}) + "\n")
         (folder / f"trajectories/step_{step}.parquet").write_text("t")
         if step % every == 0:
-            save_checkpoint(
-                folder, step, lambda to: (Path(to) / "w").write_text("w"), {"step": step, "last": last}, keep_last=-1
-            )
+            save_checkpoint(folder, step, written, {"step": step, "last": last}, keep_last=-1)
     return folder
 
 

@@ -1,0 +1,85 @@
+"""Checkpoints of a run, written while it trains on (`runner.async_save`).
+
+`Saver.save` has the ranks copy their state to host memory; a thread then has them write it, and gives the checkpoint its name. One
+checkpoint at a time: the next one waits. Whatever dies meanwhile, the checkpoint before is whole.
+"""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+
+from rlinf_vl.config.schema import RunnerConfig
+from rlinf_vl.controller.parts import Learner
+from rlinf_vl.controller.run_log import RunLog
+from rlinf_vl.runtime.checkpoints import CheckpointFailed, Folder, newest_checkpoint, save_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes the checkpoints of one learner; `close` it whatever happens."""
+
+    newest: Folder | None  #: the newest complete checkpoint; if there is none, the one that the run started from
+
+    def __init__(self, runner: RunnerConfig, home: Folder, learner: Learner, log: RunLog, start: Folder | None) -> None:
+        self.newest = newest_checkpoint(home, start)
+        self._runner = runner
+        self._home = home
+        self._learner = learner
+        self._log = log
+        self._writing: Future[tuple[Folder, float]] | None = None
+
+    def save(self, state: Mapping[str, Any], *, last: bool) -> None:
+        """Write a checkpoint of `RunState.content`. If that fails, training goes on without it; only the `last` one of a run
+        must not fail, and is waited for."""
+        runner = self._runner
+        with self._log.timed("checkpoint"):
+            self.collect(wait=True)
+            try:
+                self._log.flush()  # what is resumed from here has the lines of its steps
+            except OSError as error:
+                self._failed(error, last)
+                return
+            self._learner.stage()
+            keep = runner.keep_last, runner.keep_best, state["accuracies"]
+            write = partial(save_checkpoint, self._home, state["step"], self._learner.write, state, *keep)
+            self._writing = Future()
+            threading.Thread(target=_run, args=(write, self._writing), name="checkpoint", daemon=True).start()
+            if last or not runner.async_save:
+                self.collect(wait=True, last=last)
+
+    def collect(self, *, wait: bool = False, last: bool = False) -> None:
+        """Record how the last `save` has ended, if it has, or `wait` for it."""
+        if self._writing is None or not (wait or self._writing.done()):
+            return
+        writing, self._writing = self._writing, None
+        try:
+            self.newest, seconds = writing.result()
+        except CheckpointFailed as error:
+            self._failed(error, last)
+        else:
+            self._log.timings["time/checkpoint_write"] = seconds
+            logger.info("saved %s in %.1f s", self.newest, seconds)
+
+    def _failed(self, error: Exception, last: bool) -> None:
+        self._log.event("checkpoint_failed", str(error))
+        if last:
+            raise error
+
+    def close(self) -> None:
+        """Wait for what is being written, unless a person is in a hurry (`KeyboardInterrupt`). A lost learner ends it."""
+        if self._writing is not None and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
+            wait([self._writing])
+
+
+def _run(write: partial[Folder], done: Future[tuple[Folder, float]]) -> None:
+    start = time.perf_counter()
+    try:
+        done.set_result((write(), time.perf_counter() - start))
+    except BaseException as error:
+        done.set_exception(error)

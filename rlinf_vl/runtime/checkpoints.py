@@ -1,0 +1,303 @@
+"""Checkpoints of a run: `checkpoints/global_step_N` of its folder, or of one elsewhere (`runner.checkpoint_dir`), also remote.
+
+- A checkpoint that has its `controller.json` is complete. On a disk it is written aside and renamed; where nothing can be renamed
+  at once (object stores), that file is written last. One that is deleted loses it first.
+- `SHA256SUMS` has the digest of every file, taken while the bytes were written, in the form that `sha256sum -c` checks.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from upath import UPath
+
+from rlinf_vl.config import Config
+from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.runtime.files import recover, write_aside
+
+log = logging.getLogger(__name__)
+
+#: The controller's part of a checkpoint, the folder of the actors' part, and the digests of all files.
+STATE_FILE = "controller.json"
+ACTOR_FOLDER = "actor"
+SUMS_FILE = "SHA256SUMS"
+#: Files that are read at once for their digests.
+READERS = 8
+#: A folder on a disk, or what fsspec reaches (s3://…, gs://…, …).
+Folder = Path | UPath
+#: Writes the actors' part into a folder; returns the SHA-256 of each file by its name there.
+WriteActor = Callable[[str], Mapping[str, str]]
+
+
+class CheckpointFailed(RunError):
+    """A checkpoint could not be written. Earlier ones are as they were."""
+
+
+def folder_at(text: str) -> Folder:
+    """The folder that a path or a URL names."""
+    return UPath(text) if "://" in text else Path(text)
+
+
+def checkpoint_home(config: Config) -> Folder:
+    """The folder of a run that has its `checkpoints`: the run's own, or one of the same name in `runner.checkpoint_dir`."""
+    runner = config.runner
+    parent = folder_at(runner.checkpoint_dir or runner.output_dir)
+    return (parent.absolute() if isinstance(parent, Path) else parent) / runner.experiment_name
+
+
+def checkpoints(home: Folder) -> list[tuple[int, Folder]]:
+    """(step, folder) of every complete checkpoint, oldest first."""
+    found = [(re.fullmatch(r"global_step_(\d+)", f.name), f) for f in (home / "checkpoints").glob("global_step_*")]
+    return sorted(
+        ((int(match[1]), folder) for match, folder in found if match and (folder / STATE_FILE).is_file()),
+        key=lambda item: item[0],
+    )
+
+
+def newest_checkpoint(home: Folder, start: Folder | None = None) -> Folder | None:
+    """The newest complete checkpoint of a run; if it has none, the one that it started from."""
+    found = checkpoints(home)
+    return found[-1][1] if found else start
+
+
+def save_checkpoint(
+    home: Folder,
+    step: int,
+    write_actor: WriteActor,
+    state: Mapping[str, Any],
+    keep_last: int,
+    keep_best: int = 0,
+    accuracies: Mapping[int, float] = MappingProxyType({}),
+) -> Folder:
+    """Write `checkpoints/global_step_{step}`: the actors' part by `write_actor(folder)`, then the controller's `state`. Then delete
+    all others but those of the last `keep_last` steps (-1: delete none), of which the new one is one, and those of the `keep_best`
+    steps with the highest of `accuracies`, the earliest where they tie. CheckpointFailed: the disk is full, or refuses."""
+    final = home / "checkpoints" / f"global_step_{step}"
+    former = [_size(folder) for _, folder in checkpoints(home)[-1:]]
+    needed = sum(former)
+    try:
+        if _free(home) < needed:
+            raise OSError(errno.ENOSPC, "less room than the checkpoint before took")
+        with _written(final) as folder:
+            (folder / ACTOR_FOLDER).mkdir(parents=True, exist_ok=True)
+            try:
+                written = write_actor(str(folder / ACTOR_FOLDER))
+                content = json.dumps(state, indent=1)
+                sums = {f"{ACTOR_FOLDER}/{name}": digest for name, digest in written.items()}
+                sums[STATE_FILE] = hashlib.sha256(content.encode()).hexdigest()
+                (folder / SUMS_FILE).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+                (folder / STATE_FILE).write_text(content)
+            finally:
+                needed = max(needed, _size(folder))
+    except OSError as error:
+        kept = keep_last + keep_best if keep_last > 0 else 0
+        room = (
+            f"It needs {'' if former else 'at least '}{needed / 1e6:,.0f} MB, {_free(home) / 1e6:,.0f} MB are free; with "
+            f"runner.keep_last: {keep_last} there must be room for {kept + 1 if kept else 'every'} checkpoint"
+            f"{'s' if kept else ''}. "
+        )
+        room = room if isinstance(home, Path) else ""
+        raise CheckpointFailed(
+            f"the checkpoint of step {step} could not be written to {final.parent}: {str(error).strip().splitlines()[-1]}. "
+            f"{room}The last good one is {newest_checkpoint(home) or 'none'}"
+        ) from error
+    if keep_last > 0:
+        others = {at: folder for at, folder in checkpoints(home) if at != step}
+        scored = sorted((at for at in (*others, step) if at in accuracies), key=lambda at: (-accuracies[at], at))
+        kept = {*sorted(others)[len(others) + 1 - keep_last :], *scored[:keep_best]}
+        for at in others.keys() - kept:
+            _remove(others[at])
+    return final
+
+
+@contextmanager
+def _written(final: Folder) -> Iterator[Folder]:
+    """Yield the folder to write a checkpoint into, which is complete at the end of the block, and not there if that fails."""
+    if isinstance(final, Path):
+        with write_aside(final) as aside:
+            yield aside
+        return
+    with _as_os_errors():
+        _remove(final)
+        try:
+            yield final
+        except BaseException:
+            _remove(final)
+            raise
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Raise what a remote file system's own library raises as OSError."""
+    try:
+        yield
+    except (OSError, ConfigError, RunError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def recover_checkpoints(home: Folder) -> None:
+    """Mend what a crash in `save_checkpoint` left. Nobody may be writing meanwhile."""
+    if isinstance(home, Path):
+        for folder in recover(home / "checkpoints"):
+            log.warning("%s is there again: a run ended while it wrote that step anew", folder)
+        return
+    for folder in (home / "checkpoints").glob("global_step_*"):
+        if not (folder / STATE_FILE).is_file():
+            _remove(folder)
+
+
+def find_checkpoint(home: Folder, resume_dir: str | None) -> Folder | None:
+    """The checkpoint to start from: None for null, the newest complete one (if any) for `auto`, else the folder named.
+
+    Raises:
+        ConfigError: that is not a complete checkpoint, or it is damaged; names an earlier one that is whole.
+    """
+    if resume_dir is None:
+        return None
+    try:
+        with _as_os_errors():
+            if resume_dir == "auto":
+                found = newest_checkpoint(home)
+                log.info("runner.resume_dir: auto found %s", found or "no complete checkpoint; starting afresh")
+                if found is None:
+                    return None
+            else:
+                found = folder_at(resume_dir)
+                if not (found / STATE_FILE).is_file():
+                    raise ConfigError(
+                        f"runner.resume_dir: {resume_dir!r} is not a complete checkpoint (no {STATE_FILE} in it); "
+                        "name a checkpoints/global_step_N folder, or use `auto`"
+                    )
+            if problems := damage(found):
+                before = next((c for c in _before(found) if not damage(c)), None)
+                raise ConfigError(
+                    f"runner.resume_dir: the checkpoint {found} is damaged ({'; '.join(problems)}); "
+                    + (
+                        f"resume from the one before it: runner.resume_dir={before}"
+                        if before
+                        else "no other is whole: start afresh"
+                    )
+                )
+            return found
+    except OSError as error:
+        raise ConfigError(f"runner.resume_dir: {resume_dir!r}: {home} can't be read: {error}") from None
+
+
+def set_damaged_aside(home: Folder, report: Callable[[str], None]) -> None:
+    """Rename the newest checkpoints to `damaged.global_step_N` as long as they are damaged, and report each."""
+    while (newest := newest_checkpoint(home)) and (problems := damage(newest)):
+        aside = newest.with_name(f"damaged.{newest.name}")
+        _remove(aside)
+        rename(newest, aside)
+        report(f"the checkpoint {newest} is damaged ({'; '.join(problems)}); it is now {aside.name}")
+
+
+def damage(checkpoint: Folder) -> list[str]:
+    """What is wrong with the files of a complete checkpoint, by their digests: at most three of them; [] if nothing is."""
+    try:
+        text = (checkpoint / SUMS_FILE).read_text(errors="replace")
+    except FileNotFoundError:
+        log.warning("%s has no %s, so its files can't be verified", checkpoint, SUMS_FILE)
+        return []
+    sums = {name: digest for digest, name in re.findall("^([0-9a-f]{64})  (.+)$", text, re.MULTILINE)}
+
+    def problem(name: str) -> str | None:
+        try:
+            with (checkpoint / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} can't be read: {error}"
+        return None if found == sums[name] else f"{name} is not as it was written"
+
+    with ThreadPoolExecutor(READERS) as readers:
+        problems = [text for text in readers.map(problem, sorted(sums)) if text]
+    if STATE_FILE not in sums:
+        problems.append(f"{SUMS_FILE} is not as it was written")
+    return problems[:3] + ([f"and {len(problems) - 3} more files"] if len(problems) > 3 else [])
+
+
+def checkpoint_at(source: Folder) -> Folder:
+    """A complete checkpoint: `source` itself, or the newest one of the run's folder that it is.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
+    if (source / STATE_FILE).is_file():
+        return source
+    folder = newest_checkpoint(source)
+    if folder is None and (source / "config.yaml").is_file():
+        runner = config_of(source / "checkpoints/any").runner
+        if elsewhere := runner.get("checkpoint_dir"):
+            folder = newest_checkpoint(folder_at(elsewhere) / runner.experiment_name)
+    if folder is None:
+        raise FileNotFoundError(f"{source} is neither a complete checkpoint nor a run's folder that holds one")
+    return folder
+
+
+def config_of(checkpoint: Folder) -> DictConfig:
+    """The config of the run that a checkpoint is of."""
+    text = (checkpoint.resolve().parents[1] / "config.yaml").read_text(encoding="utf-8")
+    return cast(DictConfig, OmegaConf.create(text))
+
+
+def load_state(checkpoint: Folder) -> dict[str, Any]:
+    """The controller's part of a checkpoint; ConfigError if it can't be read."""
+    try:
+        return json.loads((checkpoint / STATE_FILE).read_text())
+    except ValueError as error:
+        raise ConfigError(
+            f"runner.resume_dir: the checkpoint {checkpoint} is damaged ({STATE_FILE}: {error}); move it away or name another one"
+        ) from None
+
+
+def rename(path: Folder, target: Folder) -> None:
+    """Give a file or folder another name in the same file system: at once on a disk, by copies in an object store."""
+    if isinstance(path, UPath) and isinstance(target, UPath):
+        path.fs.mv(path.path, target.path, recursive=True)
+    else:
+        os.rename(str(path), str(target))
+
+
+def _before(checkpoint: Folder) -> list[Folder]:
+    """Complete checkpoints of the same run and earlier steps, newest first."""
+    known = checkpoints(checkpoint.parent.parent)
+    step = next((at for at, folder in known if folder.name == checkpoint.name), 0)
+    return [folder for at, folder in reversed(known) if at < step]
+
+
+def _remove(folder: Folder) -> None:
+    """Delete a checkpoint, so that it is not complete any more from the first moment on."""
+    (folder / STATE_FILE).unlink(missing_ok=True)
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+    elif folder.exists():
+        folder.rmdir(recursive=True)
+
+
+def _free(home: Folder) -> float:
+    """Bytes that are free where checkpoints go; remote, no bound is known."""
+    if not isinstance(home, Path):
+        return math.inf
+    home.mkdir(parents=True, exist_ok=True)
+    return shutil.disk_usage(home).free
+
+
+def _size(folder: Folder) -> int:
+    """Bytes of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
