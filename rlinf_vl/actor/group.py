@@ -6,7 +6,7 @@ ranks while it waits, and raises `ActorsLost`; the group is then of no use but t
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -38,6 +38,15 @@ class ActorGroup:
         self._strategy = config.actor.fsdp_config.strategy
         self.heartbeat_timeout = config.runner.heartbeat_timeout
         self._processes = [rank.process.remote() for rank in self.ranks]
+
+    def placed(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait until the processes of all ranks have begun, or one has died; False: `interrupted` said so."""
+        waiting = list(self._processes)
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=1)
+            if waiting and interrupted():
+                return False
+        return True
 
     def start(self, total_steps: int) -> None:
         """Join the ranks and load the model, for a run of so many steps."""

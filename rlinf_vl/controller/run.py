@@ -21,10 +21,14 @@ from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home, newest_checkpo
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.run_folder import write_baselines
+from rlinf_vl.runtime.seats import lost_seats
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.transport import resolve_weight_sync
 
 logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at whether a lost node is back.
+POLL_S = 2.0
 
 
 class TooManyRestarts(RunError):
@@ -61,7 +65,9 @@ def run(
             progress.phase("sharding the policy")
             gpu.to_ranks()
             learner.start(data.total_steps)
-            return WeightSync(strategy, learner, pool, device=device)
+            whole = len(learner.ranks) == len(reservation.actor)  # else engines may have lost the ranks beside them
+            way = strategy if whole or strategy == "broadcast" else "object_store"
+            return WeightSync(way, learner, pool, device=device)
 
         progress.phase("starting rollout workers and actor ranks")
         replaced = partial(log.event, "worker_replaced")
@@ -87,7 +93,7 @@ def run(
                     if sync.busy:
                         pool.replace_all("they may wait for weights that will not come")
                     pool.release()
-                    learner = ActorGroup(config, model_path, device, reservation.actor)
+                    learner = ranks_again(config, model_path, reservation, log, stop)
                     sync = load_model(learner)
                 outcome = train(config, pool, learner, data, home, stop, gpu=gpu, sync=sync, log=log, start=start)
             except ActorsLost as error:
@@ -101,6 +107,38 @@ def run(
     if isinstance(outcome, Interrupted):
         raise outcome
     return outcome
+
+
+def ranks_again(
+    config: Config, model_path: str, reservation: Reservation, log: RunLog, stop: StopRequest
+) -> ActorGroup:
+    """Ranks on all seats, or where a node is lost, as `cluster.on_node_loss` says; stops waiting where the run is to stop."""
+    seats, told = reservation.actor, False
+    while True:
+        lost = lost_seats(seats)
+        left = [seat for number, seat in enumerate(seats) if number not in lost]
+        left = left[: len(left) - len(left) % max(1, config.actor.context_parallel_size)]
+        if not lost or (left and config.cluster.on_node_loss == "shrink"):
+            if lost:
+                log.event(
+                    "run_shrunk", f"the nodes of {len(lost)} of {len(seats)} actor ranks are lost; {len(left)} go on"
+                )
+            learner = ActorGroup(config, model_path, reservation.device, left)
+            try:
+                if learner.placed(lambda: bool(stop.check() or lost_seats(left))):  # noqa: B023
+                    return learner
+            except Interrupted:
+                learner.kill()
+                raise
+            learner.kill()
+        elif not told:
+            told = True
+            way_out = "start it again with ray_utils/start_ray.sh, or set cluster.on_node_loss=shrink and resume"
+            log.event(
+                "node_lost", f"the nodes of {len(lost)} of {len(seats)} actor ranks are lost; the run waits: {way_out}"
+            )
+        stop.check()
+        time.sleep(POLL_S)
 
 
 def count_restart(lost: ActorsLost, limit: int, checkpoint: Folder | None, log: RunLog) -> None:

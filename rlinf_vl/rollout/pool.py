@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 #: Rows that a worker checks between two reports of progress.
 FILTER_ROWS = 256
+#: Seconds that a worker has to end its engine.
+STOP_S = 60.0
 
 
 class _RayWorker:
@@ -212,8 +214,8 @@ class RolloutPool:
         """End every engine and its processes."""
         self._supervisor.stop()
         for ended in [worker.stop.remote() for worker in self.workers]:
-            with suppress(RayActorError):  # it has died since
-                ray.get(ended)
+            with suppress(RayError):  # it has died since, or waits for a node
+                ray.get(ended, timeout=STOP_S)
 
     def _call_all(self, what: str, method: str, arguments: Callable[[int], tuple] = lambda i: ()) -> list[Any]:
         """What the method returns for each worker; one that fails is replaced, and its replacement called."""

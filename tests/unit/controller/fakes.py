@@ -132,6 +132,9 @@ class FakePool:
 class FakeLearner:
     """Learns one number. `strike(step)` is called in each update: what it returns are metrics to change, what it raises ends it."""
 
+    def placed(self, interrupted):
+        return True
+
     def __init__(self, strike: Callable[[int], dict | None] = lambda step: None) -> None:
         self.data_size = 2
         self.prices = Prices()

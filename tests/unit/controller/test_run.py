@@ -26,7 +26,7 @@ class FakeSync:
     strike = staticmethod(lambda version: None)
 
     def __init__(self, way, learner, pool, **_):
-        assert way == "shared_memory" and learner.told == ["start"]
+        assert way == ("shared_memory" if len(learner.ranks) == 2 else "object_store") and learner.told == ["start"]
         self.learner, self.pool, self.busy = learner, pool, False
 
     def __call__(self, version):
@@ -50,9 +50,11 @@ class Started:
         monkeypatch.setattr(room, "ActorGroup", self.learner)
         monkeypatch.setattr(FakeSync, "strike", staticmethod(sync))
         monkeypatch.setattr(room, "WeightSync", FakeSync)
+        monkeypatch.setattr(room, "lost_seats", lambda seats: [])
 
-    def learner(self, *_):
+    def learner(self, _config, _path, _device, seats):
         self.learners.append(FakeLearner(self.strike))
+        self.learners[-1].ranks = list(seats)
         return self.learners[-1]
 
     def __call__(self):
@@ -116,6 +118,37 @@ def test_a_learner_that_dies_while_it_goes_back_counts_as_another_restart(monkey
     run()
     assert run.events() == [("actors_restarted", 2), ("actors_restarted", 0)]
     assert FakeRun(tmp_path).metrics() == undisturbed
+
+
+@pytest.mark.parametrize("way", ["wait", "shrink"])
+def test_a_run_that_has_lost_a_node_waits_or_shrinks(monkeypatch, tmp_path, undisturbed, way):
+    """Ray notices it late: when the ranks that start again have waited for a while."""
+    run = Started(monkeypatch, tmp_path, f"cluster.on_node_loss={way}", strike=once(5))
+    looks = iter([[], [1], [1], [1]])
+    monkeypatch.setattr(room, "lost_seats", lambda seats: next(looks, []) if len(seats) == 2 else [])
+    monkeypatch.setattr(room, "POLL_S", 0.0)
+    monkeypatch.setattr(FakeLearner, "placed", lambda learner, interrupted: not interrupted())
+    run()
+    assert FakeRun(tmp_path).metrics() == undisturbed
+    told = [learner.told for learner in run.learners]
+    assert told == [["start", "kill"], ["kill"], ["start", "stop"]]
+    assert len(run.learners[-1].ranks) == {"wait": 2, "shrink": 1}[way]
+    kind = {"wait": "node_lost", "shrink": "run_shrunk"}[way]
+    assert run.events() == [("actors_restarted", 5), (kind, 5), ("resumed", 3)]
+
+
+def test_a_run_that_waits_for_a_node_can_be_stopped(monkeypatch, tmp_path):
+    run = Started(monkeypatch, tmp_path, strike=once(5))
+
+    def lost(seats):
+        run.stop.number = signal.SIGTERM
+        return [0, 1]
+
+    monkeypatch.setattr(room, "lost_seats", lost)
+    monkeypatch.setattr(room, "POLL_S", 0.0)
+    with pytest.raises(Interrupted):
+        run()
+    assert run.events()[-1] == ("node_lost", 5)
 
 
 def test_learners_that_keep_dying_end_the_run(monkeypatch, tmp_path):
