@@ -4,7 +4,8 @@
 
 One sender and `--workers` receivers, each a Ray actor, with weights of the size of a small model's layers; no model and no
 engine, so what is timed is the strategy itself: from the call to every receiver having copied the weights into its own memory.
-GB/s counts the weights once, however many receive them. The first sync, which compares fingerprints, is timed apart.
+GB/s counts the weights once, however many receive them. The first sync, which compares fingerprints, is timed apart. Between two
+syncs a fiftieth of the values changes, which is what `delta` sends.
 
 The plain copy is what the receivers do with the same bytes and nothing else: all of them at once, one thread each, from
 memory of their own into memory that has been written before. `fraction_of_copy` is how fast one receiver gets the weights,
@@ -33,6 +34,7 @@ from rlinf_vl.rollout.worker import RolloutRank
 from rlinf_vl.transport import SENDERS, broadcast
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import fingerprint
+from rlinf_vl.transport.delta import Patch, local_part
 
 #: Elements of one weight, 16 MiB in float32.
 ELEMENTS = 2**22
@@ -56,13 +58,21 @@ class Trainer:
         def gather(device: str):
             return ((name, value.to(device)) for name, value in self.weights)
 
-        self.sender = SENDERS[strategy](gather, 0, 1, "cpu", self.bucket_bytes)
+        def parts():
+            return (local_part(name, value) for name, value in self.weights)
+
+        self.sender = SENDERS[strategy](gather, parts, 0, 1, "cpu", self.bucket_bytes)
+
+    def move(self) -> None:
+        """Change about every 50th value, as a step of reinforcement learning changes bfloat16 weights."""
+        for _, value in self.weights:
+            value.view(-1)[torch.randint(50, ()) :: 50] += 1e-3
 
     def join(self, group: WeightGroup) -> None:
         self.sender.join(group)
 
     def offer(self, check: bool):
-        return self.sender.offer(check)
+        return self.sender.offer(1, check)
 
     def deliver(self) -> None:
         self.sender.deliver()
@@ -80,7 +90,11 @@ class Copying:
     def load_weights(self, buckets, version: int) -> None:
         for bucket in buckets:
             for name, value in bucket.items():
-                self.weights[name].copy_(value)
+                if isinstance(value, Patch):
+                    value.apply(self.weights[name])
+                else:
+                    self.weights[name].copy_(value)
+        self.version = version
 
     def join_weight_group(self, group: WeightGroup) -> None:
         self.group = broadcast.join(group)
@@ -106,7 +120,7 @@ class Worker(RolloutRank):
         out = []
         for _ in range(times):
             start = time.perf_counter()
-            self.engine.load_weights([dict(self.source)], 0)
+            self.engine.load_weights([dict(self.source)], 1)
             out.append(time.perf_counter() - start)
         return out
 
@@ -149,6 +163,7 @@ def main() -> None:
         sync(trainer, workers, strategy, check=False)  # a warm-up
         for _ in range(args.repeats):
             copies += sum(ray.get([worker.copy_seconds.remote(3) for worker in workers]), [])
+            ray.get(trainer.move.remote())
             times[strategy].append(sync(trainer, workers, strategy, check=False))
     ray.shutdown()
 

@@ -35,6 +35,7 @@ from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.spans import span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.transport.buckets import fingerprint
+from rlinf_vl.transport.delta import Part, local_part
 from rlinf_vl.types import Group
 
 Groups = Mapping[int, Group]
@@ -332,6 +333,11 @@ class Trainer:
                 continue
             value = dense(param).detach().to(self.mesh.device)  # from host memory, with `fsdp_config.cpu_offload`
             yield name, (with_adapter(value, adapter) if adapter else value).to(sent)
+
+    def parts(self, dtype: torch.dtype) -> Iterator[Part]:
+        """This rank's part of each of `weights`, on the rank's device. Every rank must exhaust it."""
+        for name, value in self._sharded_weights(dtype, self.mesh.device):
+            yield local_part(name, value)
 
     def stage(self) -> None:
         """Copy this rank's part of a checkpoint to host memory."""

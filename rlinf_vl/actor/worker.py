@@ -4,6 +4,7 @@ import logging
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -110,8 +111,9 @@ class ActorRank:
             whole = self.trainer.weights(DTYPES[rollout.model.precision], device)
             return (part for name, value in whole for part in names(name, value))
 
+        parts = partial(self.trainer.parts, DTYPES[rollout.model.precision])
         size = dist.get_world_size()
-        self.sender = SENDERS[strategy](weights, self.rank, size, self.device, bucket_bytes)
+        self.sender = SENDERS[strategy](weights, parts, self.rank, size, self.device, bucket_bytes)
 
     @torch.no_grad()
     def call(self, method: str, *arguments: Any) -> Any:

@@ -60,7 +60,7 @@ class WeightSync:
             self._pool.replace_dead()
             if self._joined != self._pool.restarts:
                 self._join()
-        offered = self._queue("sender.offer", not self._checked)
+        offered = self._queue("sender.offer", version, not self._checked)
         taken = self._pool.take_weights(self.strategy, offered, version, spare=self._spare)
         delivered = self._queue("sender.deliver")
         if self.strategy == "broadcast":
@@ -79,7 +79,7 @@ class WeightSync:
 
     def _spare(self) -> list[ray.ObjectRef]:
         """The weights sent last, as buckets in the object store."""
-        return self._actors.wait([self._actors.ranks[0].call.remote("sender.spare")])[0]
+        return sum(self._actors.call("sender.spare"), [])
 
     def _join(self) -> None:
         """Make a new process group of rank 0 and every engine: at first, and after a worker was replaced."""

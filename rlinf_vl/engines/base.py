@@ -1,6 +1,6 @@
 """What every generation engine offers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -8,6 +8,7 @@ import torch
 
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import Label
+from rlinf_vl.transport.delta import Patch
 from rlinf_vl.types import Completion, Request
 
 #: What an engine's device memory is used for, by the names under which it is released and restored.
@@ -55,8 +56,9 @@ class Engine(Protocol):
     def end_sessions(self, names: Sequence[str]) -> None:
         """Drop what is kept under these names of `Request.sessions`, known or not. A weight update drops everything."""
 
-    def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """Overwrite named weights between two decoding steps; tokens sampled from then on carry `version`.
+    def load_weights(self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int) -> None:
+        """Overwrite named weights, or some of their values, between two decoding steps; tokens sampled from then on carry
+        `version`.
 
         Requests may be running: they keep the tokens that they have, and go on. What was computed of them is computed again by the
         new weights, or kept (`rollout.kv_after_update`). If this raises, no token is sampled until another call brings all weights.

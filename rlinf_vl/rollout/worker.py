@@ -31,6 +31,8 @@ from rlinf_vl.runtime.ray_process import own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import received, shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
+from rlinf_vl.transport.buckets import Label, WeightsDiffer
+from rlinf_vl.transport.delta import Delta
 from rlinf_vl.transport.groups import GroupStore
 from rlinf_vl.types import Group, GroupSummary, Problem, Request, SamplingParams
 
@@ -188,24 +190,28 @@ class RolloutRank:
             WeightsDiffer: a label has a fingerprint, and what came, or what the engine then holds, has another.
         """
         labels = [label for offer in await asyncio.gather(*offers) for label in offer.labels]
-        if strategy == "object_store":
+        if strategy in ("object_store", "delta"):
             labels = await asyncio.gather(*labels)  # buckets: views of the object store, not copies
         elif strategy == "shared_memory":
             labels = shared_memory.at(shared_memory.place_of(self.device), labels)
         return await self._load(strategy, labels, version)
 
     async def _load(self, strategy: str, labels: Sequence[Any], version: int) -> float:
+        for label in labels:
+            if isinstance(label, Delta) and label.base not in (None, self.engine.version):
+                held = f"the engine has version {self.engine.version}"
+                raise WeightsDiffer(f"weights of version {version} as changes of version {label.base}, but {held}")
         start = time.perf_counter()
         with span("take weights", version=version):
             if strategy == "broadcast":
                 await asyncio.to_thread(self.engine.load_broadcast, labels, version)
             else:
-                await asyncio.to_thread(self.engine.load_weights, received(strategy, labels), version)
+                await asyncio.to_thread(self.engine.load_weights, received(strategy, labels, self.device), version)
         if self.device == "cuda":
             torch.cuda.synchronize()  # copied, so the sender may take its memory back
         seconds = time.perf_counter() - start
         for label in labels:
-            if label.fingerprint is not None:
+            if isinstance(label, Label) and label.fingerprint is not None:
                 found = await asyncio.to_thread(self.engine.fingerprint, label.names)
                 if found is not None:
                     label.compare(found, "in the engine")

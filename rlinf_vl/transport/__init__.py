@@ -3,7 +3,7 @@
 `rollout.weight_sync` names the strategy for weights; `sender` explains the steps of a sync. Here are its choice and its two ends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ import torch
 from rlinf_vl.transport import shared_memory
 from rlinf_vl.transport.broadcast import BroadcastSender
 from rlinf_vl.transport.buckets import pack, unpack
+from rlinf_vl.transport.delta import Delta, DeltaSender, Patch, patches
 from rlinf_vl.transport.sender import ObjectStoreSender, Sender
 
 __all__ = ["SENDERS", "pack", "received", "resolve_weight_sync", "unpack"]
 
 SENDERS: dict[str, type[Sender]] = {
     "object_store": ObjectStoreSender,
+    "delta": DeltaSender,
     "broadcast": BroadcastSender,
     "shared_memory": shared_memory.SharedMemorySender,
 }
@@ -32,7 +34,8 @@ def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_
     Raises:
         ValueError: the strategy can't work there.
     """
-    can = {"shared_memory": beside_actors, "broadcast": device == "cuda" and not collocated, "object_store": True}
+    broadcast = device == "cuda" and not collocated
+    can = {"shared_memory": beside_actors, "broadcast": broadcast, "delta": True, "object_store": True}
     if weight_sync == "auto":
         return next(strategy for strategy, works in can.items() if works)
     if device == "cuda" and not can[weight_sync]:
@@ -46,13 +49,17 @@ def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_
     return weight_sync
 
 
-def received(strategy: str, labels: Sequence[Any]) -> Iterator[dict[str, torch.Tensor]]:
-    """The weights of each label, by object_store (its labels are the buckets) or shared_memory: views, to be copied.
+def received(strategy: str, labels: Sequence[Any], device: str) -> Iterator[Mapping[str, torch.Tensor | Patch]]:
+    """The weights of each label, or what changes of them, by delta and object_store (whose labels are what is in the store) or
+    shared_memory: views, to be copied. `device`: where changes are unpacked.
 
     Raises:
         WeightsDiffer: what came has another fingerprint than its label.
     """
-    weights = map(unpack, labels) if strategy == "object_store" else shared_memory.opened(labels)
+    if labels and isinstance(labels[0], Delta):
+        yield from patches(labels, device)
+        return
+    weights = shared_memory.opened(labels) if strategy == "shared_memory" else map(unpack, labels)
     for label, bucket in zip(labels, weights, strict=True):
         label.verify(bucket, "as received")
         yield bucket

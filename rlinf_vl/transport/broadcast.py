@@ -93,9 +93,9 @@ class BroadcastSender(Sender):
             leave(self.group)
         self.group = join(group)
 
-    def make_labels(self, check: bool) -> tuple[list[Label], int]:
-        labels, size = super().make_labels(check)
-        return labels if self.rank == 0 else [], size
+    def make_labels(self, check: bool) -> Sequence[Label]:
+        labels = super().make_labels(check)
+        return labels if self.rank == 0 else []
 
     def deliver(self) -> None:
         for i, label, bucket in self.buckets():

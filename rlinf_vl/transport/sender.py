@@ -7,13 +7,14 @@ weights, the ranks *release* the memory that only this needed. The controller qu
 | strategy | an offer is | delivery is | received by |
 |---|---|---|---|
 | object_store | buckets in Ray's object store | – | reading them |
+| delta | what changed of each rank's shard, in Ray's object store | – | reading and writing it over (`delta`) |
 | broadcast | names and shapes | a broadcast from rank 0 in a group with the engines (NCCL; gloo on the CPU) | the engine itself |
 | shared_memory | handles of memory on the same GPU (on the CPU: of the same node) | – (on the CPU, filling it) | opening them |
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -32,7 +33,7 @@ class Offer:
         seconds: that the rank took to make it.
     """
 
-    labels: list[Any]
+    labels: Sequence[Any]
     sent: int = 0
     whole: int = 0
     seconds: float = 0.0
@@ -56,28 +57,37 @@ class Sender:
     Attributes:
         gather: gives the weights on a device ("cpu", "cuda"), whole and in the engine's dtype. Collective over the ranks; on
             the device "meta", which has shapes only, any rank alone may ask.
+        parts: gives this rank's part of each (`rlinf_vl.transport.delta.Part`), in the engine's dtype. Collective.
         sent: a copy in host memory of what was sent last, by bucket: training goes on, so the model can't be asked for it.
     """
 
     gather: Callable[[str], Iterable[tuple[str, torch.Tensor]]]
+    parts: Callable[[], Iterable[tuple[str, torch.Size, int, torch.Tensor]]]
     rank: int
     world_size: int
     device: str
     bucket_bytes: int
     sent: list[tuple[Label, torch.Tensor]] = field(default_factory=list, init=False)
 
-    def offer(self, check: bool) -> Offer:
-        """This rank's part of the sync. Collective. `check`: with fingerprints, for the receivers to compare."""
+    def offer(self, version: int, check: bool) -> Offer:
+        """This rank's part of the sync that brings this version. Collective. `check`: with fingerprints, for the receivers to
+        compare."""
         start = time.perf_counter()
-        labels, whole = self.make_labels(check)
-        size = whole if self.rank == 0 else 0  # what any other rank offers is the same, for other engines
-        return Offer(labels, size, size, time.perf_counter() - start)
+        offer = self.make_offer(version, check)
+        return replace(offer, seconds=time.perf_counter() - start)
 
-    def make_labels(self, check: bool) -> tuple[list[Any], int]:
-        """This rank's labels, and the bytes of all weights. Collective."""
+    def make_offer(self, version: int, check: bool) -> Offer:
+        labels = self.make_labels(check)
+        return self.whole(labels, sum(label.nbytes for label in labels))
+
+    def make_labels(self, check: bool) -> Sequence[Label]:
         weights = self.gather(self.device if check else "meta")
-        labels = [Label.of(bucket, check) for bucket in group_by_size(weights, self.bucket_bytes)]
-        return labels, sum(label.nbytes for label in labels)
+        return [Label.of(bucket, check) for bucket in group_by_size(weights, self.bucket_bytes)]
+
+    def whole(self, labels: Sequence[Any], nbytes: int) -> Offer:
+        """An offer of all weights. What any rank but the first offers is the same, for other engines."""
+        nbytes = nbytes if self.rank == 0 else 0
+        return Offer(labels, nbytes, nbytes)
 
     def deliver(self) -> None:
         """Send what was offered, while the workers receive it. Collective."""
@@ -86,8 +96,10 @@ class Sender:
         """Drop memory that only the receivers needed; all of them have the weights."""
 
     def spare(self) -> list[ray.ObjectRef]:
-        """The weights sent last, as buckets in the object store, for a worker that replaces a dead one: it gets what the others
-        have, even if training has gone on since."""
+        """This rank's part of the weights sent last, as buckets in the object store, for a worker that replaces a dead one: it gets
+        what the others have, even if training has gone on since."""
+        if self.rank:
+            return []
         weights = (weight for label, flat in self.sent for weight in label.views(flat).items())
         return [ray.put(bucket) for bucket in pack(weights, self.bucket_bytes)]
 
@@ -110,7 +122,7 @@ class ObjectStoreSender(Sender):
 
     _stored: list[ray.ObjectRef]
 
-    def make_labels(self, check: bool) -> tuple[list[ray.ObjectRef], int]:
+    def make_offer(self, version: int, check: bool) -> Offer:
         weights, size = iter(self.gather("cpu")), 0
         self._stored = []  # the last ones go before new ones come
         if self.rank == 0:
@@ -119,7 +131,7 @@ class ObjectStoreSender(Sender):
                 self._stored.append(ray.put(bucket))
         for _ in weights:  # every rank takes part in gathering
             pass
-        return self._stored, size
+        return self.whole(self._stored, size)
 
     def spare(self) -> list[ray.ObjectRef]:
         return self._stored

@@ -126,9 +126,9 @@ class SharedMemorySender(Sender):
         dist.all_gather_object(places, self._place)
         self._offers = self._place not in places[: self.rank]
 
-    def make_labels(self, check: bool) -> tuple[list[Handle], int]:
+    def make_labels(self, check: bool) -> list[Handle]:
         assert not self._on_gpu, "offered again before the receivers had the last"
-        labels, size = super().make_labels(check)
+        labels = super().make_labels(check)
         self._syncs += 1
         if self.device == "cuda":
             self._fill_gpu(labels)
@@ -137,7 +137,7 @@ class SharedMemorySender(Sender):
                 self._memory = self._share(labels)
             pairs = zip(self._handles, labels, strict=True)
             self._handles = [replace(h, fingerprint=new.fingerprint, sync=self._syncs) for h, new in pairs]
-        return self._handles, size
+        return self._handles
 
     def deliver(self) -> None:
         if self.device == "cuda":

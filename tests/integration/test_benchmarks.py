@@ -88,6 +88,14 @@ def test_weight_sync(tmp_path):
     assert figures["object_store_seconds"] > 0
 
 
+def test_delta_sync(tmp_path):
+    """Weights must be equal after all syncs, or the benchmark fails."""
+    figures = figures_of(
+        tmp_path, "delta_sync.py", "--shape", "tiny", "--steps", "3", "--lr", "1e-6", "--toy-steps", "0"
+    )
+    assert figures["tiny_1e-06: share_mean"] < 0.2
+
+
 def test_multi_turn(tmp_path):
     """Keeping prefixes must change nothing that is sampled."""
     sizes = ["--groups", "2", "--samples", "3", "--new-tokens", "4", "--image", "48", "--repeats", "1"]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 
 def weights_of(learner) -> dict[str, bytes]:
-    (offered,) = learner.call("sender.offer", False)
+    (offered,) = learner.call("sender.offer", 1, False)
     found = {name: value.numpy().tobytes() for ref in offered.labels for name, value in unpack(ray.get(ref)).items()}
     learner.call("sender.release")
     return found

@@ -15,7 +15,7 @@ from rlinf_vl.transport import pack
 from rlinf_vl.transport.sender import Offer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-STRATEGIES = ["object_store", "broadcast", "shared_memory"]
+STRATEGIES = ["object_store", "delta", "broadcast", "shared_memory"]
 #: Several buckets even for the toy, which has 92 weights.
 BUCKET_BYTES = 2**18
 
@@ -147,7 +147,7 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
 
     def wrong(strategy, offers, version, spare):
         labels = [label for offer in ray.get(offers) for label in offer.labels]
-        if strategy == "object_store":
+        if strategy in ("object_store", "delta"):
             labels = [ray.put(replace(b, fingerprint=b.fingerprint ^ 1)) for b in ray.get(labels)]
         else:
             labels = [replace(label, fingerprint=label.fingerprint ^ 1) for label in labels]
@@ -166,13 +166,13 @@ def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
     from rlinf_vl.transport import shared_memory
 
     _, actors, _ = synced
-    first = [label for offer in actors.call("sender.offer", True) for label in offer.labels]
+    first = [label for offer in actors.call("sender.offer", 1, True) for label in offer.labels]
     assert len(first) > 3
     assert len({label.place for label in first}) == 1  # one node, so one of the two ranks offers
     actors.call("sender.deliver")
     values = {name: value.clone() for weights in shared_memory.opened(first) for name, value in weights.items()}
     actors.call("sender.release")
-    second = [label for offer in actors.call("sender.offer", False) for label in offer.labels]
+    second = [label for offer in actors.call("sender.offer", 2, False) for label in offer.labels]
     assert [label.where for label in second] == [label.where for label in first]
     with monkeypatch.context() as m:
         m.setattr(shared_memory, "TIMEOUT", 0.2)

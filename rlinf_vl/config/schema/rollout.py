@@ -50,10 +50,11 @@ class RolloutConfig:
     """SGLang's batch-invariant kernels (CUDA only): a sample depends on its prompt and seed alone, at about a third of the speed."""
     request_timeout: float = key(600.0, POSITIVE)
     """Seconds after which SGLang gives up one request; it is then an error of its group."""
-    weight_sync: str = key("auto", ("auto", "object_store", "broadcast", "shared_memory"))
-    """How weights reach the engines: object_store (through Ray, everywhere), broadcast (from actor rank 0, by NCCL on CUDA and
-    gloo on the CPU), shared_memory (of the same GPU by CUDA IPC; on the CPU, of the same node). auto: shared_memory where every
-    engine has an actor rank on its slots; otherwise on CUDA broadcast if no engine has one; otherwise object_store."""
+    weight_sync: str = key("auto", ("auto", "delta", "object_store", "broadcast", "shared_memory"))
+    """How weights reach the engines: delta (through Ray, everywhere: what changed of each rank's shard; the first sync is whole),
+    object_store (through Ray, whole), broadcast (from actor rank 0, by NCCL on CUDA and gloo on the CPU), shared_memory (of the
+    same GPU by CUDA IPC; on the CPU, of the same node). auto: shared_memory where every engine has an actor rank on its slots;
+    otherwise on CUDA broadcast if no engine has one; otherwise delta."""
     kv_after_update: str = key("recompute", ("recompute", "keep"))
     """What becomes of the keys and values of responses under way when weights arrive. recompute: the new weights compute them again,
     so that every logprob is what the trainer computes for the weights that sampled the token. keep: they stay; nothing is computed

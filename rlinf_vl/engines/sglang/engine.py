@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -40,6 +40,7 @@ from rlinf_vl.models.families import Family
 from rlinf_vl.models.loading import load_model, stored_as_in_memory, weight_shapes
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import Label, group_by_size
+from rlinf_vl.transport.delta import Patch
 from rlinf_vl.types import Completion, ImageRef, Request
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class SglangEngine:
         self.mixture = family.mixture(config) if settings.report_routes else None
         self.shapes: dict[str, tuple[int, ...]] = {}  # of all weights, by the engine's names
         self.tower_weights: set[str] = set()
+        self.engine_names = family.engine_names
         shapes = weight_shapes(config, family, settings.trust_remote_code)
         for name, shape in shapes.items():
             weight = torch.empty(shape, device="meta")
@@ -248,10 +250,19 @@ class SglangEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        def fields(bucket: dict[str, torch.Tensor]) -> tuple[Iterable[str], dict[str, Any]]:
-            self._check_fits((name, tuple(value.shape)) for name, value in bucket.items())
-            return bucket, messages.bucket_fields(bucket, self.settings.tp_size)
+    def load_weights(self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int) -> None:
+        def fields(bucket: Mapping[str, torch.Tensor | Patch]) -> tuple[Iterable[str], dict[str, Any]]:
+            whole = {name: value for name, value in bucket.items() if isinstance(value, torch.Tensor)}
+            changed = {
+                part: weight
+                for name, patch in bucket.items()
+                if isinstance(patch, Patch)
+                for part, weight in self.engine_names(name, patch.masked(self.settings.device))
+            }
+            assert not (whole and changed), "a bucket has whole weights, or changes of weights"
+            self._check_fits((name, tuple(value.shape)) for name, value in (whole | changed).items())
+            made = messages.masked_fields if changed else messages.bucket_fields
+            return whole | changed, made(whole | changed, self.settings.tp_size)
 
         self._update("update_weights_from_tensor", map(fields, buckets), version)
 
@@ -291,7 +302,8 @@ class SglangEngine:
     def _update(self, operation: str, buckets: Iterable[tuple[Iterable[str], dict[str, Any]]], version: int) -> None:
         """Have SGLang do `operation` with each bucket's names and the fields of its message, paused between two decoding steps."""
         assert "weights" not in self.asleep, "asked to load weights while their memory is released"
-        common = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(version)}
+        common: dict[str, Any] = {"load_format": "flattened_bucket", "flush_cache": False}
+        common["weight_version"] = str(version)
         with self._control:
             resumes = not self.paused
             self.pause()
@@ -300,7 +312,7 @@ class SglangEngine:
                 try:
                     for names, fields in buckets:
                         self.towers += not self.tower_weights.isdisjoint(names)
-                        self.host.call(operation, **fields, **common)
+                        self.host.call(operation, **common | fields)
                 finally:
                     self.host.call("end_weight_update")
                 self.version = version  # and with it the key of the prefix cache

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlinf_vl.engines.sglang import masked
 from rlinf_vl.engines.sglang.pixels import MappedPatches
 from rlinf_vl.models.families import Mixture
-from rlinf_vl.transport.buckets import Label
+from rlinf_vl.transport.buckets import Label, flatten
 from rlinf_vl.types import Request, Sample, SamplingParams
 
 #: Added to the logits of banned ids: exp of it is exactly 0. SGLang's logprobs leave such ids out, too.
@@ -120,6 +121,15 @@ def bucket_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, An
     flat = FlattenedTensorBucket(named_tensors=list(bucket.items()))
     content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
     return {"serialized_named_tensors": [MultiprocessingSerializer.serialize(content) for _ in range(tp_size)]}
+
+
+def masked_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, Any]:
+    """As `bucket_fields`, of weights that are NaN where they do not change."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    content = masked.message(Label.of(bucket.items()).entries, flatten(list(bucket.items())))
+    serialized = [MultiprocessingSerializer.serialize(content) for _ in range(tp_size)]
+    return {"serialized_named_tensors": serialized, "load_format": masked.LOADER}
 
 
 def label_fields(label: Label, group: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from rlinf_vl.engines.sglang.machine import PLATFORM, cuda_environment
+from rlinf_vl.engines.sglang.masked import LOADER
 
 #: SGLang keeps a few tokens of its context length to itself.
 CONTEXT_SLACK = 8
@@ -74,6 +75,7 @@ class Settings:
             "grammar_backend": "none",
             "skip_server_warmup": True,
             "weight_version": "0",
+            "custom_weight_loader": [LOADER],
             "log_level": "error",
             "enable_fp32_lm_head": True,  # as the trainer's; bfloat16 would round a logit of 20 by up to 0.06
             "mm_feature_transport": "cpu",  # on large Hopper GPUs the default keeps 1 GiB of the GPU for pixels

@@ -11,7 +11,7 @@ computed again by the new weights, or kept (`rollout.kv_after_update`).
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -28,6 +28,7 @@ from rlinf_vl.models.families import Family
 from rlinf_vl.transport import broadcast
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import Label, fingerprint
+from rlinf_vl.transport.delta import Patch
 from rlinf_vl.types import Completion, ImageRef, Request
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class TorchEngine:
     def end_sessions(self, names: Sequence[str]) -> None:
         self.sessions.end(names)
 
-    def load_weights(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int) -> None:
         assert "weights" not in self.asleep, "asked to load weights while their memory is released"
         with self._step_lock, torch.no_grad():  # the engine's thread lets go of it after each step
             self._torn = True
@@ -119,7 +120,10 @@ class TorchEngine:
                     if name not in weights or weights[name].shape != value.shape:
                         held = tuple(weights[name].shape) if name in weights else "no such weight"
                         raise ValueError(f"weight {name!r} {tuple(value.shape)} does not fit the engine's ({held})")
-                    weights[name].copy_(value)
+                    if isinstance(value, Patch):
+                        value.apply(weights[name])
+                    else:
+                        weights[name].copy_(value)
             self._torn = False
             self.version = version
             self.sessions.clear()

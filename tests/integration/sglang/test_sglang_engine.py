@@ -22,6 +22,7 @@ from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.processing import Processor
+from rlinf_vl.transport.delta import Delta, patches
 from rlinf_vl.types import ImageRef, Request, SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -125,6 +126,26 @@ def test_new_weights_are_followed_and_marked(engine, toy, part):
             np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
             moved = max(moved, float(np.abs(expected - toy.of_tokens(request, sample)).max()))
     assert moved > 0.05
+
+
+@pytest.mark.parametrize("part", ["visual", "language_model"])
+def test_some_values_of_weights_are_written_over(engine, toy, part):
+    """SGLang fuses weights, and cuts others: the values that are not sent stay what they were."""
+    _, changed = toy.perturbed(part)
+    old, new = toy.weights(), {}
+    for name, value in changed.items():
+        new[name] = torch.where(torch.rand(value.shape) < 0.4, value, old[name])
+    pieces = tuple((name, tuple(value.shape), 0, value.numel()) for name, value in new.items())
+    before, after = (torch.cat([w[n].reshape(-1) for n in new]).view(torch.int32) for w in (old, new))
+    delta = Delta.between(before, after, number=0, base=0, dtype="float32", pieces=pieces)
+    engine.load_weights(patches([delta], "cpu"), version=3)
+    other, moved = toy.with_weights(new), 0.0
+    for request in [toy.request(k, 2) for k in range(3)]:
+        for sample in engine.generate([request])[0].samples:
+            assert (sample.versions == 3).all()
+            np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample, model=other), atol=1e-4)
+            moved = max(moved, float(np.abs(sample.logprobs - toy.of_tokens(request, sample)).max()))
+    assert moved > 0.01
 
 
 def test_weights_change_in_the_middle_of_a_generation(engine, toy):

@@ -68,7 +68,7 @@ def assert_sampled_from(pool, toy, model, version):
             np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["object_store", "shared_memory", "broadcast"])
+@pytest.mark.parametrize("strategy", ["object_store", "delta", "shared_memory", "broadcast"])
 def test_engine_follows_the_ranks(parts, toy, other, strategy):
     from rlinf_vl.controller.weight_sync import WeightSync
 

@@ -41,7 +41,7 @@ def test_buckets_respect_their_size():
 
 def test_the_copy_of_what_was_sent_is_in_the_same_memory_every_time_and_is_what_was_sent_last():
     weights, memory = {}, []
-    sender = Sender(lambda device: weights.items(), 0, 1, "cpu", bucket_bytes=150)
+    sender = Sender(lambda device: weights.items(), lambda: (), 0, 1, "cpu", bucket_bytes=150)
 
     def deliver():
         for i, label, bucket in sender.buckets():

@@ -10,10 +10,10 @@ from rlinf_vl.transport import resolve_weight_sync
     ("device", "collocated", "beside_actors", "expected"),
     [
         ("cpu", True, True, "shared_memory"),
-        ("cpu", False, False, "object_store"),
+        ("cpu", False, False, "delta"),
         ("cuda", True, True, "shared_memory"),
         ("cuda", False, False, "broadcast"),
-        ("cuda", True, False, "object_store"),  # {actor: 0-3, rollout: 0-7}
+        ("cuda", True, False, "delta"),  # {actor: 0-3, rollout: 0-7}
     ],
 )
 def test_auto(device, collocated, beside_actors, expected):
@@ -25,7 +25,7 @@ def test_what_can_not_work_is_refused():
         resolve_weight_sync("broadcast", "cuda", collocated=True, beside_actors=True)
     with pytest.raises(ValueError, match="shared_memory does not go with this cluster.component_placement: CUDA IPC"):
         resolve_weight_sync("shared_memory", "cuda", collocated=True, beside_actors=False)
-    for strategy in ("object_store", "broadcast", "shared_memory"):
+    for strategy in ("delta", "object_store", "broadcast", "shared_memory"):
         assert resolve_weight_sync(strategy, "cpu", collocated=True, beside_actors=True) == strategy
 
 
