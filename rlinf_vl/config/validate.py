@@ -8,13 +8,14 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import reduce
 from typing import Any
 
 from rlinf_vl.code import CodeError, check_code, is_code
 from rlinf_vl.config import algorithm_rules
 from rlinf_vl.config.keys import config_keys
-from rlinf_vl.config.placement import check_placement
+from rlinf_vl.config.placement import check_placement, shares_slots
 from rlinf_vl.config.schema import Config, RewardConfig
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
@@ -136,6 +137,19 @@ def _runner(config: Config) -> Iterator[str]:
             f"runner.weight_sync_interval: {runner.weight_sync_interval} makes the engine's weights old on purpose, which "
             "runner.mismatch_check_interval would stop the run for; set runner.mismatch_check_interval=-1"
         )
+    if runner.schedule != "sync":
+        with suppress(ConfigError):  # `_cluster` says so
+            if shares_slots(config.cluster.component_placement):
+                yield (
+                    f"runner.schedule: {runner.schedule} generates while it trains, but cluster.component_placement="
+                    f"{dict(config.cluster.component_placement)} has engines and actor ranks take turns on the same slots; give "
+                    "each its own, as in {actor: 0, rollout: 1}, or set runner.schedule=sync"
+                )
+        if runner.weight_sync_interval > runner.max_staleness:
+            yield (
+                f"runner.weight_sync_interval: {runner.weight_sync_interval} exceeds runner.max_staleness={runner.max_staleness}: "
+                f"{runner.schedule} could not generate ahead; set it 1, or raise max_staleness"
+            )
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         yield f"runner.experiment_name: {name!r} is not a plain folder name; put folders into runner.output_dir"
     elif (size := len(os.fsencode(name))) > 230:  # of 255 that a file's name may have, with what is put around it

@@ -13,8 +13,9 @@ from typing import Any
 import ray
 
 from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.batch import check_errors
+from rlinf_vl.controller.draw import make_tasks
 from rlinf_vl.controller.export import export_checkpoint
-from rlinf_vl.controller.loop import check_errors, make_tasks
 from rlinf_vl.controller.run_data import check_rows
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.data.bad_rows import BadRows

@@ -5,31 +5,26 @@ the actor ranks through the object store, and weights travel back.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
-import ray
-
-from rlinf_vl.actor.batches import RankMiniBatch
-from rlinf_vl.code import is_code, load_code
 from rlinf_vl.config.schema import Config
-from rlinf_vl.config.schema.algorithm import ADVANTAGES
-from rlinf_vl.controller.draw import draw, make_tasks
+from rlinf_vl.controller.ahead import Ahead
+from rlinf_vl.controller.batch import Rollout, check_errors, count_bad_rows, estimator_of, rollout
+from rlinf_vl.controller.draw import make_tasks
 from rlinf_vl.controller.mismatch import MismatchGuard
 from rlinf_vl.controller.parts import Learner, Pool
 from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.saver import Saver
 from rlinf_vl.controller.shared_gpu import SharedGpu
-from rlinf_vl.controller.step_plan import Estimator, StepPlan, plan_step, with_kl
-from rlinf_vl.data.bad_rows import check_faults, no_verdicts
+from rlinf_vl.controller.step_plan import with_kl
 from rlinf_vl.errors import RunError
-from rlinf_vl.observe.metrics import env_metrics, part_metrics, summarize_rollout
+from rlinf_vl.observe.metrics import env_metrics, part_metrics
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, load_state
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
-from rlinf_vl.types import GroupSummary
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +39,7 @@ class RunState:
 
     Attributes:
         sampler: position of the `EpochSampler`.
+        open: groups that were asked for and are not trained, as `Ahead.trained` gives them.
         accuracies: val/accuracy by step.
         bad_steps: steps in a row up to this one whose gradient was not finite.
         metrics: of this step. A checkpoint is written before its step is logged, and a crash may come between the two.
@@ -51,6 +47,7 @@ class RunState:
 
     step: int = 0
     sampler: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "rows": 0})
+    open: list[list[int]] = field(default_factory=list)
     accuracies: dict[int, float] = field(default_factory=dict)
     bad_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -97,9 +94,9 @@ def train(
     """
     runner = config.runner
     total = data.total_steps
-    sync = log.timed("sync")(sync)
+    ahead = Ahead(config, pool, data, log, log.timed("sync")(sync))
     saver = Saver(runner, home, learner, log, start)
-    state = resume(config, saver.newest, pool, learner, data, gpu, sync, log)
+    state = resume(config, saver.newest, pool, learner, data, gpu, ahead, log)
     guard = MismatchGuard(config, learner, log)
     try:
         if state.step == 0 and runner.val_before_train:
@@ -113,7 +110,7 @@ def train(
             stop.check()
             log.begin_step(step)
             with log.timed("step"):
-                batch = rollout(step, config, pool, learner, data, guard, log)
+                batch = rollout(step, ahead, config, pool, learner, guard, log)
                 metrics = {"data/bad_rows": count_bad_rows("train", batch.generated, data, step)}
                 metrics |= batch.metrics | data.counts
                 metrics |= {"rollout/worker_restarts": pool.restarts, "actor/restarts": log.count("actors_restarted")}
@@ -121,12 +118,13 @@ def train(
                 metrics |= guard.check(step, batch.summaries, batch.to_score)
                 metrics |= update(step, batch, config, pool, learner, log)
                 state.step = step
+                state.open = ahead.trained()
                 state.sampler = data.sampler.state_dict()
                 state.metrics = metrics
                 log.ledger.append(step, batch.ledger)
                 count_bad_steps(state, runner.max_bad_steps, saver.newest, log)
                 synced = due(runner.weight_sync_interval, step, total)
-                metrics |= gpu.to_engines(learner, partial(sync, step) if synced else None)
+                metrics |= gpu.to_engines(learner, partial(ahead.sync, step) if synced else None)
                 if due(runner.val_check_interval, step, total):
                     metrics |= validate(state, config, pool, data, log)
                 if due(runner.save_interval, step, total):
@@ -149,6 +147,7 @@ def train(
         log.event("interrupted", f"{request}; {how}")
         raise
     finally:
+        ahead.close()
         saver.close()
     return state.metrics
 
@@ -165,7 +164,7 @@ def resume(
     learner: Learner,
     data: RunData,
     gpu: SharedGpu,
-    sync: Callable[[int], dict[str, float]],
+    ahead: Ahead,
     log: RunLog,
 ) -> RunState:
     """Put learner, sampler, log and engines where the checkpoint was written; None: at the start."""
@@ -179,86 +178,9 @@ def resume(
     quantized = config.actor.model.is_lora and config.actor.model.lora.quantization != "none"
     # Engines start with the weights of step 0, as the checkpoint has them.
     stale = state.step > 0 or log.count("actors_restarted") > 0 or quantized
-    gpu.to_engines(learner, partial(sync, state.step) if stale else None)
+    gpu.to_engines(learner, partial(ahead.sync, state.step) if stale else None)
+    ahead.begin(state.step, state.open)
     return state
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """Finished groups, and the plan of which rank trains and scores what. `generated` has the groups that were dropped, too."""
-
-    summaries: list[GroupSummary]
-    groups: list[ray.ObjectRef]
-    plan: StepPlan
-    to_score: list[tuple[RankMiniBatch, ...]]
-    metrics: dict[str, float]
-    generated: list[GroupSummary]
-    ledger: dict[str, list]
-
-
-def rollout(
-    step: int, config: Config, pool: Pool, learner: Learner, data: RunData, guard: MismatchGuard, log: RunLog
-) -> Rollout:
-    """Generate, plan, and let the ranks fetch their groups. A fetched group outlives its worker; one that is lost before that is
-    sampled again."""
-    with log.timed("generate"):
-        drawn = draw(step, config, pool, data, log)
-        dropped = [summary for _, (summary, _) in drawn.dropped]
-        tasks, results = map(list, zip(*drawn.kept, strict=True))
-        while True:
-            summaries, groups = map(list, zip(*results, strict=True))
-            generated = summaries + dropped
-            check_errors(generated, log)
-            plan = plan_of(summaries, config, learner)
-            to_score = guard.plan(log.step, summaries)
-            lost = learner.fetch_groups([*plan.minibatches, *to_score], groups)
-            if not lost:
-                break
-            log.event("groups_lost", f"{len(lost)} groups died with their worker; sampled again")
-            for k, result in zip(lost, pool.submit([tasks[k] for k in lost]).results(), strict=True):
-                results[k] = result
-    pool.release(dropped)
-    metrics = drawn.metrics | plan.metrics | summarize_rollout(generated, log.timings["time/generate"])
-    return Rollout(summaries, groups, plan, to_score, metrics, generated, drawn.ledger)
-
-
-def plan_of(summaries: Sequence[GroupSummary], config: Config, learner: Learner) -> StepPlan:
-    runner = config.runner
-    return plan_step(
-        summaries,
-        config.algorithm,
-        ranks=learner.data_size,
-        budget=runner.max_tokens_per_mbs,
-        micro_batch_size=None if runner.enable_dynamic_batch_size else config.actor.micro_batch_size,
-        share_prompts=config.actor.share_prompts,
-        prices=learner.prices,
-        estimator=estimator_of(config),
-    )
-
-
-def estimator_of(config: Config) -> Estimator | None:
-    """The code that `algorithm.adv_type` names; None where it names none."""
-    name = config.algorithm.adv_type
-    if not is_code(name):
-        return None
-    return load_code(name, {}, config.runner.code_files, what=ADVANTAGES.what, signature=ADVANTAGES.signature)
-
-
-def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:
-    """Record what failed, by no fault of its row; RunError if that is most of a rollout, or if every trajectory failed."""
-    if faults := check_faults(summaries):
-        log.event("trajectories_failed", faults)
-    if all(error for s in summaries for error in s.errors):
-        raise RunError(f"step {log.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
-    if line := no_verdicts(summaries):
-        log.event("no_verdict", line)
-
-
-def count_bad_rows(split: str, summaries: Sequence[GroupSummary], data: RunData, step: int) -> int:
-    """Record the rows that failed, and return how many of the split have so far; raises `TooManyBadRows`."""
-    data.bad_rows.add_failed(split, summaries, step)
-    data.bad_rows.check()
-    return data.bad_rows.counts()[split]
 
 
 def update(step: int, batch: Rollout, config: Config, pool: Pool, learner: Learner, log: RunLog) -> dict[str, float]:

@@ -1,12 +1,13 @@
 """The two parts that the loop drives, as far as it sees them: the rollout pool and the learner."""
 
 from collections.abc import Collection, Sequence
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import ray
 
 from rlinf_vl.actor.batches import RankMiniBatch, TurnKl
-from rlinf_vl.rollout.submission import Submission, Task
+from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.types import GroupSummary, Prices
 
 
@@ -15,7 +16,7 @@ class Pool(Protocol):
 
     @property
     def restarts(self) -> int: ...
-    def submit(self, tasks: Sequence[Task]) -> Submission: ...
+    def submit(self, tasks: Sequence[Task], events: SimpleQueue[Event] | None = None) -> Submission: ...
     def release(self, summaries: Sequence[GroupSummary]) -> None: ...
     def release_tags(self) -> Sequence[str]: ...
     def release_memory(self, tags: Sequence[str]) -> None: ...

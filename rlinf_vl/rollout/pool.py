@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import ray
@@ -13,7 +14,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
-from rlinf_vl.rollout.submission import Submission, Task
+from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor, WorkerDied
 from rlinf_vl.rollout.worker import RolloutWorker
 from rlinf_vl.runtime.launch import Reservation
@@ -98,7 +99,9 @@ class RolloutPool:
 
         #: processes of each worker's engine that have weights
         self.engine_slots = [seat.slots for seat in reservation.rollout]
-        max_running = None if config.rollout.rollout_backend == "torch" else config.rollout.max_running_requests
+        runner, rollout = config.runner, config.rollout
+        whole = runner.schedule == "sync" or (runner.schedule == "one_step_off" and runner.max_staleness == 1)
+        max_running = None if rollout.rollout_backend == "torch" and whole else rollout.max_running_requests
         self._supervisor = Supervisor[_RayWorker](
             make,
             len(reservation.rollout),
@@ -148,8 +151,8 @@ class RolloutPool:
         }
         return FilterResult.merged([result for result, _ in results])
 
-    def submit(self, tasks: Sequence[Task]) -> Submission:
-        """Have all tasks answered. Several submissions may be in flight."""
+    def submit(self, tasks: Sequence[Task], events: SimpleQueue[Event] | None = None) -> Submission:
+        """Have all tasks answered. Several submissions may be in flight. `events`: of `Submission`."""
         shown = [self._shared.get((task.split, task.row), task.group_id) for task in tasks]
         turn: dict[Any, int] = {}  # rows that share an image follow each other, so that mostly one worker stores it
         order = [
@@ -157,7 +160,7 @@ class RolloutPool:
         ]
         sent = [replace(task, own_images=s is None) for task, s in zip(tasks, shown, strict=True)]
         in_turn = [sent[k] for k in sorted(range(len(tasks)), key=order.__getitem__)]
-        return self._supervisor.submit(tasks, in_turn, self._check)
+        return self._supervisor.submit(tasks, in_turn, self._check, events)
 
     def replace_dead(self) -> None:
         """Replace every worker that is dead already, or whose engine is; the others answer at once."""

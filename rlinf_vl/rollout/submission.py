@@ -1,7 +1,6 @@
 """What a pool is asked for, and how its groups come back."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -32,33 +31,66 @@ class Task:
     corruption: Corruption | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Resent:
+    """These groups, which had arrived, are lost with their worker and come again."""
+
+    group_ids: frozenset[str]
+
+
+#: A group as (summary, reference); groups that come again; what ended a submission; None: it is done.
+Event = tuple[Any, Any] | Resent | BaseException | None
+
+
 class Submission:
     """The groups of some tasks, as (summary, reference) pairs in the order in which they finish.
 
     A group comes a second time if its worker dies before the submission is done; the second one replaces the first.
     """
 
-    def __init__(self, tasks: Sequence[Task], check: Callable[[], None], close: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        check: Callable[[], None],
+        close: Callable[["Submission"], Any],
+        events: SimpleQueue[Event] | None = None,
+    ) -> None:
+        """`events`: where events go, if several submissions are to be waited for at once."""
         self.tasks = list(tasks)
         self.arrived: set[str] = set()
-        self.events: SimpleQueue[tuple[Any, Any] | BaseException | None] = SimpleQueue()
+        self.events: SimpleQueue[Event] = SimpleQueue() if events is None else events
         self._check = check
         self._close = close
+
+    def wait(self) -> list[Event]:
+        """The next event, once there is one; none after a moment without.
+
+        Raises: what `check` raised, and as iterating does what ended a submission.
+        """
+        self._check()
+        try:
+            event = self.events.get(timeout=CHECK_S)
+        except Empty:
+            return []
+        if isinstance(event, BaseException):
+            raise event
+        return [event]
+
+    def close(self) -> None:
+        """Abandon what has not arrived."""
+        self._close(self)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Raises WorkersLost, and what a task or `check` raised. Leaving the loop early abandons the remaining tasks."""
         try:
             while True:
-                self._check()
-                with suppress(Empty):
-                    event = self.events.get(timeout=CHECK_S)
+                for event in self.wait():
                     if event is None:
                         return
-                    if isinstance(event, BaseException):
-                        raise event
-                    yield event
+                    if isinstance(event, tuple):
+                        yield event
         finally:
-            self._close(self)
+            self.close()
 
     def results(self) -> list[tuple[Any, Any]]:
         """Wait for all groups; the order is that of the tasks."""

@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from rlinf_vl.errors import RunError
-from rlinf_vl.rollout.submission import Submission, Task
+from rlinf_vl.rollout.submission import Event, Resent, Submission, Task
 from rlinf_vl.rollout.suspects import Suspects
 
 #: Seconds that a replacement has to load its model and start its engine.
@@ -140,9 +141,16 @@ class Supervisor(Generic[W]):
 
         self._run(start()).result()
 
-    def submit(self, tasks: Sequence[Task], order: Sequence[Task], check: Callable[[], None]) -> Submission:
-        """Have the tasks answered, shared out in `order`. Whoever waits for groups calls `check` at least once a second."""
-        submission = Submission(tasks, check, lambda it: self._loop.call_soon_threadsafe(self._close, it))
+    def submit(
+        self,
+        tasks: Sequence[Task],
+        order: Sequence[Task],
+        check: Callable[[], None],
+        events: SimpleQueue[Event] | None = None,
+    ) -> Submission:
+        """Have the tasks answered, shared out in `order`. Whoever waits for groups calls `check` at least once a second.
+        `events`: of `Submission`."""
+        submission = Submission(tasks, check, lambda it: self._loop.call_soon_threadsafe(self._close, it), events)
         self._loop.call_soon_threadsafe(self._begin, submission, order)
         return submission
 
@@ -287,7 +295,9 @@ class Supervisor(Generic[W]):
     def _requeue(self, slot: _Slot[W]) -> None:
         """The tasks of the slot's worker are to be sent again, also those whose groups have arrived."""
         for submission, tasks in slot.given.items():
-            submission.arrived -= tasks.keys()
+            if again := submission.arrived & tasks.keys():
+                submission.events.put(Resent(frozenset(again)))
+            submission.arrived -= again
             slot.queue.extendleft((submission, self._suspects.judged(task)) for task in reversed(tasks.values()))
         slot.given = {}
         for stream in slot.streams:

@@ -36,7 +36,8 @@ def kill_the_worker(pool) -> None:
 
 def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp_path, monkeypatch):
     from rlinf_vl.actor.group import ActorGroup
-    from rlinf_vl.controller.loop import rollout
+    from rlinf_vl.controller.ahead import Ahead
+    from rlinf_vl.controller.batch import rollout
     from rlinf_vl.controller.mismatch import MismatchGuard
     from rlinf_vl.controller.run_log import RunLog
     from rlinf_vl.observe.progress import RunProgress
@@ -67,7 +68,9 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         guard = MismatchGuard(config, learner, log)
         data = SimpleNamespace(sampler=SimpleNamespace(next_rows=lambda n: (0, list(range(n)))), total_steps=10)
 
-        batch = rollout(1, config, pool, learner, data, guard, log)
+        ahead = Ahead(config, pool, data, log, sync=lambda version: {})
+
+        batch = rollout(1, ahead, config, pool, learner, guard, log)
         kill_the_worker(pool)
         assert guard.check(1, batch.summaries, batch.to_score)["mismatch/one_image"] < 1e-4
         before = weights_of(learner)
@@ -77,17 +80,18 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
 
         submit, asked = pool.submit, []
 
-        def submitted(tasks):
+        def submitted(tasks, events=None):
             asked.append([task.group_id for task in tasks])
             submission = submit(tasks)
             if len(asked) == 1:
                 results = submission.results()
                 kill_the_worker(pool)
-                monkeypatch.setattr(submission, "results", lambda: results)
+                for result in results:
+                    events.put(result)
             return submission
 
         monkeypatch.setattr(pool, "submit", submitted)
-        batch = rollout(2, config, pool, learner, data, guard, log)
+        batch = rollout(2, ahead, config, pool, learner, guard, log)
         assert asked == [[f"train-2-{k}" for k in range(6)]] * 2, "all were lost, and sampled again"
         assert log.count("groups_lost") == 1
         assert learner.update(2, batch.plan.minibatches, batch.plan.advantages)[0]["actor/grad_norm"] > 0

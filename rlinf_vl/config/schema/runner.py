@@ -98,6 +98,15 @@ class RunnerConfig:
     """Validate every so many steps, and after the last; -1 never validates."""
     val_before_train: bool = True
     """Validate before the first step, too, unless val_check_interval is -1."""
+    schedule: str = key("sync", ("sync", "one_step_off", "async"))
+    """sync generates and trains in turn; one_step_off generates the next step's groups while it trains; async generates all the
+    time, as far ahead as max_staleness allows. All but sync need engines that share no slot with actor ranks."""
+    max_staleness: int = key(1, AT_LEAST_1)
+    """Most steps that the weights which sampled a token may be behind those that sync would have sampled it with; for all
+    schedules but sync. Above 1, groups with long answers carry over, and a step does not wait for them."""
+    stale_groups: str = key("wait", ("wait", "drop"))
+    """What becomes of a group that the next step could not train on within max_staleness: the step waits for it, or trains without
+    it, which leaves out long answers."""
     weight_sync_interval: int = key(1, AT_LEAST_1)
     """Training steps between weight syncs. Above 1 the engine samples from older weights, which TIS corrects for."""
     mismatch_check_interval: int = key(20, OFF_OR_POSITIVE)

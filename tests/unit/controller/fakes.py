@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache, reduce
 from pathlib import Path
-from types import SimpleNamespace
 
 import yaml
 from rich.console import Console
@@ -28,6 +27,7 @@ from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.status import StatusFile
+from rlinf_vl.rollout.submission import Submission
 from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.types import GroupSummary, Prices
 
@@ -90,17 +90,22 @@ class FakePool:
     def restore_memory(self, tags):
         pass
 
-    def submit(self, tasks):
+    def submit(self, tasks, events=None):
         self.strike(len(self.asked))
         self.asked.append([task.group_id for task in tasks])
         self.alive |= set(self.asked[-1])
         results = []
         for task in tasks:
             rewards = [round(number(seed, self.weight), 2) for seed in task.seeds]
-            changes = dict(self.changes.get(task.group_id, {}))
+            version = self.versions[-1] if self.versions else 0
+            changes = {"min_version": version, "max_version": version} | self.changes.get(task.group_id, {})
             rewards = list(changes.pop("rewards", rewards))
             results.append((summary(task.group_id, f"{task.split}:{task.row}", rewards, **changes), task.group_id))
-        return SimpleNamespace(results=lambda: results)
+        submission = Submission(tasks, lambda: None, lambda submission: None, events)
+        submission.arrived = {task.group_id for task in tasks}
+        for event in (*results, None):
+            submission.events.put(event)
+        return submission
 
     def release(self, summaries=None):
         gone = self.alive if summaries is None else {s.id for s in summaries}
@@ -146,6 +151,7 @@ class FakeLearner:
         self.disk_full = False
         self.strike = strike
         self.fetched: list[str] = []
+        self.trained: list[list[str]] = []  # groups, by update
         self.told: list[str] = []
 
     def fetch_groups(self, minibatches, groups):
@@ -160,7 +166,7 @@ class FakeLearner:
         return [(i.group, i.loss_tokens, self.difference * i.loss_tokens, self.blank_difference) for i in items]
 
     def update(self, step, minibatches, advantages, recorded, kl_scale):
-        assert all(group.startswith(f"train-{step}-") for group in self.fetched)
+        self.trained.append(list(self.fetched))
         trained = sorted(
             (i.group, i.index) for mini in minibatches for rank in mini for items in rank.micro_batches for i in items
         )

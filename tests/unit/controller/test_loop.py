@@ -55,6 +55,7 @@ def test_a_run_validates_trains_syncs_saves_and_logs_on_schedule(folder):
     assert run.checkpoints() == [3, 5]
     assert [len(groups) for groups in run.pool.asked] == [8, 4, 4, 8, 4, 4, 8, 4, 8]
     assert not run.pool.alive, "a group was not released"
+    assert run.learner.trained == [[f"train-{step}-{k}" for k in range(4)] for step in range(1, 6)]
     ledger = run.rows("ledger")
     assert [row["groups"][0] for row in ledger] == [f"train-{step}-0" for step in range(1, 6)]
     assert len({row for step in ledger for row in step["rows"]}) == 20
@@ -322,11 +323,11 @@ DYNAMIC = "algorithm.dynamic_sampling.enable=true"
 class Tying(FakePool):
     """Two thirds of its training groups tie: those of rows that 3 doesn't divide."""
 
-    def submit(self, tasks):
+    def submit(self, tasks, events=None):
         for task in tasks:
             if task.split == "train" and task.row % 3:
                 self.changes[task.group_id] = {"rewards": (1.0,) * 4}
-        return super().submit(tasks)
+        return super().submit(tasks, events)
 
 
 def test_groups_that_tie_are_replaced_by_groups_of_further_rows(folder):

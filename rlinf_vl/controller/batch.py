@@ -1,0 +1,99 @@
+"""The batch of a step: groups that were generated for it, checked, planned, and fetched by the ranks that train on them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+
+from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.code import is_code, load_code
+from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema.algorithm import ADVANTAGES
+from rlinf_vl.controller.ahead import Ahead
+from rlinf_vl.controller.mismatch import MismatchGuard
+from rlinf_vl.controller.parts import Learner, Pool
+from rlinf_vl.controller.run_data import RunData
+from rlinf_vl.controller.run_log import RunLog
+from rlinf_vl.controller.step_plan import Estimator, StepPlan, plan_step
+from rlinf_vl.data.bad_rows import check_faults, no_verdicts
+from rlinf_vl.errors import RunError
+from rlinf_vl.observe.metrics import summarize_rollout
+from rlinf_vl.types import GroupSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Finished groups, and the plan of which rank trains and scores what. `generated` has the groups that were dropped, too."""
+
+    summaries: list[GroupSummary]
+    groups: list[ray.ObjectRef]
+    plan: StepPlan
+    to_score: list[tuple[RankMiniBatch, ...]]
+    metrics: dict[str, float]
+    generated: list[GroupSummary]
+    ledger: dict[str, list]
+
+
+def rollout(
+    step: int, ahead: Ahead, config: Config, pool: Pool, learner: Learner, guard: MismatchGuard, log: RunLog
+) -> Rollout:
+    """Draw, plan, and let the ranks fetch their groups. A fetched group outlives its worker; one that is lost before that is
+    sampled again."""
+    with log.timed("generate"):
+        drawn = ahead.draw(step)
+        dropped = [summary for _, (summary, _) in drawn.dropped]
+        tasks, results = map(list, zip(*drawn.kept, strict=True))
+        while True:
+            summaries, groups = map(list, zip(*results, strict=True))
+            generated = summaries + dropped
+            check_errors(generated, log)
+            plan = plan_of(summaries, config, learner)
+            to_score = guard.plan(log.step, summaries)
+            lost = learner.fetch_groups([*plan.minibatches, *to_score], groups)
+            if not lost:
+                break
+            log.event("groups_lost", f"{len(lost)} groups died with their worker; sampled again")
+            for k, result in zip(lost, pool.submit([tasks[k] for k in lost]).results(), strict=True):
+                results[k] = result
+    pool.release(dropped)
+    metrics = drawn.metrics | plan.metrics | summarize_rollout(generated, log.timings["time/generate"])
+    return Rollout(summaries, groups, plan, to_score, metrics, generated, drawn.ledger)
+
+
+def plan_of(summaries: Sequence[GroupSummary], config: Config, learner: Learner) -> StepPlan:
+    runner = config.runner
+    return plan_step(
+        summaries,
+        config.algorithm,
+        ranks=learner.data_size,
+        budget=runner.max_tokens_per_mbs,
+        micro_batch_size=None if runner.enable_dynamic_batch_size else config.actor.micro_batch_size,
+        share_prompts=config.actor.share_prompts,
+        prices=learner.prices,
+        estimator=estimator_of(config),
+    )
+
+
+def estimator_of(config: Config) -> Estimator | None:
+    """The code that `algorithm.adv_type` names; None where it names none."""
+    name = config.algorithm.adv_type
+    if not is_code(name):
+        return None
+    return load_code(name, {}, config.runner.code_files, what=ADVANTAGES.what, signature=ADVANTAGES.signature)
+
+
+def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:
+    """Record what failed, by no fault of its row; RunError if that is most of a rollout, or if every trajectory failed."""
+    if faults := check_faults(summaries):
+        log.event("trajectories_failed", faults)
+    if all(error for s in summaries for error in s.errors):
+        raise RunError(f"step {log.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
+    if line := no_verdicts(summaries):
+        log.event("no_verdict", line)
+
+
+def count_bad_rows(split: str, summaries: Sequence[GroupSummary], data: RunData, step: int) -> int:
+    """Record the rows that failed, and return how many of the split have so far; raises `TooManyBadRows`."""
+    data.bad_rows.add_failed(split, summaries, step)
+    data.bad_rows.check()
+    return data.bad_rows.counts()[split]
