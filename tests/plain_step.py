@@ -38,6 +38,7 @@ class Layout:
     share: bool = True
     cache: bool | None = None  # None: where the tower is frozen
     reshard: bool = True
+    one_unit: bool = False  # shard the model as one that is small
     shard: int | None = None  # ranks that have the weights between them; None: all
     tis_clip: float | None = 2.0
     tis_level: str = "token"

@@ -22,7 +22,7 @@ def trained_step(processes: RankProcesses, layout: Layout, kind: str = "mixed"):
 
 def train(layout: Layout, kind: str):
     """One rank's step: its part of the metrics, the whole new weights, the cached features by image."""
-    from rlinf_vl.actor.mesh import Mesh
+    from rlinf_vl.actor import mesh as meshes
     from rlinf_vl.config.presets import with_presets
     from rlinf_vl.config.schema import (
         ActorConfig,
@@ -38,7 +38,8 @@ def train(layout: Layout, kind: str):
     from rlinf_vl.config.schema.algorithm import RejectionConfig
     from rlinf_vl.controller.step_plan import plan_step, with_kl
 
-    mesh = Mesh.make("cpu", context=layout.context, shard=layout.shard)
+    meshes.ONE_UNIT = 2**24 if layout.one_unit else 0
+    mesh = meshes.Mesh.make("cpu", context=layout.context, shard=layout.shard)
     seeds = iter((0, 9))
 
     def load(dtype: torch.dtype):

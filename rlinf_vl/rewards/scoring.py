@@ -20,6 +20,9 @@ from rlinf_vl.rewards.processes import Limits, ProcessPool, load_function
 from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.types import Problem
 
+#: Answers that a function which computes, and waits for nothing, scores in one go: handing one to a thread takes longer than most.
+TOGETHER = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -62,8 +65,14 @@ class Scorer:
     async def __call__(self, problem: Problem, answers: Sequence[Answer]) -> list[Score]:
         """The scores of a group's answers, in their order."""
         begun = [part.begin(problem, answers) for part in self.parts]
-        waited = map(asyncio.wrap_future, chain.from_iterable(begun))
-        await asyncio.gather(*waited, return_exceptions=True)
+        try:
+            for future in chain.from_iterable(begun):
+                if not future.done():  # while one is waited for, most of the others are
+                    await asyncio.gather(asyncio.wrap_future(future), return_exceptions=True)
+        except asyncio.CancelledError:
+            for future in chain.from_iterable(begun):
+                future.cancel()
+            raise
         return [self._combine(of_answer) for of_answer in zip(*begun, strict=True)]
 
     def grade(self, problem: Problem, response: str) -> bool:
@@ -136,7 +145,7 @@ def make_scorer(
             at_once = getattr(function.function, "at_once", None)
             if at_once not in threads:
                 threads[at_once] = ThreadPoolExecutor(at_once, thread_name_prefix="rewards")
-            begin = partial(_begin, threads[at_once], function)
+            begin = partial(_begin, threads[at_once], function, 1 if at_once else TOGETHER)
         taken = {part.name for part in parts}
         attribute = name.rpartition(":")[2]
         numbered = (attribute if n == 1 else f"{attribute}_{n}" for n in count(1))
@@ -152,12 +161,25 @@ def make_scorer(
 
 
 def _begin(
-    threads: ThreadPoolExecutor, function: RewardFunction, problem: Problem, answers: Sequence[Answer]
+    threads: ThreadPoolExecutor, function: RewardFunction, together: int, problem: Problem, answers: Sequence[Answer]
 ) -> "list[Future[Result]]":
-    def one(answer: Answer) -> Result:
-        (result,) = function.results(problem, [answer], 0.0)
-        if isinstance(result, Exception):
-            raise result
-        return result
+    """Score the answers in threads, so many of them in one after the other."""
+    futures: list[Future[Result]] = [Future() for _ in answers]
 
-    return [threads.submit(one, answer) for answer in answers]
+    def some(first: int) -> None:
+        part = slice(first, first + together)
+        for answer, future in zip(answers[part], futures[part], strict=True):
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                (result,) = function.results(problem, [answer], 0.0)
+            except BaseException as error:
+                result = error
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    for first in range(0, len(answers), together):
+        threads.submit(some, first)
+    return futures

@@ -121,7 +121,8 @@ class Player:
 
         `corruption`: of `Task`. `patience_s`: see `PATIENCE_S`; None waits for all. Cancelling it closes the environments.
         """
-        goes_on = self.max_turns != 1 and self.make_env.name_of(problem) != SINGLE or self.thought_budget is not None
+        single = self.make_env.name_of(problem) == SINGLE
+        goes_on = self.max_turns != 1 and not single or self.thought_budget is not None
         names = [f"{problem.id}#{next(self._numbers)}" if goes_on else "" for _ in seeds]
         opening = Opening(problem, sampling, list(map(Episode, seeds, [group_seed] * len(seeds), names)))
         if corruption is not None:
@@ -133,7 +134,7 @@ class Player:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         for episode in opening.episodes:
-            episode.stage = Stage(self.calls)
+            episode.stage = Stage(None if single and corruption is None else self.calls)  # corrupting takes a while
             episode.begun = begun if episode in together else None
             episode.starting = asyncio.create_task(self._start(episode, problem))
         try:
@@ -364,7 +365,7 @@ class Player:
             self.engine.end_sessions([episode.session])
         closed = stage.close()
         try:
-            if not stage.hung:  # otherwise it is closed when that call returns, which may be never
+            if not (stage.hung or closed.done()):  # otherwise it is closed when that call returns, which may be never
                 await done(closed, CLOSE_S)
         finally:
             if episode.begun is not None:

@@ -126,7 +126,8 @@ class Renderer:
     def thoughts(self, answer: np.ndarray) -> Thoughts:
         """What of an answer, int32 [R], is thought: all up to the last `</think>`, and everything while a thought is open. A thought
         begins with `<think>`, or with the answer where the generation prompt ends with that."""
-        begin, end = self._last(THINK, answer), self._last(END_THINK, answer)
+        text = None if self._marks.keys() >= {THINK, END_THINK} else self._text(answer)
+        begin, end = self._last(THINK, answer, text), self._last(END_THINK, answer, text)
         if begin is not None and (end is None or begin[0] >= end[1]):
             return Thoughts(len(answer), begin[0], "")
         if end is None:
@@ -145,12 +146,13 @@ class Renderer:
         """What closes a thought, int32 [n]."""
         return np.array(self._tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False)["input_ids"], np.int32)
 
-    def _last(self, mark: str, ids: np.ndarray) -> tuple[int, int] | None:
-        """The last place of a mark: its first token, and the one behind it. One that has a token is nothing else."""
+    def _last(self, mark: str, ids: np.ndarray, text: str | None) -> tuple[int, int] | None:
+        """The last place of a mark: its first token, and the one behind it. One that has a token is nothing else; any other is
+        looked for in the `text` of the ids."""
         if mark in self._marks:
             own = np.flatnonzero(ids == self._marks[mark])
             return (int(own[-1]), int(own[-1]) + 1) if len(own) else None
-        if mark not in self._text(ids):
+        if text is None or mark not in text:
             return None
         first = bisect_left(range(len(ids)), True, key=lambda i: mark not in self._text(ids[i + 1 :]))
         ends = range(first + 1, len(ids) + 1)

@@ -100,6 +100,8 @@ def references():
         pytest.param(replace(BASE, minibatches=2, old_logprobs="true"), id="a pass for all old logprobs"),
         pytest.param(replace(BASE, old_logprobs="true"), id="a pass that one step does not need"),
         pytest.param(replace(BASE, ranks=2, budget=80, minibatches=2, reshard=False), id="weights kept gathered"),
+        pytest.param(replace(BASE, ranks=2, budget=80, minibatches=2, one_unit=True), id="one FSDP unit"),
+        pytest.param(replace(BASE, ranks=3, train_tower=False, one_unit=True), id="one FSDP unit, frozen tower"),
         pytest.param(
             replace(BASE, ranks=4, budget=80, minibatches=2, shard=2), id="2 copies of the weights on 4 ranks"
         ),
@@ -138,8 +140,11 @@ def test_kl_in_the_reward_is_that_of_all_ranks(kind, layout, adv, run, reference
 @pytest.mark.parametrize("lora", ["", "language"])
 def test_a_frozen_tower_that_never_runs_has_no_gradients_to_keep(lora, run):
     """Of text alone: FSDP2 looks for gradients, to keep them in `reduce_dtype` until the last micro-batch."""
-    metrics, *_ = run(replace(BASE, dtype="bf16", train_tower=False, lora=lora, budget=80), "text")
-    assert metrics["actor/grad_norm"] > 0
+    for one_unit in (False, True):
+        metrics, *_ = run(
+            replace(BASE, dtype="bf16", train_tower=False, lora=lora, budget=80, one_unit=one_unit), "text"
+        )
+        assert metrics["actor/grad_norm"] > 0
 
 
 PAPO, TEACHER = (0.05, 0.03), (0.7, 0.5, 0)
