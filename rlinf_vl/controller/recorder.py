@@ -1,7 +1,9 @@
 """Recording trajectories: a process of its own reads groups from the object store and writes them while the run goes on."""
 
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.observe.samples import MAX_IMAGES, spread
 from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.observe.trajectories import TrajectoryStore
+from rlinf_vl.runtime.ray_process import kill, where
 from rlinf_vl.transport.groups import fetch_surviving
 from rlinf_vl.types import GroupSummary
 
+#: Seconds without recording after a writer has failed; doubled for each that fails right after it, to an hour at most.
+PAUSE_S, LONGEST_PAUSE_S = 10.0, 3600.0
 #: Split; references to groups by number; the groups' advantages, turn by turn (None: validation); references to the ranks'
 #: logprobs of the sampled tokens, each by group and trajectory.
 Batch = tuple[str, dict[int, ray.ObjectRef], Sequence[Sequence[Sequence[float]]] | None, Sequence[ray.ObjectRef]]
@@ -39,6 +44,9 @@ class TrajectoryWriter:
             experiment_name=runner.experiment_name,
             files=runner.code_files,
         )
+
+    def process(self) -> tuple[str, int]:
+        return where()
 
     def drop_after(self, step: int) -> None:
         self._store.drop_after(step)
@@ -64,26 +72,28 @@ class TrajectoryWriter:
 
 class Recorder:
     """The loop's handle of the writer: `choose` groups, train, `record` them, `end_step`. It says when recorded groups may be
-    released: until then they must stay in the object store. A failure ends the recording, never the run."""
+    released: until then they must stay in the object store. A writer that fails is replaced; a failure never ends the run."""
 
-    def __init__(self, config: Config, run_dir: Path, model_path: str, report: Callable[[str], None]) -> None:
-        """`report` is called once if recording ends before the run does."""
+    def __init__(self, config: Config, run_dir: Path, model_path: str, report: Callable[[str, str], None]) -> None:
+        """`report` is called with the kind of event and a sentence."""
+        self._make = partial(_writer, config, run_dir, model_path)
         self._settings = config.runner.trajectories
         self._timeout = config.runner.heartbeat_timeout
         self._seed = config.runner.seed
         self._report = report
-        self._writer: Any = None  # handle of the Ray actor; None where nothing is recorded, or no longer
+        self._pause = PAUSE_S
+        self._again: float | None = None  # when to try again, by `time.monotonic`; None: never
         self._batches: list[Batch] = []  # of the current step
         self._groups: list[GroupSummary] = []  # in them
         self._call: ray.ObjectRef | None = None  # the writer's last one, if nobody has waited for it
         self._read: list[GroupSummary] = []  # groups that this call reads
-        if self._settings.interval > 0:
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            actor = ray.remote(num_cpus=0)(TrajectoryWriter).options(scheduling_strategy=here)
-            self._writer = actor.remote(config, run_dir, model_path)
+        #: The Ray actor, and its `where`; None where nothing is recorded, or no longer.
+        self._writer: tuple[Any, ray.ObjectRef] | None = self._make() if self._settings.interval > 0 else None
 
     def choose(self, split: str, step: int, n: int) -> list[int]:
         """Which of `n` groups of this step to record; of a validation, always the same."""
+        if self._writer is None and self._again is not None and time.monotonic() > self._again:
+            self._writer, self._again = self._make(), None
         if self._writer is None or (split == "train" and step % self._settings.interval):
             return []
         wanted = self._settings.train_groups if split == "train" else self._settings.val_groups
@@ -129,16 +139,31 @@ class Recorder:
         self._groups = []
         self._batches = []
         if self._writer is not None:
-            self._call = getattr(self._writer, method).remote(*arguments)
+            self._call = getattr(self._writer[0], method).remote(*arguments)
         return read
 
     def _wait(self) -> None:
         call, self._call = self._call, None
+        if call is None or self._writer is None:
+            return
         try:
-            if call is None or ray.get(call, timeout=self._timeout) is not False:
-                return
-            reason = f"runner.trajectories.max_gb: {self._settings.max_gb} GB of trajectories are recorded"
+            full = ray.get(call, timeout=self._timeout) is False
         except Exception as error:  # the disk is full, the process died or hangs: a run is worth more than its record
+            kill(*self._writer)
+            self._writer, self._again = None, time.monotonic() + self._pause
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
-        self._writer = None
-        self._report(f"no more trajectories are recorded: {reason}")
+            self._report("recording_failed", f"no trajectories are recorded for {self._pause:.0f} s: {reason}")
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+            return
+        self._pause = PAUSE_S
+        if full:
+            self._writer = None
+            limit = f"runner.trajectories.max_gb: {self._settings.max_gb} GB of trajectories are recorded"
+            self._report("recording_ended", f"no more trajectories are recorded: {limit}")
+
+
+def _writer(config: Config, run_dir: Path, model_path: str) -> tuple[Any, ray.ObjectRef]:
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor: Any = ray.remote(num_cpus=0)(TrajectoryWriter)
+    writer = actor.options(scheduling_strategy=here).remote(config, run_dir, model_path)
+    return writer, writer.process.remote()

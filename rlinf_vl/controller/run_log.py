@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ class RunLog:
         self.step = 0  # that what happens now belongs to: while it is trained, the next one
         self.timings: dict[str, float] = {}  # of this step so far, seconds by `time/<phase>`
         self.progress = progress
-        self.recorder = Recorder(config, run_dir, model_path, report=partial(self.event, "recording_ended"))
+        self.recorder = Recorder(config, run_dir, model_path, report=self.event)
         self._config = config
         self._run_dir = run_dir
         self._events = EventLog(run_dir)
