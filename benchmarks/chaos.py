@@ -25,7 +25,6 @@ half-written checkpoint is left.
 import argparse
 import json
 import math
-import os
 import random
 import shutil
 import signal
@@ -317,7 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30, help="how long there are strikes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="training steps (default: 40 a minute)")
+    parser.add_argument("--steps", type=int, help="training steps (default: 50 a minute)")
     parser.add_argument("--every", type=float, nargs=2, default=[30, 60], help="seconds between strikes")
     parser.add_argument("--paced", action="store_true", help="strike only when a step was done since the last strike")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -326,13 +325,12 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="config overrides of both runs")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is taken down
-    args.steps = args.steps or int(40 * args.minutes)
+    args.steps = args.steps or int(50 * args.minutes)
 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos"))
     disk = folder / "disk"
     disk.mkdir(parents=True, exist_ok=True)
     (folder / "undisturbed").mkdir(exist_ok=True)
-    before = set(os.listdir("/dev/shm"))
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", disk], check=True)
     try:
         with hosts_with([1, 2, 1]) as hosts:
@@ -358,8 +356,8 @@ def main() -> None:
             left = [title(process) for host in hosts for process in host.processes()]
             if left:
                 wrong.append(f"processes are left: {left}")
-        if leaked := set(os.listdir("/dev/shm")) - before:
-            wrong.append(f"shared memory is left: {sorted(leaked)}")
+            if leaked := [path.name for host in hosts for path in host.shm.iterdir()]:
+                wrong.append(f"shared memory is left: {leaked}")
         for name in ("metrics.jsonl", "ledger.jsonl", "events.jsonl"):
             with suppress(OSError):
                 shutil.copy2(run.folder / name, folder)

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces, each with its own address, Ray folder and processes, joined by a switch."""
+"""Hosts on one machine: network namespaces with addresses, shared memory, Ray folders and processes of their own, on a switch."""
 
 import os
 import shutil
@@ -17,6 +17,8 @@ OURS = (  # settings of the scripts that this session's environment must not bri
     "RANK", "WORLD_SIZE", "MASTER_ADDR", "RAY_HEAD_FILE", "RAY_PORT", "RAY_INTERFACE", "RAY_NODE_IP", "RAY_ADDRESS",
     "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
 )  # fmt: skip
+#: Runs a command whose /dev/shm is the folder $0.
+WITH_SHM = 'mount --bind "$0" /dev/shm && exec "$@"'
 #: Making hosts takes root, and `ip` of iproute2.
 POSSIBLE = os.geteuid() == 0 and shutil.which("ip") is not None
 
@@ -38,13 +40,18 @@ class Host:
         environment |= {"RLINF_VL_PYTHON": sys.executable, "RAY_WAIT_TIMEOUT": "60"}
         environment |= {"RAY_TMPDIR": str(self.folder), "RANK": str(self.rank), "WORLD_SIZE": str(self.of), **settings}
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *command],
+            ["ip", "netns", "exec", self.namespace, "sh", "-c", WITH_SHM, str(self.shm), *command],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    @property
+    def shm(self) -> Path:
+        """What its processes know as /dev/shm."""
+        return self.folder / "shm"
 
     def run(self, *command: str, expect: int = 0, within: float = 100, **settings: str) -> str:
         """What a command says, whose exit code must be `expect`."""
@@ -112,7 +119,8 @@ def hosts_with(cpus: list[int], subnet: str = "10.213.7") -> Iterator[list[Host]
             _ip("link", "add", switch, "type", "bridge")
             _ip("link", "set", switch, "up")
             for host in hosts:
-                host.folder.mkdir()
+                host.shm.mkdir(parents=True)
+                subprocess.run(["mount", "-t", "tmpfs", "tmpfs", host.shm], check=True, capture_output=True, text=True)
                 _ip("netns", "add", host.namespace)
                 _ip("link", "add", f"{host.interface}s", "type", "veth",
                     "peer", "name", host.interface, "netns", host.namespace)  # fmt: skip
@@ -129,5 +137,6 @@ def hosts_with(cpus: list[int], subnet: str = "10.213.7") -> Iterator[list[Host]
                 for process in host.processes():
                     process.kill()
                 _ip("netns", "del", host.namespace)
+            subprocess.run(["umount", "-l", host.shm], capture_output=True)
         subprocess.run(["ip", "link", "del", switch], capture_output=True)
         shutil.rmtree(folder)

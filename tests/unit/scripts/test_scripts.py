@@ -301,6 +301,7 @@ def test_continuous_integration_runs_every_part(tree: Path):
     parts = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("=== ")]
     assert parts == [
         f"bash {tree}/tests/run.sh -k a b",
+        f"bash {tree}/tests/run.sh -m chaos tests/e2e/test_chaos.py",
         f"bash {tree}/tests/checks.sh",
         f"bash {tree}/tests/run.sh --sglang -k a b",
     ]
