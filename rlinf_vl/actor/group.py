@@ -35,6 +35,7 @@ class ActorGroup:
             ActorWorker.options(**option).remote(config, model_path, device, rank)
             for rank, option in enumerate(options)
         ]
+        self._device = device
         self._strategy = config.actor.fsdp_config.strategy
         self.heartbeat_timeout = config.runner.heartbeat_timeout
         self._processes = [rank.process.remote() for rank in self.ranks]
@@ -128,8 +129,10 @@ class ActorGroup:
         return sum(self.wait([rank.score.remote(minibatch[share]) for rank, share in shares]), [])
 
     def release_memory(self, parts: Sequence[str]) -> None:
-        """Let every rank move these parts (`rlinf_vl.actor.offload`) to host memory, and give back what its device has cached."""
-        self.call("trainer.memory.release", parts)
+        """Let every rank move these parts (`rlinf_vl.actor.offload`) to host memory, and give back what its device has cached: on a
+        CPU nothing."""
+        if parts or self._device == "cuda":
+            self.call("trainer.memory.release", parts)
 
     def restore_memory(self) -> None:
         self.call("trainer.memory.restore")

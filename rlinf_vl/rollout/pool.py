@@ -43,7 +43,8 @@ class _RayWorker:
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
         async for reference in self.actor.generate.remote(tasks):
-            yield await answer(reference)
+            for group in await answer(reference):
+                yield group
 
     def watch(self) -> None:
         self._heart.restart()

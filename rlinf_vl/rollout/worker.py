@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -114,8 +114,9 @@ class RolloutRank:
         check = RowCheck(self.config, self.player.prompts, self.player.make_env)
         return await asyncio.to_thread(check.filter, self.datasets[split], rows, see), images
 
-    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
-        """Answer tasks: summaries of groups, and references to them, as they finish. Raises EngineDied."""
+    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[list[tuple[GroupSummary, ray.ObjectRef]]]:
+        """Answer tasks: summaries of groups, and references to them, as they finish; those at a time that have finished since the
+        last ones. Raises EngineDied."""
         alone = {task.group_id for task in tasks if task.own_images}
         opened: list[Opening] = []
         running: list[asyncio.Future[Group]] = []
@@ -133,19 +134,24 @@ class RolloutRank:
             else:
                 plays = map(partial(self._play, opened), tasks, problems)
             running += map(asyncio.ensure_future, plays)
-            for finished in asyncio.as_completed(running):
-                group = await finished
-                reference, object_bytes = self.store.put(group, own_images=group.id in alone)
-                summary = GroupSummary.of(group, self.processor.image_token_id, object_bytes)
-                before, self.prefilled_tokens = self.prefilled_tokens, self.engine.prefilled_tokens
-                prefilled = self.prefilled_tokens - before
-                yield replace(summary, engine_seconds=self.clock.lap(), prefilled_tokens=prefilled), reference
+            waiting = set(running)
+            while waiting:
+                finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                yield [self._stored(play.result(), alone) for play in finished]
         finally:  # the engine died, or nobody wants the rest
             for future in running:
                 future.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             await asyncio.gather(*map(self.player.close, opened))
             self.clock.end()
+
+    def _stored(self, group: Group, alone: Collection[str]) -> tuple[GroupSummary, ray.ObjectRef]:
+        """Put a group into the object store; `alone`: the ids of those that share their images with no other."""
+        reference, object_bytes = self.store.put(group, own_images=group.id in alone)
+        summary = GroupSummary.of(group, self.processor.image_token_id, object_bytes)
+        before, self.prefilled_tokens = self.prefilled_tokens, self.engine.prefilled_tokens
+        prefilled = self.prefilled_tokens - before
+        return replace(summary, engine_seconds=self.clock.lap(), prefilled_tokens=prefilled), reference
 
     async def _play(self, opened: list[Opening], task: Task, problem: Problem | Exception) -> Group:
         opening = await self._open(opened, task, problem)

@@ -210,7 +210,7 @@ def answered(rank, tasks):
     """Summaries by row; groups stay in this process."""
 
     async def run():
-        return {summary.id: summary async for summary, _ in rank.generate(tasks)}
+        return {summary.id: summary async for finished in rank.generate(tasks) for summary, _ in finished}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank.store, "put", lambda group, own_images: (group, 0))

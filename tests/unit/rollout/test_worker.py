@@ -46,7 +46,7 @@ def _store(monkeypatch):
 
 def generate(rank, *tasks):
     async def run():
-        return {summary.id: (summary, group) async for summary, group in rank.generate(tasks)}
+        return {summary.id: (summary, group) async for finished in rank.generate(tasks) for summary, group in finished}
 
     return asyncio.run(run())
 
