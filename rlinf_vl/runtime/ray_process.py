@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +23,8 @@ HEARTBEAT_PERIOD_S = 5.0
 MAX_THREADS = 16
 #: Seconds in which the death of an actor must come out after a call of another has failed, perhaps because of it.
 CAUSE_TIMEOUT_S = 15
-#: Seconds that a node has to end a process: it may have to start one for that.
-KILL_S = 20
+#: Seconds to wait for a node to end a process; it may have to start another one for that.
+KILL_S = 5.0
 
 
 class ActorsLost(RuntimeError):
@@ -70,13 +71,19 @@ def entry(name: str, process: ray.ObjectRef, restarts: int) -> dict[str, object]
 
 
 def kill(actor, process: ray.ObjectRef) -> None:
-    """End an actor's process even if it is stopped; `process`: the actor's `where`. Where its node does not answer within
-    `KILL_S`, Ray ends it when that is back."""
+    """End an actor's process even if it is stopped; `process`: the actor's `where`. Waits `KILL_S` at most: a node that does not
+    answer by then is given longer in a thread, and Ray ends the actor when the node is back."""
     ray.kill(actor)
+    ending = threading.Thread(target=_end, args=(process,), name="end a process", daemon=True)
+    ending.start()
+    ending.join(KILL_S)
+
+
+def _end(process: ray.ObjectRef) -> None:
     with suppress(RayError):  # it never lived, is dead already, or its node is
         node, pid = ray.get(process, timeout=1)
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        ray.get(_kill_process.options(scheduling_strategy=there).remote(pid), timeout=KILL_S)
+        ray.get(_kill_process.options(scheduling_strategy=there).remote(pid), timeout=60)
 
 
 class Heartbeat:
