@@ -99,8 +99,10 @@ class ActorGroup:
         advantages: Sequence[Sequence[Sequence[float]]],
         recorded: Collection[int] = (),
         kl_scale: float = 0.0,
+        then: Callable[[], None] = lambda: None,
     ) -> tuple[dict[str, float], list[ray.ObjectRef]]:
-        """Train `step` on the fetched groups; `minibatches` are those of `fetch_groups`.
+        """Train `step` on the fetched groups; `minibatches` are those of `fetch_groups`. `then` is called when the ranks have been
+        asked to: what it asks of them comes next.
 
         Returns the step's metrics, exact over all response tokens of all ranks, and each rank's `Logprobs` of the groups `recorded`.
         """
@@ -109,6 +111,7 @@ class ActorGroup:
             mine = [mini[share] for mini in minibatches]
             update = rank.update.options(num_returns=2)
             pending.append(update.remote(step, mine, advantages, frozenset(recorded), kl_scale))
+        then()
         metrics = MetricSums.merged(self.wait([state for state, _ in pending])).compute()
         if "actor/tis_square" in metrics:
             square = metrics.pop("actor/tis_square")

@@ -15,7 +15,7 @@ from rlinf_vl.controller.ahead import Ahead
 from rlinf_vl.controller.batch import Rollout, check_errors, count_bad_rows, estimator_of, rollout
 from rlinf_vl.controller.draw import make_tasks
 from rlinf_vl.controller.mismatch import MismatchGuard
-from rlinf_vl.controller.parts import Learner, Pool
+from rlinf_vl.controller.parts import Learner, Pool, Sync
 from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.saver import Saver
@@ -76,7 +76,7 @@ def train(
     stop: StopRequest,
     *,
     gpu: SharedGpu,
-    sync: Callable[[int], dict[str, float]],
+    sync: Sync,
     log: RunLog,
     start: Folder | None = None,
 ) -> dict[str, float]:
@@ -84,7 +84,7 @@ def train(
 
     Args:
         pool, learner: started; on GPUs that they share, it is the learner's turn.
-        sync: sends the learner's weights to all engines, as this version: the step that made them; returns its metrics.
+        sync: sends the learner's weights to all engines, as the version of the step that made them.
         start: a checkpoint of another run; None: begin with the weights that the learner has.
 
     Raises:
@@ -116,14 +116,16 @@ def train(
                 metrics |= {"rollout/worker_restarts": pool.restarts, "actor/restarts": log.count("actors_restarted")}
                 gpu.to_ranks(learner)
                 metrics |= guard.check(step, batch.summaries, batch.to_score)
-                metrics |= update(step, batch, config, pool, learner, log)
+                synced = due(runner.weight_sync_interval, step, total)
+                early = synced and not gpu.shared and runner.schedule != "one_step_off"  # which waits for groups first
+                then = partial(sync.begin, step) if early else lambda: None
+                metrics |= update(step, batch, config, pool, learner, log, then)
                 state.step = step
                 state.open = ahead.trained()
                 state.sampler = data.sampler.state_dict()
                 state.metrics = metrics
                 log.ledger.append(step, batch.ledger)
                 count_bad_steps(state, runner.max_bad_steps, saver.newest, log)
-                synced = due(runner.weight_sync_interval, step, total)
                 metrics |= gpu.to_engines(learner, partial(ahead.sync, step) if synced else None)
                 if due(runner.val_check_interval, step, total):
                     metrics |= validate(state, config, pool, data, log)
@@ -183,8 +185,10 @@ def resume(
     return state
 
 
-def update(step: int, batch: Rollout, config: Config, pool: Pool, learner: Learner, log: RunLog) -> dict[str, float]:
-    """Train on the batch, record some of its groups, and release the others."""
+def update(
+    step: int, batch: Rollout, config: Config, pool: Pool, learner: Learner, log: RunLog, then: Callable[[], None]
+) -> dict[str, float]:
+    """Train on the batch, record some of its groups, and release the others. `then` is called when training has begun."""
     plan, metrics = batch.plan, dict[str, float]()
     chosen = log.recorder.choose("train", step, len(batch.groups))
     with log.timed("train"):
@@ -192,7 +196,7 @@ def update(step: int, batch: Rollout, config: Config, pool: Pool, learner: Learn
             kl = learner.reference_kl(plan.minibatches)
             plan = with_kl(plan, batch.summaries, config.algorithm, kl, estimator_of(config))
             metrics |= plan.metrics
-        learned, logprobs = learner.update(step, plan.minibatches, plan.advantages, chosen, plan.kl_scale)
+        learned, logprobs = learner.update(step, plan.minibatches, plan.advantages, chosen, plan.kl_scale, then)
     metrics |= learned
     metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
     pool.release(log.recorder.record("train", batch.summaries, batch.groups, chosen, plan.advantages, logprobs))

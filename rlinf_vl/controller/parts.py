@@ -1,6 +1,6 @@
 """The two parts that the loop drives, as far as it sees them: the rollout pool and the learner."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -24,6 +24,13 @@ class Pool(Protocol):
     def entries(self) -> list[dict[str, object]]: ...
 
 
+class Sync(Protocol):
+    """`WeightSync`, or a fake: sends the learner's weights to all engines, as this version, and returns its metrics."""
+
+    def begin(self, version: int) -> None: ...
+    def __call__(self, version: int) -> dict[str, float]: ...
+
+
 class Learner(Protocol):
     """`ActorGroup`, started, or a fake."""
 
@@ -42,6 +49,7 @@ class Learner(Protocol):
         advantages: Sequence[Sequence[Sequence[float]]],
         recorded: Collection[int],
         kl_scale: float,
+        then: Callable[[], None],
     ) -> tuple[dict[str, float], list[ray.ObjectRef]]: ...
     def stage(self) -> None: ...
     def write(self, folder: str) -> dict[str, str]: ...

@@ -27,13 +27,13 @@ class SharedGpu:
     def __init__(self, pool: Pool, *, shared: bool, offload: bool) -> None:
         """The engines have started. `offload`: ranks keep nothing on the device while engines generate."""
         self._pool = pool
-        self._shared = shared
+        self.shared = shared
         self._offload = shared and offload
         self._tags = tuple(pool.release_tags()) if shared else ()
 
     def to_ranks(self, learner: Learner | None = None) -> None:
         """Put the engines to sleep and give the ranks the GPU; None: they have not started. A second call does nothing."""
-        if not self._shared:
+        if not self.shared:
             return
         with span("release engine memory"):
             self._pool.release_memory(self._tags)
@@ -43,13 +43,13 @@ class SharedGpu:
 
     def to_engines(self, learner: Learner, sync: Callable[[], dict[str, float]] | None) -> dict[str, float]:
         """Give the engines the GPU, and new weights by calling `sync`, if given; returns its metrics."""
-        if self._shared:
+        if self.shared:
             with span("release rank memory"):
                 learner.release_memory(("optimizer",) if self._offload else ())
             with span("restore engine weights"):
                 self._pool.restore_memory(("weights",))
         metrics = sync() if sync is not None else {}
-        if self._shared:
+        if self.shared:
             if self._offload or sync is not None:  # a sync leaves cached memory behind
                 with span("release rank memory"):
                     learner.release_memory(("optimizer", "weights") if self._offload else ())

@@ -14,8 +14,9 @@ from ray.exceptions import RayTaskError
 
 from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.engines.base import EngineDied
-from rlinf_vl.rollout.pool import RolloutPool
+from rlinf_vl.rollout.pool import RolloutPool, Taken
 from rlinf_vl.runtime.ray_process import ActorsLost, wait_for_all
+from rlinf_vl.transport import STORED
 from rlinf_vl.transport.broadcast import TIMEOUT, WeightGroup
 from rlinf_vl.transport.buckets import BUCKET_BYTES, WeightsDiffer
 from rlinf_vl.transport.sender import Offer
@@ -30,7 +31,8 @@ class WeightSync:
     """Call it to send the actors' weights to every engine, as this version. The first call carries fingerprints: it fails unless
     the engines receive, and where they can tell have, what the ranks sent.
 
-    A call that fails leaves `busy` set: engines may be waiting for weights that will not come.
+    `begin` queues a sync behind what the ranks are doing, so that engines get weights as soon as they are trained, whatever the
+    controller is busy with. A call that fails leaves `busy` set: engines may be waiting for weights that will not come.
     """
 
     def __init__(
@@ -49,9 +51,16 @@ class WeightSync:
         self._pool = pool
         self._backend = "nccl" if device == "cuda" else "gloo"
         self._checked = False
+        self._begun: tuple[int, list[ray.ObjectRef], list[Taken]] | None = None  # version, offers, who takes them
         self._joined = -1  # replaced workers when the process group was made
         actors.call("set_weight_sync", strategy, bucket_bytes)
         log.info("weights are synced by %s", strategy)
+
+    def begin(self, version: int) -> None:
+        """Queue this version's sync, which a call ends. Through the object store only: if a rank dies before it has offered, a
+        worker's wait for the offer fails, and ends."""
+        if self.strategy in STORED:
+            self._begun = version, *self._offer(version)
 
     def __call__(self, version: int) -> dict[str, float]:
         """Returns its metrics, `sync/…`."""
@@ -60,12 +69,14 @@ class WeightSync:
             self._pool.replace_dead()
             if self._joined != self._pool.restarts:
                 self._join()
-        offered = self._queue("sender.offer", version, not self._checked)
-        taken = self._pool.take_weights(self.strategy, offered, version, spare=self._spare)
+        begun, offered, taken = self._begun or (version, *self._offer(version))
+        assert begun == version, f"version {begun} is on its way, not {version}"
+        self._begun = None
         delivered = self._queue("sender.deliver")
         if self.strategy == "broadcast":
-            self._wait("a weight broadcast", offered + taken + delivered, TIMEOUT.total_seconds())
-            seconds = ray.get(taken)
+            references = [reference for *_, reference in taken]
+            self._wait("a weight broadcast", offered + references + delivered, TIMEOUT.total_seconds())
+            seconds = ray.get(references)
         else:
             self._actors.wait(offered + delivered)  # first: a worker that waits for a dead rank is not to blame
             seconds = self._pool.settle(taken)
@@ -73,6 +84,10 @@ class WeightSync:
         self._checked = True
         self.busy = False
         return Offer.metrics(ray.get(offered), [s for s in seconds if s is not None])
+
+    def _offer(self, version: int) -> tuple[list[ray.ObjectRef], list[Taken]]:
+        offered = self._queue("sender.offer", version, not self._checked)
+        return offered, self._pool.take_weights(self.strategy, offered, version, spare=self._spare)
 
     def _queue(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         return [rank.call.remote(method, *arguments) for rank in self._actors.ranks]

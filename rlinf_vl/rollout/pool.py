@@ -56,6 +56,10 @@ class _RayWorker:
         kill(self.actor, self.process)
 
 
+#: The number of a slot, the worker in it, and its answer to come.
+Taken = tuple[int, _RayWorker, ray.ObjectRef]
+
+
 async def answer(reference: ray.ObjectRef) -> Any:
     """What a call returned. Raises WorkerDied if its worker, or the engine, is dead."""
     try:
@@ -188,17 +192,17 @@ class RolloutPool:
 
     def take_weights(
         self, strategy: str, offers: Sequence[ray.ObjectRef], version: int, spare: Callable[[], Sequence[ray.ObjectRef]]
-    ) -> list[ray.ObjectRef]:
-        """Have every worker take the weights that the ranks offer, or will; returns references to wait for. When a worker is
-        replaced, `spare` gives the same weights as buckets in the object store."""
+    ) -> list[Taken]:
+        """Have every worker take the weights that the ranks offer, or will; returns what to wait for. When a worker is replaced,
+        `spare` gives the same weights as buckets in the object store."""
         self._supervisor.weights = (spare, version)
-        return [worker.take_weights.remote(strategy, offers, version) for worker in self.workers]
+        workers = [(slot.number, slot.worker) for slot in self._supervisor.slots]
+        return [(i, worker, worker.actor.take_weights.remote(strategy, offers, version)) for i, worker in workers]
 
-    def settle(self, taken: Sequence[ray.ObjectRef]) -> list[float | None]:
+    def settle(self, taken: Sequence[Taken]) -> list[float | None]:
         """Wait for what `take_weights` began; the seconds for which each engine was written. A worker that dies or hangs meanwhile
         is replaced by one with the spare weights (None)."""
-        slots = zip(self._supervisor.slots, taken, strict=True)
-        settled = [self._supervisor.settle(slot.number, slot.worker, answer(reference)) for slot, reference in slots]
+        settled = [self._supervisor.settle(i, worker, answer(reference)) for i, worker, reference in taken]
         return [future.result() for future in settled]
 
     def release_tags(self) -> tuple[str, ...]:

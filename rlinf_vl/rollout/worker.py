@@ -29,7 +29,7 @@ from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.runtime.ray_process import own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
-from rlinf_vl.transport import received, shared_memory
+from rlinf_vl.transport import STORED, received, shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import Label, WeightsDiffer
 from rlinf_vl.transport.delta import Delta
@@ -196,7 +196,7 @@ class RolloutRank:
             WeightsDiffer: a label has a fingerprint, and what came, or what the engine then holds, has another.
         """
         labels = [label for offer in await asyncio.gather(*offers) for label in offer.labels]
-        if strategy in ("object_store", "delta"):
+        if strategy in STORED:
             labels = await asyncio.gather(*labels)  # buckets: views of the object store, not copies
         elif strategy == "shared_memory":
             labels = shared_memory.at(shared_memory.place_of(self.device), labels)

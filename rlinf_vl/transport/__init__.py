@@ -14,7 +14,7 @@ from rlinf_vl.transport.buckets import pack, unpack
 from rlinf_vl.transport.delta import Delta, DeltaSender, Patch, patches
 from rlinf_vl.transport.sender import ObjectStoreSender, Sender
 
-__all__ = ["SENDERS", "pack", "received", "resolve_weight_sync", "unpack"]
+__all__ = ["SENDERS", "STORED", "pack", "received", "resolve_weight_sync", "unpack"]
 
 SENDERS: dict[str, type[Sender]] = {
     "object_store": ObjectStoreSender,
@@ -22,6 +22,10 @@ SENDERS: dict[str, type[Sender]] = {
     "broadcast": BroadcastSender,
     "shared_memory": shared_memory.SharedMemorySender,
 }
+
+
+#: Those whose labels are references to what is in Ray's object store.
+STORED = ("object_store", "delta")
 
 
 def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_actors: bool) -> str:

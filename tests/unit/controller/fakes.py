@@ -165,7 +165,8 @@ class FakeLearner:
         self.checked.append(int(self.fetched[0].split("-")[1]))
         return [(i.group, i.loss_tokens, self.difference * i.loss_tokens, self.blank_difference) for i in items]
 
-    def update(self, step, minibatches, advantages, recorded, kl_scale):
+    def update(self, step, minibatches, advantages, recorded, kl_scale, then):
+        then()
         self.trained.append(list(self.fetched))
         trained = sorted(
             (i.group, i.index) for mini in minibatches for rank in mini for items in rank.micro_batches for i in items
@@ -225,13 +226,21 @@ class FakeRun:
         self.data = RunData(sampler, val_rows, answers=Counter(), total_steps=total, bad_rows=bad_rows)
         self.progress = RunProgress(StatusFile(run_dir), console=Console(file=io.StringIO()))
         self.log = RunLog(self.config, run_dir, "", self.progress)
+        self.begun = 0  # version of a sync that is queued
 
-    def sync(self, version: int) -> dict[str, float]:
+    def begin(self, version: int) -> None:
+        """A sync that is queued; the call that ends it follows in the same step."""
+        self.begun = version
+
+    def __call__(self, version: int) -> dict[str, float]:
+        assert self.begun in (0, version)
+        self.begun = 0
         self.pool.weight = self.learner.weight
         self.pool.versions.append(version)
         return {"sync/bytes": 8}
 
     def train(self) -> dict[str, float]:
+        self.begun = 0
         gpu = SharedGpu(self.pool, shared=False, offload=False)
         return train(
             self.config,
@@ -241,7 +250,7 @@ class FakeRun:
             self.run_dir,
             self.stop,
             gpu=gpu,
-            sync=self.sync,
+            sync=self,
             log=self.log,
             start=self.start,
         )

@@ -29,6 +29,8 @@ class FakeSync:
         assert way == ("shared_memory" if len(learner.ranks) == 2 else "object_store") and learner.told == ["start"]
         self.learner, self.pool, self.busy = learner, pool, False
 
+    def begin(self, version): ...
+
     def __call__(self, version):
         self.busy = True
         self.strike(version)
