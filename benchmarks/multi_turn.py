@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf_vl.engines.base import Engine
+from rlinf_vl.engines.sglang.engine import SglangEngine
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.envs import EnvMaker, StepResult
 from rlinf_vl.models.families import family_of
@@ -79,9 +80,9 @@ class Prefilling:
         self.engine = engine
 
     def submit(self, requests: Sequence[Request]) -> list:
-        if not isinstance(self.engine, TorchEngine):
-            self.engine.version += 1  # names the prefix cache
-            self.engine.towers += 1  # and this the images whose embeddings are kept
+        if isinstance(self.engine, SglangEngine):
+            self.engine.requests.updates += 1  # names the prefix cache
+            self.engine.requests.towers += 1  # and this the images whose embeddings are kept
         return self.engine.submit([replace(request, sessions=()) for request in requests])
 
     def __getattr__(self, name: str) -> Any:
@@ -176,11 +177,9 @@ def main() -> None:
     ids: dict[str, list] = {}
     for repeat in range(args.repeats + 1):  # the first is a warm-up
         for name, player in players.items():
-            if not isinstance(engine, TorchEngine):
-                engine.version, engine.towers = (
-                    engine.version + 1,
-                    engine.towers + 1,
-                )  # nothing of an earlier run is found
+            if isinstance(engine, SglangEngine):
+                engine.requests.updates += 1  # nothing of an earlier run is found
+                engine.requests.towers += 1
             before, start, cpu = engine.prefilled_tokens, time.perf_counter(), time.process_time()
             groups = asyncio.run(play(player, args.groups, args.samples, sampling))
             if repeat:

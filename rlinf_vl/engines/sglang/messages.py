@@ -86,8 +86,11 @@ def sent_images(
     ]
 
 
-def as_sample(output: dict[str, Any], stop_ids: Sequence[int], prompt: int, mixture: Mixture | None) -> Sample:
-    """One of SGLang's outputs, for a prompt of so many tokens; with routes where there is a `mixture`."""
+def as_sample(
+    output: dict[str, Any], stop_ids: Sequence[int], prompt: int, mixture: Mixture | None, interrupted: bool = False
+) -> Sample:
+    """One of SGLang's outputs, for a prompt of so many tokens; with routes where there is a `mixture`. One that SGLang gave up has
+    failed, unless it was `interrupted`."""
     meta = output["meta_info"]
     scored = meta.get("output_token_logprobs") or []
     ids = np.asarray(output["output_ids"], np.int32)
@@ -101,7 +104,21 @@ def as_sample(output: dict[str, Any], stop_ids: Sequence[int], prompt: int, mixt
         reason = "stop"
     logprobs = np.asarray([entry[0] for entry in scored], np.float32)
     routes = None if mixture is None else routes_of(meta.get("routed_experts"), prompt + len(ids), mixture)
-    return Sample(ids, logprobs, versions, reason if reason in ("stop", "length") else "error", routes=routes)
+    if reason not in ("stop", "length") and not (reason == "abort" and interrupted):
+        reason = "error"
+    return Sample(ids, logprobs, versions, reason, routes=routes)
+
+
+def joined(before: Sample, more: Sample, sampling: SamplingParams) -> Sample:
+    """A sample that was interrupted, and what was drawn behind it; a last token that ends it ends it, though it was interrupted."""
+    pairs = (before.ids, more.ids), (before.logprobs, more.logprobs), (before.versions, more.versions)
+    ids, logprobs, versions = map(np.concatenate, pairs)
+    reason = more.finish_reason
+    if reason == "abort" and len(ids) and int(ids[-1]) in sampling.stop_ids:
+        reason = "stop"
+    elif reason == "abort" and len(ids) == sampling.max_new_tokens:
+        reason = "length"
+    return Sample(ids, logprobs, versions, reason, routes=more.routes)
 
 
 def routes_of(told: str | None, tokens: int, mixture: Mixture) -> np.ndarray:

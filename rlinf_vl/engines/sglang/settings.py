@@ -101,6 +101,8 @@ class Settings:
             if self.deterministic:
                 # Without rl_on_policy_target: with it SGLang gives image prompts plain positions instead of M-RoPE.
                 arguments["enable_deterministic_inference"] = True
+        if self.keep_kv:  # with it, an update in place labels a token too many as new
+            arguments["disable_overlap_schedule"] = True
         if self.report_routes:
             arguments["enable_return_routed_experts"] = True
         return arguments | dict(self.more)

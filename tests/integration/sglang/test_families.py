@@ -156,7 +156,7 @@ def test_what_is_exported_loads_in_sglang(member, tmp_path):
     save_model(other, made.family, tmp_path)
     asked = UpdateWeightFromDiskReqInput(model_path=str(tmp_path), load_format="auto")
     assert engine.host.run(engine.host.manager.update_weights_from_disk, asked).result()[0]
-    engine.towers += 1
+    engine.requests.towers += 1
     assert furthest(engine, made, other, [made.request(k, 2) for k in images_of(made)]) <= TOLERANCE
     engine.load_weights([made.weights()], version=0)
 

@@ -111,14 +111,14 @@ def test_a_tower_that_stays_encodes_an_image_once_and_one_that_changes_again(eng
         return max(off(r, completion.samples[0]) for r, completion in zip(requests, done, strict=True)) < TOLERANCE
 
     language, tower = toy.perturbed("language_model")[1], toy.perturbed("visual")[1]
-    monkeypatch.setattr(engine.pixels, "_pixels", lambda image: np.zeros_like(toy.pixels(image)))
-    engine.pixels.close()
+    monkeypatch.setattr(engine.requests.pixels, "_pixels", lambda image: np.zeros_like(toy.pixels(image)))
+    engine.requests.pixels.close()
     engine.load_weights([language], version=1)
     assert logprobs_are_those_of(toy.with_weights(language)), "its pixels were read again"
     engine.load_weights([tower], version=2)
     assert not logprobs_are_those_of(toy.with_weights(language | tower))
     monkeypatch.undo()
-    engine.pixels.close()
+    engine.requests.pixels.close()
     engine.load_weights([{name: tower[name]} for name in tower], version=3)
     assert logprobs_are_those_of(toy.with_weights(language | tower))
 

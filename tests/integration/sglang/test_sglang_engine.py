@@ -219,11 +219,11 @@ def test_release_and_restore_memory(engine, toy, caplog):
 
 
 def test_timeout_and_cancellation_abort(engine, toy, monkeypatch):
-    monkeypatch.setattr(engine, "request_timeout_s", 0.1)
+    monkeypatch.setattr(engine.requests, "timeout_s", 0.1)
     timed = engine.submit([toy.request(1, 16, max_new_tokens=450)])[0]
     with pytest.raises(TimeoutError, match="0.1 s"):
         timed.result(30)
-    monkeypatch.setattr(engine, "request_timeout_s", 60)
+    monkeypatch.setattr(engine.requests, "timeout_s", 60)
     cancelled = engine.submit([toy.request(1, 16, max_new_tokens=450)])[0]
     time.sleep(0.3)
     assert cancelled.cancel()
@@ -235,7 +235,7 @@ def test_timeout_and_cancellation_abort(engine, toy, monkeypatch):
 def test_more_requests_than_fit_at_once(engine, toy):
     requests = [toy.request(k % 2, 4, seed=k, max_new_tokens=4) for k in range(40)]
     assert all(len(c.samples) == 4 for c in engine.generate(requests))
-    assert engine.in_flight == 0
+    assert engine.requests.in_flight == 0
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ def test_an_image_is_told_from_another_of_its_size_and_found_again(engine, toy):
 
 def test_pixels_are_held_until_a_request_is_answered_or_given_up(engine, toy):
     def held():
-        return sum(file.holds for file in engine.pixels._files)
+        return sum(file.holds for file in engine.requests.pixels._files)
 
     assert engine.generate([toy.request(2, 2, seed=s) for s in range(3)])
     assert not held()

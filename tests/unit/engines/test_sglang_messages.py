@@ -12,7 +12,7 @@ from rlinf_vl.data.unusable import ImageError
 from rlinf_vl.engines.sglang import messages
 from rlinf_vl.engines.sglang.pixels import MappedPatches, PixelFiles
 from rlinf_vl.models.families import Mixture
-from rlinf_vl.types import ImageRef, Request, SamplingParams
+from rlinf_vl.types import ImageRef, Request, Sample, SamplingParams
 
 PAD = 9
 
@@ -135,3 +135,30 @@ def test_routes_are_those_of_the_layers_that_have_a_mixture():
         routes = messages.routes_of(base64.b64encode(told.tobytes()).decode(), 5, Mixture((0, 2), experts, 2))
         assert routes.dtype == dtype and routes.tolist() == [[*told[t, 0], *told[t, 2]] for t in range(4)] + [[0] * 4]
     assert not messages.routes_of(None, 5, Mixture((0, 2), 8, 2)).any()
+
+
+@pytest.mark.parametrize(
+    ("drawn", "reason", "interrupted", "expected"),
+    [
+        ([4, 5], "abort", True, "abort"),
+        ([4, 5], "abort", False, "error"),  # SGLang gave up by itself
+        ([], "abort", True, "abort"),  # it had not begun
+        ([4, 9], "abort", True, "stop"),  # the very last token was an end id: nothing is left to draw
+        ([4, 5, 6], "abort", True, "length"),
+        ([4, 5, 6], "length", True, "length"),
+        ([4], "timeout", True, "error"),
+    ],
+)
+def test_an_interrupted_sample_is_joined_with_what_follows(drawn, reason, interrupted, expected):
+    """Two tokens of version 3, then `drawn` by version 4; at most five, or up to id 9."""
+    begun = Sample(np.array([1, 2], np.int32), np.float32([-1, -2]), np.array([3, 3], np.int32), "abort")
+    meta = {
+        "output_token_logprobs": [(-float(token), token, None) for token in drawn],
+        "weight_versions": [{"version": "4", "start": 0, "end": len(drawn)}],
+        "finish_reason": {"type": reason},
+    }
+    more = messages.as_sample({"output_ids": drawn, "meta_info": meta}, (9,), 7, None, interrupted)
+    whole = messages.joined(begun, more, SamplingParams(max_new_tokens=5, stop_ids=(9,)))
+    assert whole.finish_reason == expected
+    assert whole.ids.tolist() == [1, 2, *drawn] and whole.versions.tolist() == [3, 3] + [4] * len(drawn)
+    assert whole.logprobs.tolist() == [-1, -2, *(-token for token in drawn)]

@@ -11,9 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from adapters import peft_model
 from tiny import answered, banned, tiny_model, transformers_inputs, transformers_logprobs
 from tiny import request as tiny_request
 
+from rlinf_vl.config.schema import LoraConfig
+from rlinf_vl.models.lora import is_adapter
 from rlinf_vl.types import Request, Sample, SamplingParams, TokenSequence
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
@@ -123,6 +126,26 @@ def test_what_was_recomputed_serves_the_next_turn(engine_of, monkeypatch):
     (next_turn,) = engine.generate([following])
     assert engine.prefilled_tokens - before == 1 + 3
     assert_explained([following], [next_turn], by_version)
+
+
+def test_adapters_alone_are_swapped(engine_of, monkeypatch):
+    """The base's weights stay; expected is peft's own model."""
+    settings = LoraConfig(rank=4, alpha=8)
+    engine, asked = engine_of(adapters=settings), requests(2)
+    by_version = [peft_model("qwen3_vl", settings) for _ in range(3)]
+    for version, model in enumerate(by_version):
+        torch.manual_seed(version)
+        for name, p in model.named_parameters():
+            if is_adapter(name):
+                p.data = 0.2 * version * torch.randn(p.shape)
+    stops = stopping(engine, (3, 12), monkeypatch)
+    futures = engine.submit(asked)
+    for version, _ in enumerate(stops, 1):
+        adapters = [(name, p.detach()) for name, p in by_version[version].named_parameters() if is_adapter(name)]
+        assert adapters
+        engine.load_weights([dict(adapters)], version)
+    done = [future.result(timeout=60) for future in futures]
+    assert_explained(asked, done, by_version)
 
 
 def kept_logprobs(family, by_version, request, sample):

@@ -1,7 +1,10 @@
 """Whole conversations through the real engine: what is trained was sampled, once, and the trainer's model scores it alike."""
 
+import threading
+
 import pytest
-from accounting import DROPS, END, assert_accounted, assert_scored_alike, conversations
+import torch
+from accounting import DROPS, END, assert_accounted, assert_explained, assert_scored_alike, conversations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +39,45 @@ def test_dropped_thoughts_make_sequences_that_share_what_they_can(toy, seed, tur
                 said = trajectory.sequences[turn.sequence].ids[turn.start : turn.end]
                 thought = END in toy.processor.decode(said)
                 assert (following.sequence > turn.sequence) == thought
+
+
+@pytest.fixture
+def updating(toy, toy_folder):
+    """Have the engine take weights all the time, as one version after the other; a function that gives them by version."""
+    models = []
+    for k in range(3):
+        model = toy.model.__class__.from_pretrained(toy_folder, dtype=torch.float32).eval()
+        generator = torch.Generator().manual_seed(k)
+        for p in model.parameters():
+            p.data += 0.1 * k * p.data.std(correction=0) * torch.randn(p.shape, generator=generator)
+        models.append(model)
+    first, stop = toy.engine.version, threading.Event()
+    own = {name: p.detach().clone() for name, p in toy.model.named_parameters()}
+
+    def update():
+        while not stop.wait(0.03):
+            version = toy.engine.version + 1
+            weights = models[(version - first) % 3].named_parameters()
+            toy.engine.load_weights([{name: p.detach() for name, p in weights}], version)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    yield lambda: {version: models[(version - first) % 3] for version in range(first, toy.engine.version + 1)}
+    stop.set()
+    thread.join()
+    toy.engine.load_weights([own], toy.engine.version + 1)
+
+
+@pytest.mark.parametrize("template", [None, DROPS], ids=["whole history", "dropped thoughts"])
+def test_conversations_go_on_while_weights_come(toy, updating, template):
+    """Each token, of each turn, is of the version that it says; weights come within answers and between turns."""
+    with pytest.MonkeyPatch.context() as patch:
+        if template:
+            patch.setattr(toy.processor.tokenizer, "chat_template", template)
+            patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
+        groups, asked = conversations(toy, 20, 4, 2, 20)
+    assert_accounted(toy, groups, asked)
+    assert assert_explained(toy, updating(), groups) > 3
 
 
 @pytest.mark.parametrize("template", [None, DROPS], ids=["whole history", "dropped thoughts"])
