@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
@@ -86,8 +86,10 @@ class ActorRank:
         kl_scale: float,
     ) -> tuple[dict, Logprobs]:
         """`Trainer.update` on the fetched groups, which are then released. Returns the state of its metrics, and logprobs."""
-        profile = self.config.runner.profile
-        seed = 1_000_003 * self.config.runner.seed + step
+        runner, profile = self.config.runner, self.config.runner.profile
+        if runner.schedule != "sync":
+            check_fresh(self.groups.values(), step - 1 - runner.max_staleness)
+        seed = 1_000_003 * runner.seed + step
         profiled = step in profile.steps and self.rank in profile.ranks
         with profiler(run_folder(self.config), step, self.rank) if profiled else nullcontext():
             sums, logprobs = self.trainer.update(
@@ -133,6 +135,16 @@ class ActorRank:
         if dist.is_initialized():
             dist.destroy_process_group()
         flush_spans()
+
+
+def check_fresh(groups: Iterable[Group], oldest: int) -> None:
+    """Assert that no sampled token is from weights before version `oldest`."""
+    for group in groups:
+        for sequence in group.sequences:
+            versions = sequence.versions[sequence.loss_mask]
+            assert not versions.size or versions.min() >= oldest, (
+                f"{group.id} has tokens of version {versions.min()}; runner.max_staleness allows {oldest} and later"
+            )
 
 
 ActorWorker = ray.remote(concurrency_groups={"health": 1, "checkpoint": 1})(ActorRank)  # pyright: ignore[reportCallIssue]  # an option that Ray's overloads lack

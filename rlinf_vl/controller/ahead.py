@@ -18,6 +18,8 @@ Invariants:
 
 import logging
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -53,13 +55,13 @@ class _Asked:
 
 
 class Ahead:
-    """Per step: `draw`, train, `trained`, then `sync` where one is due."""
+    """Per step: `draw`, train, `trained`, then `sync` where one is due. `version` is that of the engines' weights."""
 
     def __init__(
         self, config: Config, pool: Pool, data: RunData, log: RunLog, sync: Callable[[int], dict[str, float]]
     ) -> None:
         """`sync`: sends the learner's weights to all engines, as this version; returns its metrics."""
-        self.version = 0  # of the engines' weights
+        self.version = 0
         self._config = config
         self._pool = pool
         self._data = data
@@ -71,6 +73,8 @@ class Ahead:
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._submissions: list[Submission] = []
         self._next_label = (0, 0)
+        self._drawn = time.monotonic()  # when the last step had its groups
+        self._idle = 0.0  # seconds since the last step began in which no group was under way
 
     # --- for the loop ---------------------------------------------------------------------------------------------------
 
@@ -88,6 +92,7 @@ class Ahead:
         size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling
         while not self._events.empty():
             self._receive()
+        level = {"schedule/finished": len(self._asked) - len(self._flying), "schedule/under_way": len(self._flying)}
         self._ask(step, self._wanted_before(step))
         rounds, tied = 1, list[_Asked]()
         while (chosen := self._choose(step, tied, last_round=rounds >= dynamic.max_rounds)) is None:
@@ -118,7 +123,13 @@ class Ahead:
             [(asked.task, asked.result) for asked in sorted(part, key=lambda asked: asked.label) if asked.result]
             for part in (chosen, dropped)
         )
-        return Drawn(kept, dropped, [asked.task for asked in stale], metrics)
+        if self._schedule != "sync":
+            metrics |= level | {"schedule/dropped": len(stale), "schedule/engines_waited": self._idle}
+            metrics |= staleness([summary for _, (summary, _) in kept], step, self._staleness)
+            self._idle = 0.0
+        seconds, self._drawn = time.monotonic() - self._drawn, time.monotonic()
+        stale_tasks = [asked.task for asked in stale]
+        return Drawn(kept, dropped, stale_tasks, metrics, seconds if self._schedule != "sync" else 0.0)
 
     def trained(self) -> list[list[int]]:
         """Once a step is trained on what it drew: (step and number of its id, row, epoch) of each group that is left."""
@@ -229,7 +240,10 @@ class Ahead:
     def _submit(self, asked: Sequence[_Asked]) -> None:
         if asked:
             self._asked |= {one.task.group_id: one for one in asked}
-            self._submissions = [s for s in self._submissions if len(s.arrived) < len(s.tasks)]
+            ended = [s.ended for s in self._submissions if s.ended is not None]
+            if ended and len(ended) == len(self._submissions):
+                self._idle += time.monotonic() - max(ended)
+            self._submissions = [s for s in self._submissions if s.ended is None]
             self._submissions.append(self._pool.submit([one.task for one in asked], self._events))
 
     def _receive(self) -> None:
@@ -243,3 +257,20 @@ class Ahead:
                     asked.result = event
                 else:  # it was dropped, or is trained and came again
                     self._pool.release([event[0]])
+
+
+def staleness(summaries: Sequence[GroupSummary], step: int, most: int) -> dict[str, float]:
+    """How far the weights of these groups (the oldest of each) and of their tokens are behind those of the step before: metrics,
+    with the shares by versions behind, 0 … `most`."""
+    groups = Counter(step - 1 - s.min_version for s in summaries if s.min_version >= 0)
+    tokens: Counter[int] = Counter()
+    for summary in summaries:
+        tokens.update({step - 1 - version: n for version, n in summary.version_tokens.items()})
+    if not groups:
+        return {}
+    mean = sum(behind * n for behind, n in groups.items()) / groups.total()
+    metrics = {"schedule/staleness_mean": mean, "schedule/staleness_max": float(max(groups))}
+    for kind, counts in (("groups", groups), ("tokens", tokens)):
+        for behind in range(most + 1):
+            metrics[f"schedule/{kind}_{behind}_behind"] = counts[behind] / max(1, counts.total())
+    return metrics

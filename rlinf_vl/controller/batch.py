@@ -23,11 +23,13 @@ from rlinf_vl.types import GroupSummary
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Finished groups, and the plan of which rank trains and scores what. `generated` has the groups that were dropped, too."""
+    """Finished groups, and the plan of which rank trains and scores what. `generated` has the groups that were dropped, too;
+    `scored` those that were sampled for the mismatch guard."""
 
     summaries: list[GroupSummary]
     groups: list[ray.ObjectRef]
     plan: StepPlan
+    scored: list[GroupSummary]
     to_score: list[tuple[RankMiniBatch, ...]]
     metrics: dict[str, float]
     generated: list[GroupSummary]
@@ -43,21 +45,26 @@ def rollout(
         drawn = ahead.draw(step)
         dropped = [summary for _, (summary, _) in drawn.dropped]
         tasks, results = map(list, zip(*drawn.kept, strict=True))
+        n = len(tasks)
+        if ahead.version == step - 1:
+            tasks += guard.anew(step, tasks, [summary for summary, _ in results])
+        results += pool.submit(tasks[n:]).results() if tasks[n:] else []
         while True:
-            summaries, groups = map(list, zip(*results, strict=True))
+            scored, groups = map(list, zip(*results, strict=True))
+            summaries = scored[:n]
             generated = summaries + dropped
             check_errors(generated, log)
             plan = plan_of(summaries, config, learner)
-            to_score = guard.plan(log.step, summaries)
+            to_score = guard.plan(step, scored)
             lost = learner.fetch_groups([*plan.minibatches, *to_score], groups)
             if not lost:
                 break
             log.event("groups_lost", f"{len(lost)} groups died with their worker; sampled again")
             for k, result in zip(lost, pool.submit([tasks[k] for k in lost]).results(), strict=True):
                 results[k] = result
-    pool.release(dropped)
-    metrics = drawn.metrics | plan.metrics | summarize_rollout(generated, log.timings["time/generate"])
-    return Rollout(summaries, groups, plan, to_score, metrics, generated, drawn.ledger)
+    pool.release(dropped + scored[n:])
+    metrics = drawn.metrics | plan.metrics | summarize_rollout(generated, drawn.seconds or log.timings["time/generate"])
+    return Rollout(summaries, groups[:n], plan, scored, to_score, metrics, generated, drawn.ledger)
 
 
 def plan_of(summaries: Sequence[GroupSummary], config: Config, learner: Learner) -> StepPlan:

@@ -42,12 +42,14 @@ def make_tasks(
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Groups of a step, each with its task: those to train on, those that dynamic sampling drops, and those that are too stale."""
+    """Groups of a step, each with its task: those to train on, those that dynamic sampling drops, and those that are too stale.
+    `seconds`: since the step before had its groups, where generation goes on meanwhile; else 0."""
 
     kept: list[tuple[Task, tuple[GroupSummary, ray.ObjectRef]]]
     dropped: list[tuple[Task, tuple[GroupSummary, ray.ObjectRef]]]
     stale: list[Task]
     metrics: dict[str, float]
+    seconds: float = 0.0
 
     @property
     def ledger(self) -> dict[str, list]:

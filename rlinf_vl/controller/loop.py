@@ -115,7 +115,7 @@ def train(
                 metrics |= batch.metrics | data.counts
                 metrics |= {"rollout/worker_restarts": pool.restarts, "actor/restarts": log.count("actors_restarted")}
                 gpu.to_ranks(learner)
-                metrics |= guard.check(step, batch.summaries, batch.to_score)
+                metrics |= guard.check(step, batch.scored, batch.to_score)
                 synced = due(runner.weight_sync_interval, step, total)
                 early = synced and not gpu.shared and runner.schedule != "one_step_off"  # which waits for groups first
                 then = partial(sync.begin, step) if early else lambda: None

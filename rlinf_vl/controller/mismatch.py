@@ -1,13 +1,14 @@
 """The mismatch guard: does the engine sample from the trainer's policy, and does it see the images?
 
 The trainer scores a handful of fresh trajectories, once as they are and once with blank images. If the engine's logprobs
-fit the blank ones better, the engine is blind; if they fit neither, its weights are not the trainer's.
+fit the blank ones better, the engine is blind; if they fit neither, its weights are not the trainer's. Only trajectories are
+compared that were sampled from the weights that the trainer has; where generation runs ahead, some are sampled for that.
 """
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.config.schema import Config
@@ -16,6 +17,7 @@ from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.step_plan import item_of, trainable
 from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item, plan_micro_batches
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.types import GroupSummary
 
 #: Trajectories scored per class of image count.
@@ -39,7 +41,7 @@ class EngineMismatch(RunError):
 
 
 class MismatchGuard:
-    """Judges a process's first step, step 1 and every `runner.mismatch_check_interval` steps: `plan`, then `check`."""
+    """Judges a process's first step, step 1 and every `runner.mismatch_check_interval` steps: `anew`, `plan`, then `check`."""
 
     def __init__(self, config: Config, learner: Learner, log: RunLog) -> None:
         trained = config.actor.fsdp_config.mixed_precision.param_dtype
@@ -50,10 +52,19 @@ class MismatchGuard:
         self._precision = max(trained, config.rollout.model.precision, key=NOISE.__getitem__)
         self._checked = False
 
+    def _due(self, step: int) -> bool:
+        return self._interval > 0 and (not self._checked or step % self._interval == 0)
+
+    def anew(self, step: int, tasks: Sequence[Task], summaries: Sequence[GroupSummary]) -> list[Task]:
+        """What to sample besides, one answer each, because no group of this step is from the weights that the trainer has."""
+        if not self._due(step) or pick(summaries, step - 1):
+            return []
+        chosen = [tasks[item.group] for item in pick(summaries)]
+        return [replace(t, group_id=f"check-{t.group_id}", seeds=t.seeds[:1], corruption=None) for t in chosen]
+
     def plan(self, step: int, summaries: Sequence[GroupSummary]) -> list[tuple[RankMiniBatch, ...]]:
         """Which rank scores what, as one mini-batch; none on a step without a check."""
-        due = self._interval > 0 and (not self._checked or step % self._interval == 0)
-        items = pick(summaries) if due else []
+        items = pick(summaries, step - 1) if self._due(step) else []
         if not items:
             return []
         plan = plan_micro_batches(
@@ -80,13 +91,16 @@ def image_class(images: int) -> str:
     return {0: "no_image", 1: "one_image"}.get(images, "more_images")
 
 
-def pick(summaries: Sequence[GroupSummary]) -> list[Item]:
-    """The trajectories to score: of each image class, one from each of the first `PER_CLASS` groups that have a trainable one."""
+def pick(summaries: Sequence[GroupSummary], version: int | None = None) -> list[Item]:
+    """The trajectories to score: of each image class, one from each of the first `PER_CLASS` groups that have a trainable one; with
+    `version`, only of groups sampled from these weights alone."""
     picked: Counter[str] = Counter()
     items = []
     for g, summary in enumerate(summaries):
         kind = image_class(summary.images)
         usable = trainable(summary)
+        if version is not None and (summary.min_version, summary.max_version) != (version, version):
+            continue
         if usable and picked[kind] < PER_CLASS:
             picked[kind] += 1
             items.append(item_of(g, usable[0], summary))

@@ -58,6 +58,7 @@ class Submission:
         """`events`: where events go, if several submissions are to be waited for at once."""
         self.tasks = list(tasks)
         self.arrived: set[str] = set()
+        self.ended: float | None = None  # by `time.monotonic`
         self.events: SimpleQueue[Event] = SimpleQueue() if events is None else events
         self._check = check
         self._close = close

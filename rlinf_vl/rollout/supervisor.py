@@ -9,6 +9,7 @@ One thread with an event loop does all of it: nothing else changes slots and sub
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -374,6 +375,7 @@ class Supervisor(Generic[W]):
         if submission not in self._open:
             return
         self._open.remove(submission)
+        submission.ended = time.monotonic()
         submission.events.put(error)
         for slot in self.slots:
             slot.given.pop(submission, None)

@@ -182,6 +182,7 @@ class GroupSummary:
     turn_thoughts: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # `Trajectory.turn_thoughts` of each
     cuts: tuple[int, ...] = ()  # `Trajectory.cuts` of each
     corrupted: tuple[bool, ...] = ()  # `Trajectory.corrupted` of each
+    version_tokens: dict[int, int] = field(default_factory=dict)  # sampled tokens by the version of their weights
     parts: tuple[dict[str, float], ...] = ()  # `Trajectory.reward_parts` of each, but for `UNGRADABLE`
 
     @classmethod
@@ -204,6 +205,7 @@ class GroupSummary:
             errors=tuple(t.error for t in group.trajectories),
             min_version=int(seen.min()) if seen.size else -1,
             max_version=int(seen.max()) if seen.size else -1,
+            version_tokens=dict(zip(*(part.tolist() for part in np.unique(seen, return_counts=True)), strict=True)),
             images=len(images),
             patches=sum(math.prod(grid) for _, grid in images),
             image_bytes={i.hash: len(i.data) for i in (*(image for image, _ in images), *group.shown.values())},

@@ -72,7 +72,7 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
 
         batch = rollout(1, ahead, config, pool, learner, guard, log)
         kill_the_worker(pool)
-        assert guard.check(1, batch.summaries, batch.to_score)["mismatch/one_image"] < 1e-4
+        assert guard.check(1, batch.scored, batch.to_score)["mismatch/one_image"] < 1e-4
         before = weights_of(learner)
         infinite = [[(math.inf,)] * 8] * 6
         assert learner.update(1, batch.plan.minibatches, infinite)[0]["actor/skipped_steps"] == 1

@@ -1,11 +1,15 @@
 """Generation ahead of training: what is asked for when, what a step trains on, what is left to the next process."""
 
+import random
 import signal
+from dataclasses import replace
+from queue import SimpleQueue
 
 import pytest
 from unit.controller.fakes import FakePool, FakeRun
 
 from rlinf_vl.controller.loop import RunState
+from rlinf_vl.rollout.submission import Submission
 from rlinf_vl.runtime.stop_request import Interrupted
 
 APART = "cluster.component_placement={actor: 0, rollout: 1}"
@@ -31,6 +35,64 @@ def test_a_schedule_asks_for_groups_as_far_ahead_as_it_may_and_for_none_beyond_t
     assert sum(run.learner.trained, []) == sum(run.pool.asked, []), "all are trained, in order"
     assert [line["groups"] for line in run.rows("ledger")] == run.learner.trained
     assert not run.pool.alive and run.pool.versions == [1, 2, 3, 4, 5, 6]
+
+
+class Slow(FakePool):
+    """Groups arrive in an order of their own, some of them only after several weight syncs; a few tie."""
+
+    def __init__(self, seed: int, late: float) -> None:
+        super().__init__()
+        self.random, self.late = random.Random(seed), late
+        self.waiting: list[tuple[int, int, Submission, tuple]] = []  # first sync after which it may arrive, number, …
+
+    def submit(self, tasks, events=None):
+        done = super().submit(tasks, SimpleQueue())
+        submission = Submission(tasks, self.arrive, lambda closed: self.close(closed), events)
+        self.alive -= {task.group_id for task in tasks}  # until they have arrived
+        for _ in tasks:
+            wait = self.random.randint(1, 3) if self.random.random() < self.late else 0
+            self.waiting.append((len(self.versions) + wait, self.random.randrange(99), submission, done.events.get()))
+        return submission
+
+    def close(self, closed):
+        closed.ended = closed.ended or 0.0
+        self.waiting = [entry for entry in self.waiting if entry[2] is not closed]
+
+    def arrive(self):
+        """One group; a late one before its time only if nothing else can."""
+        if self.waiting:
+            entry = min(self.waiting, key=lambda e: (max(e[0], len(self.versions)), e[1]))
+            self.waiting.remove(entry)
+            _, _, submission, (summary, group) = entry
+            newest = self.versions[-1] if self.versions else 0
+            sampled = {v: 1 for v in range(summary.min_version, newest + 1)}
+            submission.events.put((replace(summary, max_version=newest, version_tokens=sampled), group))
+            submission.arrived.add(summary.id)
+            self.alive.add(summary.id)
+
+
+@pytest.mark.parametrize("stale_groups", ["wait", "drop"])
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_nothing_is_trained_staler_than_the_bound_however_late_groups_come(tmp_path, schedule, staleness, stale_groups):
+    for seed in range(3):
+        keys = f"runner.schedule={schedule}", f"runner.max_staleness={staleness}", f"runner.stale_groups={stale_groups}"
+        pool = Slow(seed, late=0.3)
+        run = FakeRun(tmp_path / str(seed), *PLAIN, *keys, "runner.max_steps=9", "runner.save_interval=-1", pool=pool)
+        run.train()
+        rows = run.rows()
+        assert [row["step"] for row in rows] == list(range(1, 10))
+        assert max(row["schedule/staleness_max"] for row in rows) <= staleness
+        for row in rows:
+            assert sum(row[f"schedule/groups_{k}_behind"] for k in range(staleness + 1)) == pytest.approx(1)
+            assert sum(row[f"schedule/tokens_{k}_behind"] for k in range(staleness + 1)) == pytest.approx(1)
+        lines = run.rows("ledger")
+        trained = [group for line in lines for group in line["groups"]]
+        stale = [group for line in lines for group in line.get("stale_groups", ())]
+        assert len(trained) == 36 == len(set(trained)) and not set(trained) & set(stale)
+        assert sum(row["schedule/dropped"] for row in rows) == len(stale)
+        assert not stale or stale_groups == "drop"
+        assert not pool.alive, "a group was not released"
 
 
 @pytest.mark.parametrize("schedule", ["one_step_off", "async"])

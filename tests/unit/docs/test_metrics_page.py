@@ -11,7 +11,7 @@ import rlinf_vl
 
 PACKAGE = Path(rlinf_vl.__file__).parent
 PAGE = PACKAGE.parent / "docs/metrics.md"
-METRIC = re.compile(r"(?:reward|val|actor|mismatch|rollout|packing|data|sync|time)/[a-z0-9_]+")
+METRIC = re.compile(r"(?:reward|val|actor|mismatch|rollout|packing|data|schedule|sync|time)/[a-z0-9_]+")
 
 
 def metrics_of(tree: ast.Module, phases: set[str]) -> Iterator[str]:
