@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -77,10 +78,9 @@ def run(
         if grades_answers(load_env_class(config.rollout.env_class, config.runner.code_files)):
             write_baselines(run_dir, data.answers)
         gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
-        sync = load_model(learner)
-        logger.info("started in %.0f s; training to step %d", time.monotonic() - began, data.total_steps)
-        stop.grace_period, stop.graceful = config.runner.grace_period, True
+        sync: WeightSync | None = None
         lost: ActorsLost | None = None
+        restarts = Counter[Folder | None]()  # by the checkpoint gone back to
         outcome: dict[str, float] | Interrupted | None = None
         while outcome is None:
             try:
@@ -88,13 +88,18 @@ def run(
                     learner.kill()
                     stop.check()
                     set_damaged_aside(home, partial(log.event, "checkpoint_damaged"))
-                    count_restart(lost, config.runner.max_restarts, newest_checkpoint(home, start), log)
+                    back = newest_checkpoint(home, start)
+                    count_restart(lost, restarts[back], config.runner.max_restarts, back, log)
+                    restarts[back] += 1
                     pool.forget_weights()
-                    if sync.busy:
+                    if sync is not None and sync.busy:
                         pool.replace_all("they may wait for weights that will not come")
                     pool.release()
                     learner = ranks_again(config, model_path, reservation, log, stop)
-                    sync = load_model(learner)
+                sync = load_model(learner)
+                stop.grace_period, stop.graceful = config.runner.grace_period, True
+                if lost is None:
+                    logger.info("started in %.0f s; training to step %d", time.monotonic() - began, data.total_steps)
                 outcome = train(config, pool, learner, data, home, stop, gpu=gpu, sync=sync, log=log, start=start)
             except ActorsLost as error:
                 lost = error
@@ -141,12 +146,12 @@ def ranks_again(
         time.sleep(POLL_S)
 
 
-def count_restart(lost: ActorsLost, limit: int, checkpoint: Folder | None, log: RunLog) -> None:
-    """Record that the learner starts again; raises `TooManyRestarts` if it has done so `limit` times."""
-    if log.count("actors_restarted") >= limit:
+def count_restart(lost: ActorsLost, times: int, limit: int, checkpoint: Folder | None, log: RunLog) -> None:
+    """Record that the learner starts again; raises `TooManyRestarts` if it has done so `limit` times from this checkpoint."""
+    if times >= limit:
         raise TooManyRestarts(
-            f"{lost}. The actor ranks were started again {limit} times before (runner.max_restarts); the last complete "
-            f"checkpoint is {checkpoint or 'none'}"
+            f"{lost}. The actor ranks were started again {limit} times before (runner.max_restarts) without a further checkpoint; "
+            f"the last complete one is {checkpoint or 'none'}"
         ) from lost
     back = f"the run goes back to {checkpoint or 'its start: it has no checkpoint yet'}"
     log.event("actors_restarted", f"{lost}; the actor ranks start again, {back}")

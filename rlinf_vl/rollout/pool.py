@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
@@ -61,17 +61,17 @@ Taken = tuple[int, _RayWorker, ray.ObjectRef]
 
 
 async def answer(reference: ray.ObjectRef) -> Any:
-    """What a call returned. Raises WorkerDied if its worker, or the engine, is dead."""
+    """What a call returned. Raises WorkerDied if its worker, the engine, their node or the answer is lost."""
     try:
         return await reference
-    except RayActorError as error:
-        raise WorkerDied(cause_of(error), in_constructor=error.actor_init_failed) from error
     except RayTaskError as error:
         if isinstance(error.cause, EngineDied):
             raise WorkerDied(str(error.cause)) from error
         if isinstance(error.cause, ObjectLostError):  # the weights: nothing else is sent to a worker as an object
             raise ActorsLost(f"weights are lost on their way to a rollout worker: {error.cause}") from error
         raise
+    except RayError as error:
+        raise WorkerDied(cause_of(error), in_constructor=getattr(error, "actor_init_failed", False)) from error
 
 
 class RolloutPool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -65,9 +65,15 @@ def where() -> tuple[str, int]:
 
 
 def entry(name: str, process: ray.ObjectRef, restarts: int) -> dict[str, object]:
-    """What `StatusFile` says of a living actor; `process`: the actor's `where`."""
-    node, pid = ray.get(process)
-    return {"name": name, "node": node[:8], "pid": pid, "state": "alive", "restarts": restarts}
+    """What `StatusFile` says of an actor; `process`: the actor's `where`. Never waits: one that has not answered yet is starting
+    again, or waits for a node."""
+    node, pid, state = "", 0, "restarting"
+    if ray.wait([process], timeout=0)[0]:
+        try:
+            (node, pid), state = ray.get(process), "alive"
+        except RayError:
+            state = "dead"
+    return {"name": name, "node": node[:8], "pid": pid, "state": state, "restarts": restarts}
 
 
 def kill(actor, process: ray.ObjectRef) -> None:
@@ -137,6 +143,7 @@ def wait_for_all(
 
     Raises:
         ActorsLost: an actor died or hangs, or the calls take longer than `timeout` seconds.
+        RayActorError: an actor's constructor failed.
         RayTaskError: a call failed while all actors live, or with one of `own_faults`.
     """
     hearts = {name: Heartbeat(actor.process.remote, heartbeat_timeout) for name, actor in actors.items()}
@@ -146,10 +153,12 @@ def wait_for_all(
         done, waiting = ray.wait(waiting, num_returns=1, timeout=HEARTBEAT_PERIOD_S / 5)
         try:
             ray.get(done)
-        except ObjectLostError as error:
-            raise ActorsLost(f"what an actor returned is lost: {cause_of(error)}") from error
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
+            if not isinstance(error, RayActorError | RayTaskError):  # its node, or what it returned
+                raise ActorsLost(f"an actor is lost: {cause_of(error)}") from error
             if isinstance(error, RayActorError):
+                if error.actor_init_failed:  # as that of any other would
+                    raise
                 dead = error
             elif isinstance(error.cause, own_faults):
                 raise

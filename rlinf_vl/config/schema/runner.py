@@ -132,7 +132,8 @@ class RunnerConfig:
     heartbeat_timeout: float = key(120.0, POSITIVE)
     """Seconds without an answer after which a rollout worker or an actor rank is taken for hung, and replaced."""
     max_restarts: int = key(3, NOT_NEGATIVE)
-    """Times that a run starts its actor ranks again, from the last complete checkpoint, when one of them dies or hangs."""
+    """Times that a run starts its actor ranks again, from the last complete checkpoint, when one of them dies or hangs; counted anew
+    from each checkpoint on."""
     max_bad_steps: int = key(3, AT_LEAST_1)
     """Steps in a row with a gradient that is not finite, each of them skipped, after which the run stops."""
     code_files: dict[str, str] = field(default_factory=dict)

@@ -113,7 +113,7 @@ class FakePool:
         self.alive = self.alive - gone
 
     def entries(self):
-        return [{"name": "rollout 0", "restarts": self.restarts}]
+        return [{"name": "rollout 0", "state": "alive", "restarts": self.restarts}]
 
     # what `run` needs beside the loop
 
@@ -191,7 +191,7 @@ class FakeLearner:
         self.weight = json.loads(Path(folder, "weight.json").read_text())
 
     def entries(self, restarts):
-        return [{"name": "actor 0", "restarts": restarts}]
+        return [{"name": "actor 0", "state": "alive", "restarts": restarts}]
 
     def release_memory(self, parts):
         pass

@@ -162,6 +162,27 @@ def test_learners_that_keep_dying_end_the_run(monkeypatch, tmp_path):
     assert run.pool.told.count("stop") == 0 and len(run.learners) == 3
 
 
+def test_restarts_are_counted_anew_from_each_checkpoint(monkeypatch, tmp_path, undisturbed):
+    run = Started(monkeypatch, tmp_path, "runner.max_restarts=2", strike=once(2, 2, 4, 5))
+    run()
+    assert FakeRun(tmp_path).metrics() == undisturbed and len(run.learners) == 5
+
+
+def test_ranks_that_die_while_a_run_starts_are_replaced(monkeypatch, tmp_path, undisturbed):
+    starts = iter([ActorsLost("actor rank 0 died")])
+
+    def start(learner, total_steps):
+        for lost in starts:
+            raise lost
+        learner.told.append("start")
+
+    monkeypatch.setattr(FakeLearner, "start", start)
+    run = Started(monkeypatch, tmp_path)
+    run()
+    assert FakeRun(tmp_path).metrics() == undisturbed
+    assert [learner.told for learner in run.learners] == [["kill"], ["start", "stop"]]
+
+
 def test_a_run_that_is_told_to_stop_ends_its_parts(monkeypatch, tmp_path):
     run = Started(monkeypatch, tmp_path, strike=lambda step: setattr(run.stop, "number", signal.SIGTERM))
     with pytest.raises(Interrupted):
