@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 from rlinf_vl.code import check_code, load_code
@@ -110,7 +110,8 @@ class EnvMaker:
         return cls, (dict(self.kwargs) if is_the_runs else {}) | own
 
 
-def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+@lru_cache  # to look takes longer than to make most environments
+def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     """Keywords that a constructor names."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {name: p for name, p in inspect.signature(cls).parameters.items() if p.kind in kinds}

@@ -7,6 +7,7 @@ engine and the trainer use this one class with one setting of pixel limits, so b
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,9 @@ from transformers import AutoTokenizer
 from rlinf_vl.data.images import decode, image_size
 from rlinf_vl.models.families import Family, ImageProcessor
 from rlinf_vl.types import ImageRef
+
+#: Texts of ids that are kept: an answer is decoded for its environment, for its reward and to be shown.
+TEXTS = 512
 
 
 class Processor:
@@ -36,6 +40,7 @@ class Processor:
         self.stop_ids = family.stop_ids(self.tokenizer, str(path), trust_remote_code)
         self.merge_size = 1
         self.image_token_id = -1  # no token's, where the family reads no images
+        self._decoded = lru_cache(TEXTS)(self._decode)
         self._image_processor: ImageProcessor | None = None
         if not family.vision_tower:
             return
@@ -87,7 +92,10 @@ class Processor:
 
     def decode(self, ids: np.ndarray) -> str:
         """Text of response ids, special tokens left out."""
-        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return self._decoded(ids.astype(np.int32, copy=False).tobytes())
+
+    def _decode(self, ids: bytes) -> str:
+        return self.tokenizer.decode(np.frombuffer(ids, np.int32).tolist(), skip_special_tokens=True)
 
 
 class PixelCache:

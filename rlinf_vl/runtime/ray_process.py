@@ -150,7 +150,7 @@ def wait_for_all(
     waiting = list(pending)
     deadline = time.monotonic() + timeout
     while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=HEARTBEAT_PERIOD_S / 5)
+        done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=HEARTBEAT_PERIOD_S / 5)
         try:
             ray.get(done)
         except RayError as error:
