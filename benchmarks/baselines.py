@@ -132,15 +132,18 @@ def floor_seconds(
     width = text.num_attention_heads * text.head_dim * text.num_hidden_layers
     work["attention"] = pairs * width * (2 * forwards + 4)
     mean = int(np.mean([g.prefix_length for g in groups]))
+    at_once = len(groups) if device == "cuda" else 1  # a kernel for packed rows attends all of them
     seconds["attention"] = (
         2
         * work["attention"]
-        / _rate(answers // len(groups), text.head_dim, mean, device, dtype, text.num_attention_heads)
+        / _rate(answers // len(groups), text.head_dim, mean, device, dtype, text.num_attention_heads * at_once)
     )
     seen = sum(math.prod(grid) ** 2 for grid in grids)
     inside = seen * vision.hidden_size * vision.depth * (2 * encodings + (0 if frozen_tower else 4))
     work["vision"] += inside
-    seconds["vision"] += 2 * inside / _rate(512, vision.hidden_size // vision.num_heads, 512, device, dtype, 4)
+    seconds["vision"] += (
+        2 * inside / _rate(512, vision.hidden_size // vision.num_heads, 512, device, dtype, 4 * at_once)
+    )
     return {f"{p}_seconds": s for p, s in seconds.items()} | {f"{p}_multiply_adds": float(w) for p, w in work.items()}
 
 
@@ -154,13 +157,16 @@ def _rate(m: int, k: int, n: int, device: str, dtype: torch.dtype, batch: int | 
     """FLOP/s of [m, k] · [k, n] (of `batch` of them at once), the best of several runs."""
     lead = () if batch is None else (batch,)
     a, b = (torch.randn(*lead, *shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
+    multiply = (lambda: matmul(a, b)) if batch is None else (lambda: a @ b)
     best, flops = float("inf"), 2 * m * k * n * (batch or 1)
+    at_once = 20 if device == "cuda" else 1  # a launch and a wait take as long as a small product
     until = time.perf_counter() + 0.25
     runs = 0
     while runs < 5 or time.perf_counter() < until:
         start = time.perf_counter()
-        matmul(a, b) if batch is None else a @ b
+        for _ in range(at_once):
+            multiply()
         if device == "cuda":
             torch.cuda.synchronize()
-        best, runs = min(best, time.perf_counter() - start), runs + 1
+        best, runs = min(best, (time.perf_counter() - start) / at_once), runs + 1
     return flops / best

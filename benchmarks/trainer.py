@@ -6,7 +6,8 @@
 All in one run, on the same rows, weights and loss (which must agree):
 - shared: this trainer as it is: prompts and images once, no pass that is not needed.
 - packed: the same trainer, each trajectory with its own copy of prompt and image, and a pass for the old logprobs.
-- padded (CPU, or with --padded): transformers' model with eager attention, rows padded, logits of all positions.
+- padded (CPU, or with --padded): transformers' model, rows padded, logits of all positions; attention is eager on a CPU, SDPA
+  on CUDA, and autocast computes in bfloat16 where ours does.
 - floor: the multiply-adds that must be done, each shared thing once, at the rate of matrix products of the same shapes.
 - bf16 (a CPU with AMX): shared, computing in bfloat16 with float32 master weights, steps in turn with float32 ones.
 - TRL's GRPOTrainer on the same model, rows and completion lengths, with generation (--peer-python: an interpreter that has
@@ -15,6 +16,7 @@ All in one run, on the same rows, weights and loss (which must agree):
 
 import argparse
 import copy
+import gc
 import json
 import os
 import platform
@@ -354,9 +356,13 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
 
     if args.padded:
         console.log("padded")
+        if args.device == "cuda":  # its four copies of a 2B model need the room
+            del trainer, alone
+            gc.collect()
+            torch.cuda.empty_cache()
         model, reference = (
             AutoModelForImageTextToText.from_pretrained(
-                folder / "model", dtype=torch.float32, attn_implementation="eager"
+                folder / "model", dtype=torch.float32, attn_implementation="sdpa" if args.device == "cuda" else "eager"
             )
             for _ in range(2)
         )
@@ -368,7 +374,8 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
             model, reference, optimizer, groups, plan.advantages, pixels, processor.image_token_id, processor.pad_id,
             clip=CLIP, kl_beta=KL_BETA, tis_clip=TIS_CLIP,
         )  # fmt: skip
-        padded, padded_loss, _ = timed(padded_once, max(1, args.repeats - 2))
+        with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bf16"):
+            padded, padded_loss, _ = timed(padded_once, max(1, args.repeats - 2))
         assert abs(loss - padded_loss) < 1e-4 or args.dtype != "fp32", (loss, padded_loss)
         figures |= {"padded_seconds": padded, "ratio_shared_vs_padded": padded / shared}
         del model, reference, optimizer

@@ -73,7 +73,9 @@ def write_model(folder: Path, shape: str, dtype: torch.dtype = torch.float32) ->
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    Qwen3VLForConditionalGeneration(config).to(dtype).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # 2 billion random numbers take a CPU a minute
+        model = Qwen3VLForConditionalGeneration(config)
+    model.to(dtype).save_pretrained(folder)
     write_toy_files(folder)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         settings = json.loads((folder / name).read_text())

@@ -3,18 +3,23 @@ time. No tensor is [T, vocab], in forward or backward: backward computes each ch
 
 import torch
 
+from rlinf_vl.models.kernels import fused
 from rlinf_vl.models.kernels.products import add_matmul, bfloat16_products, matmul
 
 #: Bytes of one chunk's float32 logits by default, by device type: what fits a CPU's caches, and what keeps a GPU busy.
 CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**30}
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, banned: torch.Tensor | None):
-    """float32 logits [C, V] of one chunk, divided by the temperature, banned ids at -inf."""
+def _product(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    """float32 logits [C, V] of one chunk."""
     if hidden_CH.dtype != torch.float32:
-        logits = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
-    else:
-        logits = matmul(hidden_CH, weight_VH.t())
+        return torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
+    return matmul(hidden_CH, weight_VH.t())
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, banned: torch.Tensor | None):
+    """`_product`, divided by the temperature, banned ids at -inf."""
+    logits = _product(hidden_CH, weight_VH)
     if temperature != 1.0:
         logits = logits.div_(temperature)
     return logits if banned is None else logits.index_fill_(1, banned, -torch.inf)
@@ -28,25 +33,20 @@ class _Head(torch.autograd.Function):
         targets, logprobs = _columns(targets), _columns(found)
         lse = hidden.new_empty(n, 1, dtype=torch.float32)
         entropy = torch.empty_like(lse[:, 0]) if with_entropy else None
+        mask = _mask(banned, weight)
         with bfloat16_products(hidden):
             rows, matrix = _operands(hidden, weight)
             for start in range(0, n, chunk):
                 part = slice(start, start + chunk)
-                logits = _logits(rows[part], matrix, temperature, banned)
-                top = logits.amax(dim=1, keepdim=True)
-                logits.sub_(top)
-                logprobs[part] = logits.gather(1, targets[part])  # less the log of the sum, below
-                if entropy is None:
-                    logsum = logits.exp_().sum(dim=1, keepdim=True).log_()
-                else:  # H = log Σ e^x - Σ e^x x / Σ e^x
-                    p = logits.exp()
-                    total = p.sum(dim=1, keepdim=True)
-                    if banned is not None:
-                        logits.index_fill_(1, banned, 0.0)  # p = 0 there; 0 · -inf would be NaN
-                    logsum = total.log()
-                    entropy[part] = (logsum - p.mul_(logits).sum(dim=1, keepdim=True).div_(total)).squeeze(1)
-                logprobs[part] -= logsum
-                lse[part] = logsum.add_(top)
+                if _is_fused(hidden, targets):
+                    logits = _product(rows[part], matrix)
+                    lse[part], of_part = fused.head_statistics(logits, mask, temperature, with_entropy)
+                    logprobs[part] = logits.gather(1, targets[part]).div_(temperature).sub_(lse[part])
+                else:
+                    logits = _logits(rows[part], matrix, temperature, banned)
+                    logprobs[part], lse[part], of_part = _statistics(logits, banned, targets[part], with_entropy)
+                if entropy is not None and of_part is not None:
+                    entropy[part] = of_part
         ctx.save_for_backward(hidden, weight, targets, banned, lse, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
@@ -55,7 +55,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
         saved, saved_weight, targets, banned, lse, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(saved)
+        grad_hidden, mask = torch.empty_like(saved), _mask(banned, saved_weight)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(saved_weight.shape, dtype=torch.float32, device=saved_weight.device)
@@ -63,13 +63,18 @@ class _Head(torch.autograd.Function):
             hidden, weight = _operands(saved, saved_weight)
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                columns = (
+                columns = [
                     x if x is None else _columns(x[part]) for x in (targets, lse, grad_logprobs, entropy, grad_entropy)
-                )
-                # No name for the logits: it would hold 0.6 GiB of the flagship's into the next chunk.
-                grad = _grad_logits(_logits(hidden[part], weight, ctx.temperature, banned), banned, *columns)
-                if ctx.temperature != 1.0:
-                    grad.div_(ctx.temperature)
+                ]
+                # The logits are let go of: they would be 0.6 GiB of the flagship's beside the next chunk's.
+                if _is_fused(saved, targets):
+                    logits = _product(hidden[part], weight)
+                    grad = fused.head_gradient(logits, mask, ctx.temperature, columns, saved.dtype)
+                    del logits
+                else:
+                    grad = _grad_logits(_logits(hidden[part], weight, ctx.temperature, banned), banned, *columns)
+                    if ctx.temperature != 1.0:
+                        grad.div_(ctx.temperature)
                 grad_hidden[part] = matmul(grad.to(saved.dtype), saved_weight)
                 if grad_weight is None:
                     continue
@@ -78,6 +83,34 @@ class _Head(torch.autograd.Function):
                 else:
                     grad_weight += torch.mm(grad.to(weight.dtype).t(), hidden[part], out_dtype=torch.float32)
         return grad_hidden, None if grad_weight is None else grad_weight.to(saved_weight.dtype), *[None] * 5
+
+
+def _is_fused(hidden: torch.Tensor, targets_RK: torch.Tensor) -> bool:
+    return fused.serves(hidden) and targets_RK.shape[1] == 1
+
+
+def _mask(banned: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
+    """uint8 [V], 1 where an id is banned."""
+    if banned is None:
+        return None
+    return torch.zeros(len(weight), dtype=torch.uint8, device=weight.device).index_fill_(0, banned, 1)
+
+
+def _statistics(logits, banned, targets, with_entropy: bool):
+    """(logprobs of the targets [C, K], log Σ e^x [C, 1], entropy [C] or None). Overwrites the logits [C, V]."""
+    top = logits.amax(dim=1, keepdim=True)
+    logits.sub_(top)
+    logprobs = logits.gather(1, targets)
+    if not with_entropy:
+        logsum, entropy = logits.exp_().sum(dim=1, keepdim=True).log_(), None
+    else:  # H = log Σ e^x - Σ e^x x / Σ e^x
+        p = logits.exp()
+        total = p.sum(dim=1, keepdim=True)
+        if banned is not None:
+            logits.index_fill_(1, banned, 0.0)  # p = 0 there; 0 · -inf would be NaN
+        logsum = total.log()
+        entropy = (logsum - p.mul_(logits).sum(dim=1, keepdim=True).div_(total)).squeeze(1)
+    return logprobs.sub_(logsum), logsum.add_(top), entropy
 
 
 def _columns(x: torch.Tensor) -> torch.Tensor:

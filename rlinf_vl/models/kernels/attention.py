@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from rlinf_vl.models.kernels.products import bfloat16_products, has_bfloat16_units
 from rlinf_vl.models.transfer import on_device
@@ -191,15 +192,29 @@ class Varlen:
 
     def forward(self, q, k, v, scale):
         out, lse, self.rng, self.unused, _ = _varlen(
-            q, k, v, *self.cu, *self.longest, 0.0, self.causal, False, scale=scale
+            *map(_to_eighths, (q, k, v)), *self.cu, *self.longest, 0.0, self.causal, False, scale=scale
         )
-        return out, lse.t().contiguous()
+        return out[..., : q.shape[2]], lse.t().contiguous()
 
     def backward(self, grad, q, k, v, out, lse, scale):
-        return _varlen_backward(
-            grad.contiguous(), q, k, v, out, lse.t().contiguous(), *self.cu, *self.longest, 0.0, self.causal,
-            self.rng, self.unused, scale=scale,
-        )  # fmt: skip
+        tensors = map(_to_eighths, (grad.contiguous(), q, k, v, out))
+        grads = _varlen_backward(
+            *tensors,
+            lse.t().contiguous(),
+            *self.cu,
+            *self.longest,
+            0.0,
+            self.causal,
+            self.rng,
+            self.unused,
+            scale=scale,
+        )
+        return tuple(x[..., : q.shape[2]] for x in grads)
+
+
+def _to_eighths(x: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] with zeros behind each head up to a multiple of 8, which the kernel asks for."""
+    return F.pad(x, (0, -x.shape[2] % 8)) if x.shape[2] % 8 else x
 
 
 class Matmul:

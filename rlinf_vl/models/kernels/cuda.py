@@ -1,9 +1,11 @@
-"""The parts of a layer on CUDA, with the names of `kernels.cpu`: PyTorch's own operations, fused where it has them (RMSNorm in
-both directions, SiLU), and autograd's backwards. The backwards of `kernels.cpu` were measured on CPUs only."""
+"""The parts of a layer on CUDA, with the names of `kernels.cpu`: rotation and SwiGLU by `kernels.fused`, RMSNorm by PyTorch's fused
+kernel in both directions. Where Triton is missing, and on `meta`, PyTorch's operations and autograd's backwards stand in."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from rlinf_vl.models.kernels import fused
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -13,6 +15,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    if fused.serves(x):
+        return fused.rotate(x, cos, sin)
     turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat((-second, first), -1) * sin
@@ -20,6 +24,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if fused.serves(gate):
+        return fused.swiglu(gate, up)
     return F.silu(gate) * up
 
 

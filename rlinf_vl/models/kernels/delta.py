@@ -13,14 +13,19 @@ chunk adds to its state S is K̃ᵀ V (Yang et al. 2024, "Parallelizing linear t
 Only V and S' of one chunk need those of the chunk before. The rest is computed for all chunks of the row at once.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import torch
+from packaging.version import Version
 from torch.nn import functional as F
 
 from rlinf_vl.models.kernels.delta_layout import Chunks, DeltaLayout, Edges
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +77,18 @@ def _rule_for(device: str, dtype: torch.dtype) -> Callable | None:
     if device != "cuda" or dtype == torch.float32:
         return None
     try:
+        import triton  # pyright: ignore[reportMissingImports]
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
     except ImportError:
+        return None
+    broken = Version("3.4.0") <= Version(triton.__version__) < Version("3.7.1")
+    if broken and torch.cuda.get_device_capability() == (9, 0) and find_spec("tilelang") is None:
+        # flash-linear-attention raises in its backward then (its issue 640: wrong gradients on Hopper)
+        logger.warning(
+            "Triton %s computes wrong gradients of flash-linear-attention on Hopper GPUs: gated delta nets are computed by "
+            "PyTorch's operations, slowly; install triton>=3.7.1 (it comes with torch>=2.14) or tilelang",
+            triton.__version__,
+        )
         return None
     return chunk_gated_delta_rule
 
