@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -19,16 +20,24 @@ from rlinf_vl.runtime.files import write_aside
 
 REASON_LINES, TRACE_LINES = 40, 8
 """Lines that a reason has at most, and a traceback in it, its last ones."""
+DELAY_S = 0.25
+OFTEN = {"phase", "progress", "step"}
 PACKAGES = ("rlinf_vl", "torch", "transformers", "ray", "sglang", "numpy", "datasets", "math-verify", "tokenizers")
 """Packages whose versions matter to a result."""
 
 
 class StatusFile:
-    """status.json, replaced as a whole at every change. A run goes on if it can't be written."""
+    """status.json, replaced as a whole. A run goes on if it can't be written.
+
+    What changes several times a step (`OFTEN`) is written within `DELAY_S`: to replace a file takes milliseconds on some disks.
+    """
+
+    _due: threading.Timer | None = None  # writes what is not written yet
 
     def __init__(self, run_dir: Path) -> None:
         now = time.time()
         self._path = run_dir / "status.json"
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self._status: dict[str, Any] = {
             "pid": os.getpid(),
             "host": platform.node(),
@@ -47,12 +56,26 @@ class StatusFile:
     def update(self, **changes: Any) -> None:
         """Change some of: state (starting, running, done, stopped, failed), reason (why it stopped or failed), step,
         total_steps, phase, progress ({done, total} or None), workers ({name, node, pid, state, restarts} each)."""
-        now = time.time()
+        now, often = time.time(), changes.keys() <= OFTEN
         if changes.get("phase", self._status["phase"]) != self._status["phase"]:
             changes = {"phase_since": now} | changes
-        self._status |= changes | {"time": now}
-        with suppress(OSError), write_aside(self._path, durable=False) as aside:
-            aside.write_text(json.dumps(self._status))
+        with self._lock:
+            self._status |= changes | {"time": now}
+            if often and self._due is None:
+                self._due = threading.Timer(DELAY_S, self._write)
+                self._due.daemon = True
+                self._due.start()
+        if not often:
+            self._write()
+
+    def _write(self) -> None:
+        with self._writing:
+            with self._lock:
+                content, due, self._due = json.dumps(self._status), self._due, None
+            if due is not None:
+                due.cancel()
+            with suppress(OSError), write_aside(self._path, durable=False) as aside:
+                aside.write_text(content)
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import time
 from dataclasses import asdict
 
 import pytest
@@ -67,7 +68,8 @@ def test_a_run_validates_trains_syncs_saves_and_logs_on_schedule(folder):
     assert phases | {"time/validate", "time/sync"} <= rows[4].keys() and "time/checkpoint" not in rows[4]
     assert phases | {"time/check"} <= rows[1].keys()
     assert phases <= rows[3].keys() and "time/sync" not in rows[3] and rows[3]["time/step"] > rows[3]["time/train"]
-    status = read_status(folder)
+    while (status := read_status(folder))["step"] < 5:  # written in a moment
+        time.sleep(0.01)
     assert (status["state"], status["step"], status["total_steps"]) == ("running", 5, 5)
     assert [worker["name"] for worker in status["workers"]] == ["actor 0", "rollout 0"]
 

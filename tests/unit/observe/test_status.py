@@ -85,3 +85,23 @@ def test_a_torn_file_says_nothing(tmp_path, content):
     assert read_status(tmp_path) == {}
     (tmp_path / "status.json").write_text(content)
     assert read_status(tmp_path) in ({}, {"state": "running", "host": 1})
+
+
+def test_what_changes_several_times_a_step_is_written_soon_and_at_once_with_anything_else(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("rlinf_vl.observe.status.DELAY_S", 0.05)
+    status, write = StatusFile(tmp_path), StatusFile._write
+    monkeypatch.setattr(StatusFile, "_write", lambda self: (write(self), written.append(read_status(tmp_path))))
+    status.update(state="running")
+    for step in range(100):
+        status.update(phase="generate")
+        status.update(step=step, phase="train")
+    while read_status(tmp_path)["step"] < 99:
+        time.sleep(0.01)
+    assert len(written) < 100 and written[-1]["phase"] == "train"
+    status.update(step=100)
+    status.update(state="done", reason="")
+    assert (read_status(tmp_path)["state"], read_status(tmp_path)["step"]) == ("done", 100)
+    count = len(written)
+    time.sleep(0.2)
+    assert len(written) == count, "what was written is not written again"
