@@ -110,7 +110,9 @@ class ActorGroup:
         for rank, share in zip(self.ranks, self._shares, strict=True):
             mine = [mini[share] for mini in minibatches]
             update = rank.update.options(num_returns=2)
-            pending.append(update.remote(step, mine, advantages, frozenset(recorded), kl_scale))
+            named = {item.group for mini in mine for items in mini.micro_batches for item in items}
+            own = {group: advantages[group] for group in named}
+            pending.append(update.remote(step, mine, own, named & set(recorded), kl_scale))
         then()
         metrics = MetricSums.merged(self.wait([state for state, _ in pending])).compute()
         if "actor/tis_square" in metrics:

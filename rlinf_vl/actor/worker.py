@@ -12,7 +12,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from rlinf_vl.actor.batches import RankMiniBatch, TurnKl
+from rlinf_vl.actor.batches import Advantages, RankMiniBatch, TurnKl
 from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.mesh import Mesh, join_ranks
 from rlinf_vl.actor.optimizer import parts_table
@@ -81,8 +81,8 @@ class ActorRank:
         self,
         step: int,
         minibatches: Sequence[RankMiniBatch],
-        advantages: Sequence[Sequence[Sequence[float]]],
-        recorded: frozenset[int],
+        advantages: Advantages,
+        recorded: set[int],
         kl_scale: float,
     ) -> tuple[dict, Logprobs]:
         """`Trainer.update` on the fetched groups, which are then released. Returns the state of its metrics, and logprobs."""

@@ -70,6 +70,7 @@ class Ahead:
         self._schedule = config.runner.schedule
         self._staleness = config.runner.max_staleness if self._schedule != "sync" else 0
         self._asked: dict[str, _Asked] = {}
+        self._flying: dict[str, _Asked] = {}  # those of them that are under way
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._submissions: list[Submission] = []
         self._next_label = (0, 0)
@@ -104,8 +105,9 @@ class Ahead:
                 self._ask(step, min(size, math.ceil((size - good) * max(1, drawn) / max(1, good))))
                 rounds += 1
         metrics: dict[str, float] = {"data/epoch": min(asked.epoch for asked in [*chosen, *tied])}
-        filling = [asked for asked in chosen if asked in tied]
-        dropped = [asked for asked in tied if asked not in chosen]
+        late, taken = set(tied), set(chosen)
+        filling = [asked for asked in chosen if asked in late]
+        dropped = [asked for asked in tied if asked not in taken]
         for asked in chosen:
             self._asked.pop(asked.task.group_id, None)
         if self._schedule == "sync":
@@ -139,7 +141,7 @@ class Ahead:
         """Send the learner's weights to all engines; with `one_step_off`, when no group is under way that the next step must take,
         so that such a group is from one version."""
         if self._schedule == "one_step_off":
-            while any(self._due(asked) <= version + 1 for asked in self._flying):
+            while any(self._due(asked) <= version + 1 for asked in self._flying.values()):
                 self._receive()
         metrics = self._sync(version)
         self.version = version
@@ -150,14 +152,9 @@ class Ahead:
         for submission in self._submissions:
             submission.close()
         self._pool.release([asked.result[0] for asked in self._asked.values() if asked.result])
-        self._asked = {}
+        self._asked, self._flying = {}, {}
 
     # --- which groups, when ---------------------------------------------------------------------------------------------
-
-    @property
-    def _flying(self) -> list[_Asked]:
-        """Groups that are under way."""
-        return [asked for asked in self._asked.values() if asked.result is None]
 
     def _due(self, asked: _Asked) -> int:
         """The last step that can train on the group."""
@@ -193,13 +190,13 @@ class Ahead:
         """The groups to train on, if enough are there. With dynamic sampling, those that tie go to `tied`; in the last round they
         fill up what lacks."""
         size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling.enable
+        flying = self._flying.values()
+        if flying and (self._schedule == "sync" or len(self._asked) - len(flying) < size):
+            return None  # it is asked for every group that comes: this must not look at all of them
         if dynamic:
             found = [asked for asked in self._asked.values() if asked.result and ties(asked.result[0])]
             for asked in found:
                 tied.append(self._asked.pop(asked.task.group_id))
-        flying = self._flying
-        if flying and self._schedule == "sync":
-            return None
         order = sorted((a for a in self._asked.values() if a.result), key=lambda a: (self._due(a), a.label))
         if len(order) < size and dynamic and last_round and not flying:
             order += sorted(tied, key=lambda asked: asked.label)
@@ -218,6 +215,7 @@ class Ahead:
         stale = [asked for asked in self._asked.values() if self._due(asked) <= step]
         for asked in stale:
             del self._asked[asked.task.group_id]
+            self._flying.pop(asked.task.group_id, None)
         self._pool.release([asked.result[0] for asked in stale if asked.result])
         return stale
 
@@ -240,6 +238,7 @@ class Ahead:
     def _submit(self, asked: Sequence[_Asked]) -> None:
         if asked:
             self._asked |= {one.task.group_id: one for one in asked}
+            self._flying |= {one.task.group_id: one for one in asked}
             ended = [s.ended for s in self._submissions if s.ended is not None]
             if ended and len(ended) == len(self._submissions):
                 self._idle += time.monotonic() - max(ended)
@@ -252,9 +251,11 @@ class Ahead:
             if isinstance(event, Resent):
                 for group_id in event.group_ids & self._asked.keys():
                     self._asked[group_id].result = None
+                    self._flying[group_id] = self._asked[group_id]
             elif isinstance(event, tuple):
                 if asked := self._asked.get(event[0].id):
                     asked.result = event
+                    self._flying.pop(event[0].id, None)
                 else:  # it was dropped, or is trained and came again
                     self._pool.release([event[0]])
 

@@ -77,16 +77,12 @@ class _Slot(Generic[W]):
     hang: str | None = None  # why a worker that was to take the current weights was killed
     queue: deque[tuple[Submission, Task]] = field(default_factory=deque)  # its share of what is not sent yet
     given: dict[Submission, dict[str, Task]] = field(default_factory=dict)  # tasks of open submissions, by group
+    answering: dict[tuple[Submission, str], Task] = field(default_factory=dict)  # those of them that have not arrived
     streams: dict[asyncio.Task[None], Submission] = field(default_factory=dict)
 
     @property
     def live(self) -> bool:
         return self.start is not None and self.start.done() and self.start.exception() is None
-
-    @property
-    def unanswered(self) -> list[Task]:
-        """What the worker is answering."""
-        return [task for s, tasks in self.given.items() for name, task in tasks.items() if name not in s.arrived]
 
     def watch(self) -> None:
         """The worker is asked for something: if it was idle, its heartbeat counts from now on."""
@@ -125,6 +121,7 @@ class Supervisor(Generic[W]):
         self._report = report
         self._deaths = 0  # since the last submission that ended well
         self._open: list[Submission] = []
+        self._none_queued = False  # no slot has a task in its queue; False: some may
         self._watcher: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollout-supervisor", daemon=True).start()
@@ -247,7 +244,7 @@ class Supervisor(Generic[W]):
             return
         if groups := sum(map(len, slot.given.values())):
             what = f"and its {groups} groups are sent again"
-        self._suspects.accuse(slot.unanswered)
+        self._suspects.accuse(slot.answering.values())
         self._requeue(slot)
         slot.start = asyncio.create_task(self._start(slot, failed=(what, reason)))
 
@@ -300,7 +297,8 @@ class Supervisor(Generic[W]):
                 submission.events.put(Resent(frozenset(again)))
             submission.arrived -= again
             slot.queue.extendleft((submission, self._suspects.judged(task)) for task in reversed(tasks.values()))
-        slot.given = {}
+        self._none_queued = False
+        slot.given, slot.answering = {}, {}
         for stream in slot.streams:
             stream.cancel()
         slot.streams = {}
@@ -314,20 +312,27 @@ class Supervisor(Generic[W]):
             mine = order[slot.number * share : (slot.number + 1) * share]
             slot.queue += [(submission, self._suspects.judged(task)) for task in mine]
             self._revive(slot)
+        self._none_queued = False
         self._fill()
         self._close_if_done(submission)
 
-    def _fill(self) -> None:
-        """Send live workers as much as they may have: of their share, then of what others have no room for."""
-        live = [slot for slot in self.slots if slot.live]
+    def _fill(self, *slots: _Slot[W]) -> None:
+        """Send live workers (`slots`: only these, which have got room) as much as they may have: of their share, then of what others
+        have no room for. The cost of an answer must not grow with the tasks nor, while its worker has a share, with the workers."""
+        live = [slot for slot in slots or self.slots if slot.live]
         for slot in live:
             self._send(slot, slot.queue)
         for slot in live if self._max_running is not None else ():
-            self._send(slot, max((other.queue for other in self.slots), key=len))
+            if not slot.queue and not self._none_queued:
+                longest = max((other.queue for other in self.slots), key=len)
+                self._none_queued = not longest
+                self._send(slot, longest)
 
     def _send(self, slot: _Slot[W], queue: deque[tuple[Submission, Task]]) -> None:
         """Send a worker the first tasks of a queue, those of each submission as one batch."""
-        unanswered = slot.unanswered
+        if not queue or (self._max_running is None and slot.streams):
+            return
+        unanswered = list(slot.answering.values())
         running = sum(len(task.seeds) for task in unanswered)
         while queue and (self._max_running is not None or not slot.streams):
             submission, batch = queue[0][0], list[Task]()
@@ -345,6 +350,7 @@ class Supervisor(Generic[W]):
                 return
             slot.watch()
             slot.given.setdefault(submission, {}).update({task.group_id: task for task in batch})
+            slot.answering |= {(submission, task.group_id): task for task in batch}
             slot.streams[asyncio.ensure_future(self._stream(slot, submission, batch))] = submission
             unanswered += batch
 
@@ -356,7 +362,8 @@ class Supervisor(Generic[W]):
                 submission.arrived.add(summary.id)
                 self._suspects.clear(slot.given[submission][summary.id])
                 submission.events.put((summary, group))
-                self._fill()
+                slot.answering.pop((submission, summary.id), None)
+                self._fill(slot)
         except WorkerDied as death:
             self._replace(slot, worker, "", str(death))
         except Exception as error:
@@ -378,7 +385,8 @@ class Supervisor(Generic[W]):
         submission.ended = time.monotonic()
         submission.events.put(error)
         for slot in self.slots:
-            slot.given.pop(submission, None)
+            for group_id in slot.given.pop(submission, ()):
+                slot.answering.pop((submission, group_id), None)
             slot.queue = deque(entry for entry in slot.queue if entry[0] is not submission)
             for stream in [stream for stream, owner in slot.streams.items() if owner is submission]:
                 stream.cancel()

@@ -143,8 +143,10 @@ class Patch:
 
 
 def patches(deltas: Iterable[Delta], device: str) -> Iterator[dict[str, Patch]]:
-    """What changes, by weight, a bucket at a time, from the deltas of all ranks."""
+    """What changes, by weight, a bucket at a time, from the deltas of all ranks. If nothing does, one weight stays as it is: an
+    engine may learn of a version by being written only."""
     in_order = sorted(deltas, key=lambda delta: delta.number)
+    some = False
     for _, bucket in groupby(in_order, key=lambda delta: delta.number):
         found: dict[str, Patch] = {}
         for delta in bucket:
@@ -152,7 +154,11 @@ def patches(deltas: Iterable[Delta], device: str) -> Iterator[dict[str, Patch]]:
             for name, shape, where, values in delta.parts(device):
                 found.setdefault(name, Patch(dtype, shape)).parts.append((where, values))
         if found:
+            some = True
             yield found
+    if not some:
+        name, shape, *_ = in_order[0].pieces[0]
+        yield {name: Patch(getattr(torch, in_order[0].dtype), torch.Size(shape))}
 
 
 @dataclass

@@ -26,7 +26,7 @@ def parts(toy_folder):
     placed = "cluster.component_placement={actor: 0-1, rollout: 0-1}"
     config = load_config("toy-grpo-cpu", [placed, "rollout.model.precision=bf16"])
     with ray_cluster(config), reserve(config) as placement:
-        pool = RolloutPool(config, str(toy_folder), placement.device, placement.rollout)
+        pool = RolloutPool(config, str(toy_folder), placement)
         actors = ActorGroup(config, str(toy_folder), placement.device, placement.actor)
         pool.start()
         actors.start(total_steps=2)

@@ -132,7 +132,8 @@ def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_f
     os.kill(pid, signal.SIGKILL)
     assert_sampled_from(pool, new, toy_folder, 4)  # replaced on the way, and given what the other one has
     assert pool.restarts == restarts + 1
-    pool.load_weights([ray.put(bucket) for bucket in pack(old.named_parameters())], version=0)
+    if sync.strategy != "delta":  # which refuses to change weights of a version that it did not send
+        pool.load_weights([ray.put(bucket) for bucket in pack(old.named_parameters())], version=0)
     sync(version=5)  # the new worker takes part
     assert_sampled_from(pool, new, toy_folder, 5)
 
