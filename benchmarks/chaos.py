@@ -81,7 +81,8 @@ class Cluster:
 
     def start(self, host: Host, wait: str = "60") -> bool:
         try:
-            host.start(RAY_HEAD_FILE=self.head_file, RAY_WAIT_TIMEOUT=wait)
+            lean = [] if host.rank else ["--include-dashboard=false"]
+            host.run(*host.starting(), *lean, RAY_HEAD_FILE=self.head_file, RAY_WAIT_TIMEOUT=wait)
             return True
         except (AssertionError, subprocess.TimeoutExpired) as error:
             print(f"    {host.ip} does not start: {str(error).strip()[-300:]}", flush=True)
