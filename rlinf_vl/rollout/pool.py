@@ -42,9 +42,14 @@ class _RayWorker:
         return await answer(getattr(self.actor, method).remote(*arguments))
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
-        async for reference in self.actor.generate.remote(tasks):
-            for group in await answer(reference):
-                yield group
+        try:
+            async for reference in self.actor.generate.remote(tasks):
+                for group in await answer(reference):
+                    yield group
+        except RayTaskError:
+            raise
+        except RayError as error:  # of the stream, not of one message
+            raise WorkerDied(cause_of(error)) from error
 
     def watch(self) -> None:
         self._heart.restart()
