@@ -96,6 +96,26 @@ def test_delta_sync(tmp_path):
     assert figures["tiny_1e-06: share_mean"] < 0.2
 
 
+def test_weights_in_flight(tmp_path):
+    sizes = [
+        "--groups",
+        "2",
+        "--samples",
+        "4",
+        "--new-tokens",
+        "200",
+        "--every",
+        "0.05",
+        "--repeats",
+        "1",
+        "--check",
+        "2",
+    ]
+    figures = figures_of(tmp_path, "weights_in_flight.py", *sizes)
+    assert figures["recompute_updates"] and figures["keep_updates"]
+    assert figures["recompute_largest_difference"] < 1e-4
+
+
 def test_multi_turn(tmp_path):
     """Keeping prefixes must change nothing that is sampled."""
     sizes = ["--groups", "2", "--samples", "3", "--new-tokens", "4", "--image", "48", "--repeats", "1"]

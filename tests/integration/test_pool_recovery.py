@@ -105,6 +105,35 @@ def test_a_worker_that_dies_in_a_weight_sync_is_replaced_and_so_is_its_replaceme
     assert {summary.min_version for summary, _ in pool.submit(tasks(6)).results()} == {40}
 
 
+def test_weights_are_taken_while_groups_are_sampled_and_a_worker_that_dies_meanwhile_loses_none(pool, buckets):
+    """Its groups are sampled again, by the new weights alone; those of the other one go on, and so have tokens of both versions."""
+    before, first = pool.restarts, 50
+    pool.settle(pool.take_weights("object_store", [ray.put(Offer(buckets))], first, lambda: buckets))
+    submission, slots = pool.submit(tasks(40)), pool._supervisor.slots
+    while not all(slot.streams for slot in slots):
+        time.sleep(0.001)
+    time.sleep(0.1)
+    taken = pool.take_weights("object_store", [ray.put(Offer(buckets))], first + 1, lambda: buckets)
+    os.kill(pid_of(pool, 0), signal.SIGKILL)
+    pool.settle(taken)
+    results = submission.results()
+    assert [summary.id for summary, _ in results] == [f"g{i}" for i in range(40)]
+    assert pool.restarts == before + 1
+    groups = ray.get([reference for _, reference in results])
+    mixed = 0
+    for (summary, _), group in zip(results, groups, strict=True):
+        for sequence in group.sequences:
+            versions = sequence.versions[sequence.loss_mask]
+            assert set(versions.tolist()) <= {first, first + 1} and (versions[1:] >= versions[:-1]).all()
+            assert (sequence.versions[~sequence.loss_mask] == -1).all()
+        seen = [s.versions[s.loss_mask] for s in group.sequences]
+        assert (summary.min_version, summary.max_version) == (min(map(min, seen)), max(map(max, seen)))
+        mixed += summary.min_version < summary.max_version
+    assert mixed, "the weights came when nothing was under way"
+    pool.release([summary for summary, _ in results])
+    assert {summary.min_version for summary, _ in pool.submit(tasks(6)).results()} == {first + 1}
+
+
 def test_workers_that_die_asleep_are_replaced_and_none_stays_asleep(pool):
     """On the CPU nothing is freed, but an engine that generates in its sleep is an error there too."""
     undisturbed, before = tokens(pool, pool.submit(tasks(4)).results()), pool.restarts
