@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf_vl.engines.sglang.messages import BAN
 from rlinf_vl.types import Request
 
 pytestmark = pytest.mark.integration
@@ -22,7 +23,19 @@ def versions(toy):
     return [one, two], [toy.model, toy.with_weights(one), toy.with_weights(one | two)]
 
 
-def running(engine, samples, timeout_s=60):
+@pytest.fixture(autouse=True)
+def endless(running, toy, monkeypatch):
+    """No sample ends before its length: an end id, at which SGLang stops whatever a request says, is banned as images' ids are."""
+    banned = toy.banned.copy()
+    banned[list(toy.processor.stop_ids)] = True
+    monkeypatch.setattr(toy, "banned", banned)
+    bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), BAN)
+    monkeypatch.setattr(running.requests, "bans", bans)
+    yield
+    running.resume()
+
+
+def drawing(engine, samples, timeout_s=60):
     """Wait until SGLang draws so many samples."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
@@ -39,10 +52,10 @@ def explained(toy, models, request, sample):
     return tables[sample.versions, np.arange(len(sample.ids))]
 
 
-def updated(engine, requests, weights, pause_s=0.25):
+def updated(engine, requests, weights, pause_s=0.1):
     """Answers to requests, with these weights loaded one after the other while they are drawn."""
     futures = engine.submit(requests)
-    running(engine, 4)
+    drawing(engine, 4)
     for version, changed in enumerate(weights, 1):
         time.sleep(pause_s)
         engine.load_weights([changed], version=version)
@@ -53,7 +66,7 @@ def test_requests_go_on_by_the_new_weights(engine, toy, versions):
     """Groups with images and without, alone and together; more than SGLang decodes at once, so that some have not begun."""
     weights, models = versions
     requests = [
-        toy.request(k % 3, n, seed=k, max_new_tokens=150, stop_ids=()) for k, n in enumerate([8, 1, 4, 8, 8, 8, 8])
+        toy.request(k % 3, n, seed=k, max_new_tokens=250, stop_ids=()) for k, n in enumerate([8, 1, 4, 8, 8, 8, 8])
     ]
     done = updated(engine, requests, weights)
     seen = set()
@@ -63,8 +76,7 @@ def test_requests_go_on_by_the_new_weights(engine, toy, versions):
             assert (np.diff(sample.versions) >= 0).all()
             expected = explained(toy, models, request, sample)
             np.testing.assert_allclose(sample.logprobs, expected, atol=TOLERANCE)
-            ends = sample.finish_reason == "stop", len(sample.ids) == 150
-            assert any(ends), (sample.finish_reason, len(sample.ids))
+            assert (sample.finish_reason, len(sample.ids)) == ("length", 250)
             seen.add(tuple(np.unique(sample.versions).tolist()))
     assert any(len(s) > 1 for s in seen) and any(2 in s for s in seen), seen
     assert engine.requests.in_flight == engine.requests.asking == 0
@@ -73,11 +85,11 @@ def test_requests_go_on_by_the_new_weights(engine, toy, versions):
 def test_a_later_turn_goes_on_behind_tokens_of_several_versions(engine, toy, versions):
     """The second turn shows a new image and is itself interrupted, while the engine is held."""
     weights, models = versions
-    first = [toy.request(2, seed=40 + k, max_new_tokens=100, stop_ids=()) for k in range(6)]
+    first = [toy.request(2, seed=40 + k, max_new_tokens=160, stop_ids=()) for k in range(6)]
     done = updated(engine, first, weights[:1])
     second = []
     for k, (request, completion) in enumerate(zip(first, done, strict=True)):
-        more = toy.request(1, seed=60 + k, max_new_tokens=100, stop_ids=())
+        more = toy.request(1, seed=60 + k, max_new_tokens=160, stop_ids=())
         parts = zip(
             (request.ids, request.images, request.image_grids), (more.ids, more.images, more.image_grids), strict=True
         )
@@ -85,7 +97,7 @@ def test_a_later_turn_goes_on_behind_tokens_of_several_versions(engine, toy, ver
         ids = np.concatenate([ids, completion.samples[0].ids, more_ids])
         second.append(Request(ids, images + new, np.concatenate([grids, new_grids]), more.sampling, (k,)))
     futures = engine.submit(second)
-    running(engine, 4)
+    drawing(engine, 4)
     engine.pause()
     engine.load_weights([weights[1]], version=2)
     time.sleep(0.3)
@@ -100,14 +112,14 @@ def test_a_later_turn_goes_on_behind_tokens_of_several_versions(engine, toy, ver
 
 def test_half_an_update_samples_nothing(engine, toy, versions):
     weights, models = versions
-    request = toy.request(1, 4, seed=80, max_new_tokens=120, stop_ids=())
+    request = toy.request(1, 4, seed=80, max_new_tokens=250, stop_ids=())
 
     def half():
         yield dict(list(weights[0].items())[:5])
         raise ConnectionError("the sender is gone")
 
     (future,) = engine.submit([request])
-    running(engine, 4)
+    drawing(engine, 4)
     with pytest.raises(ConnectionError):
         engine.load_weights(half(), version=1)
     time.sleep(0.3)
@@ -122,7 +134,7 @@ def test_kept_tokens_are_those_of_decoding_with_swapped_weights(engine, toy, ver
     """Against transformers' incremental decoding, whose weights are swapped where the versions say it."""
     weights, models = versions
     monkeypatch.setattr(engine, "settings", replace(engine.settings, keep_kv=True))
-    request = toy.request(1, 8, seed=90, max_new_tokens=120, stop_ids=())
+    request = toy.request(1, 8, seed=90, max_new_tokens=250, stop_ids=())
     (done,) = updated(engine, [request], weights[:1])
     model = copy.deepcopy(toy.model)
     swapped = [sample for sample in done.samples if set(sample.versions) == {0, 1}]
