@@ -8,6 +8,9 @@ held-out question with the weights that it has. The clock runs from the start of
 and checkpoints; start-up, which both have, is not in it. Where the accuracy crosses the target between two evaluations is
 interpolated. --set overrides keys of this loop's config; without --peer-python it runs alone.
 
+The machine must be idle. TRL's threads wait for each other in every product; where others want the cores, too, give it one
+(--peer-threads 1).
+
 PYTHON: an interpreter that has trl 1.16 and torchvision beside this package's requirements, such as
 
     bash requirements/install.sh --sglang && .venv-sglang/bin/python -m pip install --no-deps 'trl==1.16.*' 'accelerate==1.15.*'
@@ -109,7 +112,7 @@ def peer(folder: Path, args: argparse.Namespace, config: Config, model: str, row
         "interval": args.interval,
         "val_samples": args.val_samples,
         "target": args.target,
-        "threads": len(os.sched_getaffinity(0)),
+        "threads": args.peer_threads,
         "seed": seed,
     }
     (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
@@ -144,8 +147,9 @@ def crossing(curve: Curve, target: float) -> tuple[float, float] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peer-python", help="an interpreter that has trl and torchvision")
+    parser.add_argument("--peer-threads", type=int, default=len(os.sched_getaffinity(0)), help="of TRL's process")
     parser.add_argument("--target", type=float, default=0.75, help="held-out accuracy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=120, help="of the run, and so of the learning rate's schedule")
