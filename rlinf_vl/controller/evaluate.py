@@ -142,5 +142,5 @@ def _answers(pool: RolloutPool, log: RunLog, tasks: list) -> list[GroupSummary]:
         if len(found) * 10 // len(tasks) > (len(found) - 1) * 10 // len(tasks):
             logger.info("evaluating: %d of %d problems", len(found), len(tasks))
     summaries = [found[k] for k in range(len(tasks))]
-    log.recorder.record("val", summaries, groups, chosen)
+    log.recorder.record("val", 0, summaries, groups, chosen)
     return summaries

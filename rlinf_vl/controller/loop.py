@@ -12,8 +12,7 @@ from typing import Any, Self
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.ahead import Ahead
-from rlinf_vl.controller.batch import Rollout, check_errors, count_bad_rows, estimator_of, rollout
-from rlinf_vl.controller.draw import make_tasks
+from rlinf_vl.controller.batch import Rollout, count_bad_rows, estimator_of, rollout
 from rlinf_vl.controller.mismatch import MismatchGuard
 from rlinf_vl.controller.parts import Learner, Pool, Sync
 from rlinf_vl.controller.run_data import RunData
@@ -21,8 +20,8 @@ from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.saver import Saver
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.step_plan import with_kl
+from rlinf_vl.controller.validation import Validator
 from rlinf_vl.errors import RunError
-from rlinf_vl.observe.metrics import env_metrics, part_metrics
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, load_state
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
@@ -41,6 +40,7 @@ class RunState:
         sampler: position of the `EpochSampler`.
         open: groups that were asked for and are not trained, as `Ahead.trained` gives them.
         accuracies: val/accuracy by step.
+        validating: the step's validation has not ended.
         bad_steps: steps in a row up to this one whose gradient was not finite.
         metrics: of this step. A checkpoint is written before its step is logged, and a crash may come between the two.
     """
@@ -49,6 +49,7 @@ class RunState:
     sampler: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "rows": 0})
     open: list[list[int]] = field(default_factory=list)
     accuracies: dict[int, float] = field(default_factory=dict)
+    validating: bool = False
     bad_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -98,11 +99,11 @@ def train(
     saver = Saver(runner, home, learner, log, start)
     state = resume(config, saver.newest, pool, learner, data, gpu, ahead, log)
     guard = MismatchGuard(config, learner, log)
+    validator = Validator(config, pool, data, log, state.accuracies)
     try:
-        if state.step == 0 and runner.val_before_train:
-            state.metrics = validate(state, config, pool, data, log)
-            if state.metrics:
-                pool.release(log.end_step(0, state.metrics))
+        if state.validating or (state.step == 0 and runner.val_before_train):
+            state.metrics |= validator.begin(state.step)
+            validator.end_step(state.step, state.metrics)
         if state.step >= total:
             key = "max_steps" if total == runner.max_steps else "max_epochs"
             logger.info("nothing left: step %d of %d; raise runner.%s", state.step, total, key)
@@ -117,7 +118,7 @@ def train(
                 gpu.to_ranks(learner)
                 metrics |= guard.check(step, batch.scored, batch.to_score)
                 synced = due(runner.weight_sync_interval, step, total)
-                early = synced and not gpu.shared and runner.schedule != "one_step_off"  # which waits for groups first
+                early = synced and not gpu.shared and not validator.running and runner.schedule != "one_step_off"
                 then = partial(sync.begin, step) if early else lambda: None
                 metrics |= update(step, batch, config, pool, learner, log, then)
                 state.step = step
@@ -126,32 +127,42 @@ def train(
                 state.metrics = metrics
                 log.ledger.append(step, batch.ledger)
                 count_bad_steps(state, runner.max_bad_steps, saver.newest, log)
+                validator.finish()
                 metrics |= gpu.to_engines(learner, partial(ahead.sync, step) if synced else None)
                 if due(runner.val_check_interval, step, total):
-                    metrics |= validate(state, config, pool, data, log)
+                    metrics |= validator.begin(step)
+                state.validating = validator.running
                 if due(runner.save_interval, step, total):
                     saver.save(state.content(log.timings), last=step == total)
             saver.collect()
-            pool.release(log.end_step(step, metrics | log.timings))
+            validator.end_step(step, metrics | log.timings)
             log.show_workers(learner, pool)
     except Interrupted as request:
-        log.step = state.step
-        if state.step and log.last_step != state.step:
-            pool.release(log.end_step(state.step, state.metrics | log.timings))
-        saver.collect(wait=True)
-        if state.step != RunState.read(saver.newest).step:
-            saver.save(state.content(log.timings), last=state.step == total)
-            saver.collect(wait=True)
-        where = "auto" if saver.newest != start else start
-        how = (
-            f"resume from {saver.newest} with runner.resume_dir={where}" if saver.newest else "nothing was trained yet"
-        )
-        log.event("interrupted", f"{request}; {how}")
+        validator.give_up()
+        state.validating = False
+        interrupted(request, state, total, saver, pool, log, start)
         raise
     finally:
+        validator.close()
         ahead.close()
         saver.close()
     return state.metrics
+
+
+def interrupted(
+    request: Interrupted, state: RunState, total: int, saver: Saver, pool: Pool, log: RunLog, start: Folder | None
+) -> None:
+    """Log the last step if it is not yet, save, and say how to go on."""
+    log.step = state.step
+    if state.step and log.last_step != state.step:
+        pool.release(log.end_step(state.step, state.metrics | log.timings))
+    saver.collect(wait=True)
+    if state.step != RunState.read(saver.newest).step:
+        saver.save(state.content(log.timings), last=state.step == total)
+        saver.collect(wait=True)
+    where = "auto" if saver.newest != start else start
+    how = f"resume from {saver.newest} with runner.resume_dir={where}" if saver.newest else "nothing was trained yet"
+    log.event("interrupted", f"{request}; {how}")
 
 
 def due(interval: int, step: int, total: int) -> bool:
@@ -172,7 +183,8 @@ def resume(
     """Put learner, sampler, log and engines where the checkpoint was written; None: at the start."""
     state = RunState.read(checkpoint)
     data.sampler.load_state_dict(state.sampler)
-    log.open(state.step, data.total_steps, state.metrics)
+    log.open(state.step, data.total_steps, {} if state.validating else state.metrics)
+    state.validating &= log.last_step != state.step  # its line is logged when the validation has ended
     log.show_workers(learner, pool)
     if checkpoint is not None:
         learner.load(str(checkpoint / ACTOR_FOLDER), state.step)
@@ -199,7 +211,7 @@ def update(
         learned, logprobs = learner.update(step, plan.minibatches, plan.advantages, chosen, plan.kl_scale, then)
     metrics |= learned
     metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
-    pool.release(log.recorder.record("train", batch.summaries, batch.groups, chosen, plan.advantages, logprobs))
+    pool.release(log.recorder.record("train", step, batch.summaries, batch.groups, chosen, plan.advantages, logprobs))
     return metrics
 
 
@@ -215,29 +227,3 @@ def count_bad_steps(state: RunState, limit: int, checkpoint: Folder | None, log:
             f"{state.bad_steps} steps in a row had a gradient that is not finite (runner.max_bad_steps); the last good "
             f"checkpoint is {checkpoint or 'none'}. Resume from it with a lower actor.optim.lr or actor.optim.clip_grad"
         )
-
-
-def validate(state: RunState, config: Config, pool: Pool, data: RunData, log: RunLog) -> dict[str, float]:
-    """Accuracy on the validation rows, one sample each, drawn from the same streams every time."""
-    if not data.val_rows or config.runner.val_check_interval < 0:
-        return {}
-    with log.timed("validate"):
-        results = pool.submit(make_tasks("val", data.val_rows, 1, config.runner.seed, state.step)).results()
-    summaries, groups = map(list, zip(*results, strict=True))
-    chosen = log.recorder.choose("val", state.step, len(groups))
-    pool.release(log.recorder.record("val", summaries, groups, chosen))
-    check_errors(summaries, log)
-    count_bad_rows("val", summaries, data, state.step)
-    correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
-    lengths = [n for s in summaries for n in s.response_tokens]
-    accuracy = sum(correct) / max(1, len(correct))
-    state.accuracies[state.step] = accuracy
-    logger.info("step %d: val/accuracy %.3f on %d problems", state.step, accuracy, len(correct))
-    measured = env_metrics(summaries) | part_metrics(summaries)
-    return {"val/" + name: value for name, value in measured.items()} | {
-        "val/accuracy": accuracy,
-        "val/problems": len(correct),
-        "val/errors": len(results) - len(correct),
-        "val/ungradable": sum(s.ungradable for s in summaries),
-        "val/response_length_mean": sum(lengths) / max(1, len(lengths)),
-    }

@@ -83,8 +83,8 @@ class Recorder:
         self._report = report
         self._pause = PAUSE_S
         self._again: float | None = None  # when to try again, by `time.monotonic`; None: never
-        self._batches: list[Batch] = []  # of the current step
-        self._groups: list[GroupSummary] = []  # in them
+        self._batches: dict[int, list[Batch]] = {}  # by step, of those that have not ended
+        self._groups: dict[int, list[GroupSummary]] = {}  # in them
         self._call: ray.ObjectRef | None = None  # the writer's last one, if nobody has waited for it
         self._read: list[GroupSummary] = []  # groups that this call reads
         #: The Ray actor, and its `where`; None where nothing is recorded, or no longer.
@@ -104,6 +104,7 @@ class Recorder:
     def record(
         self,
         split: str,
+        step: int,
         summaries: Sequence[GroupSummary],
         groups: Sequence[ray.ObjectRef] | Mapping[int, ray.ObjectRef],
         chosen: Sequence[int],
@@ -112,16 +113,18 @@ class Recorder:
     ) -> list[GroupSummary]:
         """Record the chosen groups with this step's file; returns the others: release them."""
         if chosen:
-            self._batches.append((split, {g: groups[g] for g in chosen}, advantages, logprobs))
-            self._groups += [summaries[g] for g in chosen]
+            self._batches.setdefault(step, []).append((split, {g: groups[g] for g in chosen}, advantages, logprobs))
+            self._groups.setdefault(step, []).extend(summaries[g] for g in chosen)
         return [summary for g, summary in enumerate(summaries) if g not in chosen]
 
     def end_step(self, step: int) -> list[GroupSummary]:
         """Start writing the step's file, after that of the step before; returns the groups of that one: release them."""
-        return self._start("write", step, self._batches)
+        groups = self._groups.pop(step, [])
+        return self._start("write", step, self._batches.pop(step, []), groups=groups)
 
     def drop_after(self, step: int) -> None:
-        """Drop what was recorded after this step; -1: everything."""
+        """Drop what was recorded after this step; -1: everything. Steps that have not ended are forgotten."""
+        self._batches, self._groups = {}, {}
         self._start("drop_after", step)
 
     def close(self) -> list[GroupSummary]:
@@ -129,15 +132,13 @@ class Recorder:
         read = self._start("close")
         self._wait()
         self._writer = None
-        return read
+        return read + [summary for groups in self._groups.values() for summary in groups]
 
-    def _start(self, method: str, *arguments: Any) -> list[GroupSummary]:
-        """Call the writer once it has answered the call before; returns the groups that it has read in that one."""
+    def _start(self, method: str, *arguments: Any, groups: Sequence[GroupSummary] = ()) -> list[GroupSummary]:
+        """Call the writer, which reads these groups, once it has answered the call before; returns those read in that."""
         self._wait()
         read = self._read
-        self._read = self._groups
-        self._groups = []
-        self._batches = []
+        self._read = list(groups)
         if self._writer is not None:
             self._call = getattr(self._writer[0], method).remote(*arguments)
         return read

@@ -6,7 +6,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
-from unit.controller.fakes import FakePool, FakeRun
+from unit.controller.fakes import FakeLearner, FakePool, FakeRun
 
 from rlinf_vl.controller.loop import RunState
 from rlinf_vl.rollout.submission import Submission
@@ -127,3 +127,59 @@ def test_a_run_that_is_told_to_stop_asks_again_for_what_was_under_way(tmp_path, 
     assert rows == [row for line in undisturbed for row in line["rows"]]
     groups = [group for line in lines for group in line["groups"]]
     assert len(set(groups)) == len(groups) == 24
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+def test_a_validation_ends_before_engines_get_other_weights_and_its_step_has_its_metrics(tmp_path, schedule):
+    order: list[tuple] = []
+
+    class Run(FakeRun):
+        def __call__(self, version):
+            order.append(("sync", version))
+            return super().__call__(version)
+
+    run = Run(tmp_path, APART, f"runner.schedule={schedule}", "runner.save_interval=1")
+    submit, update = run.pool.submit, run.learner.update
+
+    class Watched(Submission):
+        def results(self):
+            order.append(("validated", self.tasks[0].group_id))
+            return super().results()
+
+    def watched(tasks, events=None):
+        submission = submit(tasks, events)
+        if tasks[0].split == "val":
+            order.append(("validate", tasks[0].group_id))
+            submission.__class__ = Watched
+        return submission
+
+    run.pool.submit = watched
+    run.learner.update = lambda step, *rest: order.append(("train", step)) or update(step, *rest)
+    run.train()
+    steps = [row["step"] for row in run.rows()]
+    assert steps == list(range(7)) and [row["step"] for row in run.rows() if "val/accuracy" in row] == [0, 2, 4, 6]
+    for step in (0, 2, 4):
+        begun, ended = order.index(("validate", f"val-{step}-0")), order.index(("validated", f"val-{step}-0"))
+        assert begun < order.index(("train", step + 1)) < ended < order.index(("sync", step + 1))
+        assert not step or begun > order.index(("sync", step))
+    assert not run.pool.alive
+
+
+def test_a_run_that_dies_while_it_validates_validates_again(tmp_path):
+    """The step's line waits for the validation, and the checkpoint says so."""
+    keys = APART, "runner.schedule=async", "runner.save_interval=1"
+
+    def strike(step):
+        if step == 3:
+            raise MemoryError
+
+    run = FakeRun(tmp_path, *keys, learner=FakeLearner(strike))
+    with pytest.raises(MemoryError):
+        run.train()
+    assert [row["step"] for row in run.rows()] == [0, 1] and run.checkpoints()[-1] == 2
+    run.pool.release()
+    again = FakeRun(tmp_path, *keys)
+    again.train()
+    assert [row["step"] for row in again.rows()] == list(range(7))
+    assert [row["step"] for row in again.rows() if "val/accuracy" in row] == [0, 2, 4, 6]
+    assert set(RunState.read(tmp_path / "checkpoints/global_step_6").accuracies) == {0, 2, 4, 6}

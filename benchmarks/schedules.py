@@ -1,0 +1,140 @@
+"""Seconds of a step, final accuracy and staleness with each `runner.schedule`, engine and rank on a core each.
+
+    python benchmarks/schedules.py [--tasks toy maze tail] [--seeds 1 2 3] [--steps N] [--staleness 2] [--set KEY=VALUE …]
+                                   [--json FILE]
+
+Each run is `python -m rlinf_vl train` in a folder of its own, one after the other. `toy` and `maze` are the embedded tasks; accuracy
+is that of their last validation. `tail` is the toy's questions with one answer in 20 ten times as long: its environment
+(`LongTail`) has these episodes go on for ten answers instead of one, and rewards by chance; groups may then be `--tail-staleness`
+steps old. A step's seconds are a mean over all steps but the first three and the last (which validates); `ratio` is that over
+`sync`'s of the same task and seed. `stalest`: by the versions of all tokens that were trained.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rlinf_vl.envs import StepResult
+from rlinf_vl.runtime.files import read_lines
+from rlinf_vl.types import Message, Problem
+
+#: Config, steps and overrides of each task.
+TASKS = {
+    "toy": ("toy-grpo-cpu", 120, ()),
+    "maze": ("toy-maze-cpu", 60, ()),
+    "tail": ("toy-grpo-cpu", 30, (f"rollout.env_class={Path(__file__).resolve()}:LongTail",)),
+}
+SCHEDULES = ("sync", "one_step_off", "async")
+#: Steps at the start that are not timed: caches fill, and nothing is ahead yet.
+WARM_UP = 3
+
+
+class LongTail:
+    """Asks its question `turns` times in one episode of 20, once in the others; pays by chance."""
+
+    def __init__(self, turns: int = 10, *, seed: int) -> None:
+        draw = random.Random(seed)
+        self.left = turns if draw.randrange(20) == 0 else 1
+        self.reward = float(draw.random() < 0.5)
+        self.question: list[Message] = []
+
+    def start(self, problem: Problem) -> list[Message]:
+        parts = problem.messages[-1]["content"]
+        text = [part for part in parts if isinstance(part, dict) and part["type"] == "text"]
+        self.question = [{"role": "user", "content": text or parts}]
+        return list(problem.messages)
+
+    def step(self, response: str) -> StepResult:
+        self.left -= 1
+        return StepResult(self.question if self.left else (), 0.0 if self.left else self.reward, not self.left)
+
+    def close(self) -> None:
+        pass
+
+
+def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Train once; what is said of it."""
+    config, steps, overrides = TASKS[task]
+    steps = args.steps or steps
+    staleness = args.tail_staleness if task == "tail" else args.staleness if schedule == "async" else 1
+    settings = {
+        "cluster.component_placement": "{actor: 0, rollout: 1}",
+        "runner.schedule": schedule,
+        "runner.max_staleness": staleness,
+        "runner.output_dir": folder,
+        "runner.experiment_name": "run",
+        "runner.seed": seed,
+        "data.seed": seed,
+        "runner.max_steps": steps,
+        "runner.val_check_interval": steps,
+        "runner.val_before_train": "false",
+        "runner.save_interval": -1,
+        "runner.trajectories.interval": -1,
+    }
+    command = [sys.executable, "-m", "rlinf_vl", "train", config, *(f"{k}={v}" for k, v in settings.items())]
+    subprocess.run([*command, *overrides, *args.set], check=True, stdout=subprocess.DEVNULL)
+    rows = [row for row in read_lines(folder / "run/metrics.jsonl")[0] if row["step"]]
+    timed = rows[WARM_UP:-1]
+    mean = {name: statistics.fmean(row[f"time/{name}"] for row in timed) for name in ("step", "generate", "train")}
+    return {
+        "task": task,
+        "schedule": schedule,
+        "seed": seed,
+        "steps": steps,
+        "max_staleness": 0 if schedule == "sync" else staleness,
+        **{f"{name}_seconds": seconds for name, seconds in mean.items()},
+        "engines_waited_seconds": statistics.fmean(row.get("schedule/engines_waited", 0.0) for row in timed),
+        "accuracy": rows[-1]["val/accuracy"],
+        "reward": statistics.fmean(row["reward/mean"] for row in rows[-10:]),
+        "stalest": max(row["step"] - 1 - row["rollout/weight_version_min"] for row in rows),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, help="of every run; else as many as its config has")
+    parser.add_argument("--staleness", type=int, default=2, help="runner.max_staleness of async on toy and maze")
+    parser.add_argument("--tail-staleness", type=int, default=8, help="runner.max_staleness on tail")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of every run")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    made: list[dict[str, Any]] = []
+    table = Table("task", "seed", "schedule", "s/step", "ratio", "wait", "train", "engines wait", "accuracy", "stalest")
+    for task in args.tasks:
+        for seed in args.seeds:
+            for schedule in args.schedules:
+                with tempfile.TemporaryDirectory(prefix="schedules-") as folder:
+                    one = run(task, schedule, seed, Path(folder), args)
+                sync = [m for m in made if (m["task"], m["seed"], m["schedule"]) == (task, seed, "sync")]
+                one["ratio"] = one["step_seconds"] / sync[0]["step_seconds"] if sync else 1.0
+                made.append(one)
+                names = (
+                    "step_seconds",
+                    "ratio",
+                    "generate_seconds",
+                    "train_seconds",
+                    "engines_waited_seconds",
+                    "accuracy",
+                )
+                figures = (f"{one[name]:.3f}" for name in names)
+                table.add_row(task, str(seed), schedule, *figures, f"{one['stalest']} of {one['max_staleness']}")
+                Console().print(one)
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

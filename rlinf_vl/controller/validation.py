@@ -1,0 +1,99 @@
+"""Validations, and the lines of metrics that wait for them. With `runner.schedule: sync` a validation is waited for; with the others
+it goes on beside the next step's training, on weights that stay as they are until it has ended."""
+
+import logging
+from collections.abc import Mapping
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.batch import check_errors, count_bad_rows
+from rlinf_vl.controller.draw import make_tasks
+from rlinf_vl.controller.parts import Pool
+from rlinf_vl.controller.run_data import RunData
+from rlinf_vl.controller.run_log import RunLog
+from rlinf_vl.observe.metrics import env_metrics, part_metrics
+from rlinf_vl.rollout.submission import Submission
+
+logger = logging.getLogger(__name__)
+
+
+class Validator:
+    """Accuracy on the validation rows, one sample each, drawn from the same streams every time. Per step: `begin` it where one is
+    due, `end_step`, and `finish` before engines get other weights."""
+
+    def __init__(self, config: Config, pool: Pool, data: RunData, log: RunLog, accuracies: dict[int, float]) -> None:
+        """`accuracies`: where each validation's is noted, by step."""
+        self._config = config
+        self._pool = pool
+        self._data = data
+        self._log = log
+        self._accuracies = accuracies
+        self._step = 0
+        self._submission: Submission | None = None  # of the validation under way
+        self._line: Mapping[str, float] = {}  # of its step, if that has ended
+
+    @property
+    def running(self) -> bool:
+        return self._submission is not None
+
+    def begin(self, step: int) -> dict[str, float]:
+        """Validate the weights that engines have, those of this step. Returns the metrics, if it is waited for."""
+        runner = self._config.runner
+        if not self._data.val_rows or runner.val_check_interval < 0:
+            return {}
+        self._step = step
+        self._submission = self._pool.submit(make_tasks("val", self._data.val_rows, 1, runner.seed, step))
+        waits = runner.schedule == "sync" or step == self._data.total_steps
+        return self._end(self._submission) if waits else {}
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the step's metrics, if there are any, once its validation has ended."""
+        if self.running:
+            self._line = metrics
+        elif metrics:
+            self._pool.release(self._log.end_step(step, metrics))
+
+    def finish(self) -> None:
+        """Wait for a validation that is under way, and log its step."""
+        if self._submission is not None:
+            found = self._end(self._submission)
+            found["time/validate"] = self._log.timings.pop(
+                "time/validate"
+            )  # the wait; the rest is time of the step before
+            line, self._line = self._line, {}
+            self._pool.release(self._log.end_step(self._step, {**line, **found}))
+
+    def give_up(self) -> None:
+        """Log a step whose validation will not end without it."""
+        self.close()
+        if self._line:
+            self._pool.release(self._log.end_step(self._step, self._line))
+
+    def close(self) -> None:
+        """Abandon a validation that is under way."""
+        if self._submission is not None:
+            self._submission.close()
+            self._submission = None
+
+    def _end(self, submission: Submission) -> dict[str, float]:
+        """Wait for the groups; their metrics."""
+        log, step = self._log, self._step
+        with log.timed("validate"):
+            results = submission.results()
+        self._submission = None
+        summaries, groups = map(list, zip(*results, strict=True))
+        chosen = log.recorder.choose("val", step, len(groups))
+        self._pool.release(log.recorder.record("val", step, summaries, groups, chosen))
+        check_errors(summaries, log)
+        count_bad_rows("val", summaries, self._data, step)
+        correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
+        lengths = [n for s in summaries for n in s.response_tokens]
+        accuracy = self._accuracies[step] = sum(correct) / max(1, len(correct))
+        logger.info("step %d: val/accuracy %.3f on %d problems", step, accuracy, len(correct))
+        measured = env_metrics(summaries) | part_metrics(summaries)
+        return {"val/" + name: value for name, value in measured.items()} | {
+            "val/accuracy": accuracy,
+            "val/problems": len(correct),
+            "val/errors": len(results) - len(correct),
+            "val/ungradable": sum(s.ungradable for s in summaries),
+            "val/response_length_mean": sum(lengths) / max(1, len(lengths)),
+        }
