@@ -56,9 +56,8 @@ class Validator:
         """Wait for a validation that is under way, and log its step."""
         if self._submission is not None:
             found = self._end(self._submission)
-            found["time/validate"] = self._log.timings.pop(
-                "time/validate"
-            )  # the wait; the rest is time of the step before
+            found["time/validate"] = self._log.timings["time/validate"]  # the wait alone
+            del self._log.timings["time/validate"]  # of the step being trained
             line, self._line = self._line, {}
             self._pool.release(self._log.end_step(self._step, {**line, **found}))
 
