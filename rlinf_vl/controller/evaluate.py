@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +96,7 @@ def evaluate(
         config.rollout.gpu_memory_utilization = GPU_SHARE[reservation.device]
     with closing(RunLog(config, run_dir, model_path, progress)) as log:
         progress.phase("starting rollout workers")
-        replaced = partial(log.event, "worker_replaced")
-        pool = RolloutPool(config, model_path, reservation, report=replaced, check=check)
+        pool = RolloutPool(config, model_path, reservation, report=log.event, check=check)
         n = pool.start()["val"]
         n = n if config.data.val_samples < 0 else min(config.data.val_samples, n)
         bad_rows = BadRows(run_dir, config.data.max_bad_rows, {"val": n})

@@ -114,7 +114,8 @@ def train(
                 batch = rollout(step, ahead, config, pool, learner, guard, log)
                 metrics = {"data/bad_rows": count_bad_rows("train", batch.generated, data, step)}
                 metrics |= batch.metrics | data.counts
-                metrics |= {"rollout/worker_restarts": pool.restarts, "actor/restarts": log.count("actors_restarted")}
+                metrics |= {"rollout/workers": len(pool.workers), "rollout/worker_restarts": pool.restarts}
+                metrics["actor/restarts"] = log.count("actors_restarted")
                 gpu.to_ranks(learner)
                 metrics |= guard.check(step, batch.scored, batch.to_score)
                 synced = due(runner.weight_sync_interval, step, total)

@@ -71,13 +71,13 @@ def run(
             return WeightSync(way, learner, pool, device=device)
 
         progress.phase("starting rollout workers and actor ranks")
-        replaced = partial(log.event, "worker_replaced")
-        pool = RolloutPool(config, model_path, reservation, report=replaced, check=stop.check)
+        pool = RolloutPool(config, model_path, reservation, report=log.event, check=stop.check)
         learner = ActorGroup(config, model_path, device, reservation.actor)
         data = find_usable_rows(config, run_dir, pool, progress)
         if grades_answers(load_env_class(config.rollout.env_class, config.runner.code_files)):
             write_baselines(run_dir, data.answers)
         gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
+        pool.open_membership()
         sync: WeightSync | None = None
         lost: ActorsLost | None = None
         restarts = Counter[Folder | None]()  # by the checkpoint gone back to

@@ -124,8 +124,8 @@ class RunLog:
         return self.recorder.end_step(step)
 
     def show_workers(self, learner: Any, pool: Any) -> None:
-        """Write every process of the run to the status file, if any was replaced since the last time, or was not there yet."""
-        now = (self.count("actors_restarted"), pool.restarts)
+        """Write every process of the run to the status file, if any was replaced, joined, left, or was not there the last time."""
+        now = (self.count("actors_restarted"), pool.turnover)
         if now != self._shown_workers:
             entries = [*learner.entries(now[0]), *pool.entries()]
             self._shown_workers = now if all(entry["state"] == "alive" for entry in entries) else None

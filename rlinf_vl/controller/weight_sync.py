@@ -52,7 +52,7 @@ class WeightSync:
         self._backend = "nccl" if device == "cuda" else "gloo"
         self._checked = False
         self._begun: tuple[int, list[ray.ObjectRef], list[Taken]] | None = None  # version, offers, who takes them
-        self._joined = -1  # replaced workers when the process group was made
+        self._joined = -1  # the pool's turnover when the process group was made
         actors.call("set_weight_sync", strategy, bucket_bytes)
         log.info("weights are synced by %s", strategy)
 
@@ -64,10 +64,14 @@ class WeightSync:
 
     def __call__(self, version: int) -> dict[str, float]:
         """Returns its metrics, `sync/…`."""
+        with self._pool.same_workers():
+            return self._sync(version)
+
+    def _sync(self, version: int) -> dict[str, float]:
         self.busy = True
         if self.strategy == "broadcast":
             self._pool.replace_dead()
-            if self._joined != self._pool.restarts:
+            if self._joined != self._pool.turnover:
                 self._join()
         begun, offered, taken = self._begun or (version, *self._offer(version))
         assert begun == version, f"version {begun} is on its way, not {version}"
@@ -103,12 +107,12 @@ class WeightSync:
         firsts = list(
             accumulate(self._pool.engine_slots, initial=1)
         )  # the first rank of each engine, and how many there are
-        group = WeightGroup(host, port, f"weights-{self._pool.restarts}", self._backend, firsts.pop(), rank=0)
+        group = WeightGroup(host, port, f"weights-{self._pool.turnover}", self._backend, firsts.pop(), rank=0)
         joined = [sender.call.remote("sender.join", group)]
         for first, worker in zip(firsts, workers, strict=True):
             joined.append(worker.join_weight_group.remote(replace(group, rank=first)))
         self._wait("joining the weight group", joined, JOIN_TIMEOUT_S)
-        self._joined = self._pool.restarts
+        self._joined = self._pool.turnover
 
     def _wait(self, what: str, pending: Sequence[ray.ObjectRef], seconds: float) -> None:
         """Wait for calls of ranks and workers, which wait for each other: `wait_for_all`."""

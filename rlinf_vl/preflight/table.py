@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable
 
 from rlinf_vl.config.load import load_config
+from rlinf_vl.config.placement import placement_of
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.ledger import GIB, PARTS, Gpu, Hardware, Ledger, largest_budget, ledger
 from rlinf_vl.preflight.model import Model
@@ -65,4 +66,6 @@ def main(arguments: argparse.Namespace) -> int:
     model = Model(config)
     made = ledger(config, hardware, model)
     sys.stdout.write(render(made, 0 if made.problems else largest_budget(made, model)))
+    there = placement_of(config, (hardware.gpus,) * hardware.nodes).map()
+    sys.stdout.write("\nWho sits where:\n\n" + "".join(f"- {line}\n" for line in there.splitlines()))
     return 1 if made.problems else 0

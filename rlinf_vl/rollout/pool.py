@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -14,8 +14,9 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
+from rlinf_vl.rollout.slot import Slot, WorkerDied
 from rlinf_vl.rollout.submission import Event, Submission, Task
-from rlinf_vl.rollout.supervisor import Supervisor, WorkerDied
+from rlinf_vl.rollout.supervisor import Supervisor
 from rlinf_vl.rollout.worker import RolloutWorker
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost, Heartbeat, cause_of, entry, kill
@@ -88,27 +89,29 @@ class RolloutPool:
         model_path: str,
         reservation: Reservation,
         *,
-        report: Callable[[str], None] = log.warning,
+        report: Callable[[str, str], None] = lambda kind, message: log.warning(message),
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
-            report: called with a sentence, in another thread, for every worker that is replaced.
+            report: called with a kind (worker_replaced, worker_joined, worker_left) and a sentence, in another thread, whenever
+                that happens.
             check: called at least once a second by whoever waits for groups; what it raises ends the rollout.
         """
         self._report = report
         self._check = check
 
         def make(number: int) -> _RayWorker:
-            seat = reservation.rollout[number]
+            seat = self._seats[number]
             own = replace(config, rollout=replace(config.rollout, tensor_parallel_size=seat.slots))
             actor = RolloutWorker.options(**seat.options).remote(
                 own, model_path, reservation.device, number, seat.shared
             )
             return _RayWorker(actor, config.runner.heartbeat_timeout)
 
-        #: processes of each worker's engine that have weights
-        self.engine_slots = [seat.slots for seat in reservation.rollout]
+        self._seats = list(reservation.rollout)  # by the workers' numbers
+        self._elastic = reservation.elastic
+        self._may_change = False  # workers may join and leave
         runner, rollout = config.runner, config.rollout
         whole = runner.schedule == "sync" or (runner.schedule == "one_step_off" and runner.max_staleness == 1)
         max_running = None if rollout.rollout_backend == "torch" and whole else rollout.max_running_requests
@@ -116,24 +119,60 @@ class RolloutPool:
             make,
             len(reservation.rollout),
             max_running=max_running,
-            report=report,
+            report=lambda message, kind="worker_replaced": report(kind, message),
             max_row_faults=config.data.max_row_faults,
+            lost=self._lost,
+            newcomers=self._newcomers,
         )
         #: (split, row) → number of an image that other rows have too; None where no other has
         self._shared: dict[tuple[str, int], int | None] = {}
 
     @property
     def workers(self) -> list[Any]:
-        return [slot.worker.actor for slot in self._supervisor.slots]
+        return [slot.worker.actor for slot in self._there]
+
+    @property
+    def _there(self) -> list[Slot[_RayWorker]]:
+        return [slot for slot in self._supervisor.slots if not slot.left]
 
     @property
     def restarts(self) -> int:
         """Workers that were replaced so far."""
-        return sum(slot.restarts for slot in self._supervisor.slots)
+        return self._supervisor.replaced
+
+    @property
+    def turnover(self) -> int:
+        """How often a worker was replaced, joined or left."""
+        return self._supervisor.turnover
+
+    @property
+    def engine_slots(self) -> list[int]:
+        """Processes of each worker's engine that have weights."""
+        return [self._seats[slot.number].slots for slot in self._there]
+
+    def same_workers(self) -> AbstractContextManager[Any]:
+        """While it lasts, no worker joins, and what one that leaves owes can still be waited for."""
+        return self._supervisor.membership
+
+    def open_membership(self) -> None:
+        """From now on workers may join and leave, if the reservation is elastic."""
+        self._may_change = self._elastic is not None
+
+    def _newcomers(self) -> Sequence[int]:
+        """Numbers of workers for the nodes that have joined."""
+        if self._elastic is None or not self._may_change:
+            return ()
+        first = len(self._seats)
+        with suppress(RayError):  # the cluster's head does not answer: later
+            self._seats += self._elastic.newcomers()
+        return range(first, len(self._seats))
+
+    def _lost(self, number: int) -> bool:
+        return self._elastic is not None and self._may_change and self._elastic.lost(self._seats[number])
 
     def entries(self) -> list[dict[str, object]]:
         """A line on each worker, for `StatusFile`."""
-        slots = self._supervisor.slots
+        slots = self._there
         return [entry(f"rollout {slot.number}", slot.worker.process, slot.restarts) for slot in slots]
 
     def start(self) -> dict[str, int]:
@@ -178,7 +217,7 @@ class RolloutPool:
 
     def replace_all(self, reason: str) -> None:
         """Replace every worker: what the old ones are in the middle of can't be ended otherwise."""
-        self._report(f"all rollout workers are replaced: {reason}")
+        self._report("worker_replaced", f"all rollout workers are replaced: {reason}")
         self._supervisor.replace_all()
 
     def release(self, summaries: Sequence[GroupSummary] | None = None) -> None:
@@ -201,7 +240,7 @@ class RolloutPool:
         """Have every worker take the weights that the ranks offer, or will; returns what to wait for. When a worker is replaced,
         `spare` gives the same weights as buckets in the object store."""
         self._supervisor.weights = (spare, version)
-        workers = [(slot.number, slot.worker) for slot in self._supervisor.slots]
+        workers = [(slot.number, slot.worker) for slot in self._there]
         return [(i, worker, worker.actor.take_weights.remote(strategy, offers, version)) for i, worker in workers]
 
     def settle(self, taken: Sequence[Taken]) -> list[float | None]:
@@ -232,6 +271,6 @@ class RolloutPool:
 
     def _call_all(self, what: str, method: str, arguments: Callable[[int], tuple] = lambda i: ()) -> list[Any]:
         """What the method returns for each worker; one that fails is replaced, and its replacement called."""
-        numbers = range(len(self.workers))
-        futures = [self._supervisor.call(i, what, method, *arguments(i)) for i in numbers]
+        numbers = [slot.number for slot in self._there]
+        futures = [self._supervisor.call(number, what, method, *arguments(i)) for i, number in enumerate(numbers)]
         return [future.result() for future in futures]

@@ -5,19 +5,21 @@ One thread with an event loop does all of it: nothing else changes slots and sub
   all of its tasks are sent again, also those whose groups had arrived.
 - A worker is watched while it owes an answer or has groups of an open submission. One that dies idle is replaced when it is next
   asked for something, and not before: until then its GPU may be the trainer's.
+- A worker whose place is lost leaves, and others do its work. One that joins takes part once it has the weights of all others.
+  Neither changes `slots` while somebody has `membership`.
 """
 
 import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
-from rlinf_vl.errors import RunError
+from rlinf_vl.errors import reason_of
+from rlinf_vl.rollout.slot import Slot, W, WorkerDied, WorkersLost
 from rlinf_vl.rollout.submission import Event, Resent, Submission, Task
 from rlinf_vl.rollout.suspects import Suspects
 
@@ -25,82 +27,22 @@ from rlinf_vl.rollout.suspects import Suspects
 START_TIMEOUT_S = 1800.0
 #: Workers replaced since a submission ended well before the supervisor gives up: chance does not kill so many.
 MAX_REPLACEMENTS = 8
-#: Seconds between two looks at whether busy workers are well.
+#: Seconds between two looks at whether busy workers are well, and at who may join.
 WATCH_S = 1.0
-
-
-class WorkersLost(RunError):
-    """Rollout workers keep dying."""
-
-
-class WorkerDied(Exception):
-    """The worker, or its engine, is dead. `in_constructor`: its constructor raised, as that of any replacement would."""
-
-    def __init__(self, reason: str, in_constructor: bool = False) -> None:
-        super().__init__(reason)
-        self.in_constructor = in_constructor
-
-
-class Worker(Protocol):
-    """A rollout worker's process. Whoever waits for it gets WorkerDied once it is dead. `generate` gives (summary, reference) of
-    each task's group."""
-
-    async def call(self, method: str, *arguments: Any) -> Any: ...
-
-    def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[Any, Any]]: ...
-
-    def watch(self) -> None:
-        """Expect heartbeats from now on."""
-
-    def failure(self) -> str | None:
-        """Why it must be replaced (no heartbeat in time, a dead engine), or None. Never waits."""
-        ...
-
-    def kill(self) -> None:
-        """End its process even if that is stopped. Its engine's processes end with it."""
-
-
-W = TypeVar("W", bound=Worker)
-
-
-@dataclass(eq=False)
-class _Slot(Generic[W]):
-    """A position for a worker, the worker in it, and what that one has to do."""
-
-    number: int
-    worker: W
-    start: asyncio.Task[None] | None = (
-        None  # done when the worker has its model and the current weights, or can't be had
-    )
-    restarts: int = 0
-    calls: int = 0  # being answered
-    hang: str | None = None  # why a worker that was to take the current weights was killed
-    queue: deque[tuple[Submission, Task]] = field(default_factory=deque)  # its share of what is not sent yet
-    given: dict[Submission, dict[str, Task]] = field(default_factory=dict)  # tasks of open submissions, by group
-    answering: dict[tuple[Submission, str], Task] = field(default_factory=dict)  # those of them that have not arrived
-    streams: dict[asyncio.Task[None], Submission] = field(default_factory=dict)
-
-    @property
-    def live(self) -> bool:
-        return self.start is not None and self.start.done() and self.start.exception() is None
-
-    def watch(self) -> None:
-        """The worker is asked for something: if it was idle, its heartbeat counts from now on."""
-        if not self.calls and not self.given:
-            self.worker.watch()
 
 
 class Supervisor(Generic[W]):
     """
     Args:
         make: a new worker for slot 0 … n - 1.
-        max_running: most samples that a worker's engine runs at once. A worker is sent twice that of its share of a submission,
-            and one more task for each that it finishes; when its share is used up, it gets what others have no room for.
-            None: each worker answers its share as one batch, one submission after the other. The embedded engine needs that:
-            a logprob's last digits depend on who else is in the batch, which must not depend on time if a resumed run is to
-            equal one that was never stopped.
+        max_running: most samples that an engine runs at once. A worker is sent twice that of its share of a submission, one more
+            task for each that it finishes, and last what others have no room for. None: each worker answers its share as one
+            batch, one submission after the other, as the embedded engine needs it: a logprob's last digits depend on the batch,
+            which must not depend on time if a resumed run is to equal one that was never stopped.
         max_row_faults: workers that may die while they answer a row (`Suspects`).
-        report: called, in the supervisor's thread, for every worker that is replaced.
+        report: called, in the supervisor's thread, with what happened to a worker, and with a kind unless it was replaced.
+        lost: whether the place of a slot's worker is gone, so that no other can take it.
+        newcomers: numbers of further slots, whose workers are to join. Called every `WATCH_S` seconds.
     """
 
     def __init__(
@@ -109,20 +51,28 @@ class Supervisor(Generic[W]):
         n: int,
         *,
         max_running: int | None,
-        report: Callable[[str], None],
+        report: Callable[..., None],
         max_row_faults: int = 3,
+        lost: Callable[[int], bool] = lambda number: False,
+        newcomers: Callable[[], Sequence[int]] = lambda: (),
     ) -> None:
-        self.slots = [_Slot(i, make(i)) for i in range(n)]
-        #: (what gives the current weights as buckets, their version); None: those that workers start with.
+        self.slots = [Slot(i, make(i)) for i in range(n)]
+        #: (what gives the current weights as buckets, their version); None: those that workers start with
         self.weights: tuple[Callable[[], Sequence[Any]], int] | None = None
+        self.membership = threading.Lock()
+        self.replaced = 0
+        self.turnover = 0  # of who the workers are: replaced, joined, left
         self._make = make
+        self._lost = lost
+        self._newcomers = newcomers
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unshared: list[tuple[Submission, Task]] = []  # work that waits for a worker to join
         self._max_running = max_running
         self._suspects = Suspects(max_row_faults)
         self._report = report
         self._deaths = 0  # since the last submission that ended well
         self._open: list[Submission] = []
         self._none_queued = False  # no slot has a task in its queue; False: some may
-        self._watcher: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollout-supervisor", daemon=True).start()
 
@@ -134,7 +84,7 @@ class Supervisor(Generic[W]):
         async def start() -> None:
             for slot in self.slots:
                 slot.start = asyncio.create_task(self._start(slot, first=True))
-            self._watcher = asyncio.create_task(self._watch())
+            self._spawn(self._watch())
             await asyncio.gather(*(slot.start for slot in self.slots if slot.start is not None))
 
         self._run(start()).result()
@@ -153,10 +103,10 @@ class Supervisor(Generic[W]):
         return submission
 
     def call(self, number: int, what: str, method: str, *arguments: Any) -> Future:
-        """Call the worker in a slot, or its replacement. `what` ends the sentence "a rollout worker is replaced …"."""
+        """Call the worker in a slot, or its replacement; None if it leaves. `what` ends "a rollout worker is replaced …"."""
 
-        async def call(slot: _Slot[W]) -> Any:
-            while True:
+        async def call(slot: Slot[W]) -> Any:
+            while not slot.left:
                 await asyncio.shield(self._revive(slot))
                 worker = slot.worker
                 try:
@@ -164,25 +114,28 @@ class Supervisor(Generic[W]):
                 except WorkerDied as death:
                     self._replace(slot, worker, what, str(death))
 
-        return self._run(call(self.slots[number]))
+        return self._run(call(next(slot for slot in self.slots if slot.number == number)))
 
     def settle(self, number: int, worker: W, answer: Awaitable[Any]) -> Future:
         """Wait until a worker has taken weights that it was offered, and return its answer; or until its replacement has the
         current ones."""
 
-        async def settle(slot: _Slot[W]) -> Any:
+        async def settle(slot: Slot[W] | None) -> Any:
+            if slot is None:
+                return None
             try:
                 return await self._owed(slot, answer)
             except WorkerDied as death:
                 self._replace(slot, worker, "during a weight sync", str(death))
-                await asyncio.shield(self._revive(slot))
+                if not slot.left:
+                    await asyncio.shield(self._revive(slot))
 
-        return self._run(settle(self.slots[number]))
+        return self._run(settle(next((slot for slot in self.slots if slot.number == number), None)))
 
     def replace_all(self) -> None:
         """Replace every worker, whatever it is doing, and wait until the new ones are live."""
 
-        async def replace(slot: _Slot[W]) -> None:
+        async def replace(slot: Slot[W]) -> None:
             if slot.start is not None:
                 slot.start.cancel()
             self._requeue(slot)
@@ -190,7 +143,7 @@ class Supervisor(Generic[W]):
             slot.start = asyncio.create_task(self._start(slot))
             await slot.start
 
-        for future in [self._run(replace(slot)) for slot in self.slots]:
+        for future in [self._run(replace(slot)) for slot in self.slots if not slot.left]:
             future.result()
 
     def stop(self) -> None:
@@ -208,21 +161,28 @@ class Supervisor(Generic[W]):
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     # --- workers --------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Replace workers that hang while they have something to do."""
+        """Replace workers that hang while they have something to do, and have those join that there are new places for."""
         while True:
             await asyncio.sleep(WATCH_S)
             for slot in self.slots:
-                if (slot.calls or slot.given) and (reason := slot.worker.failure()):
+                if (slot.calls or slot.given) and not slot.left and (reason := slot.worker.failure()):
                     if slot.live:
                         self._replace(slot, slot.worker, "while idle", reason)
                     else:
                         slot.hang = reason
                         slot.worker.kill()
+            for number in self._newcomers():
+                self._spawn(self._join(number))
 
-    async def _owed(self, slot: _Slot[W], answer: Awaitable[Any]) -> Any:
+    async def _owed(self, slot: Slot[W], answer: Awaitable[Any]) -> Any:
         """Wait for an answer that the slot's worker owes."""
         slot.watch()
         slot.calls += 1
@@ -231,24 +191,26 @@ class Supervisor(Generic[W]):
         finally:
             slot.calls -= 1
 
-    def _revive(self, slot: _Slot[W]) -> asyncio.Task[None]:
+    def _revive(self, slot: Slot[W]) -> asyncio.Task[None]:
         """The start of the slot's worker, which may be done; if it failed, the start of another one."""
         assert slot.start is not None, "start() comes first"
         if slot.start.done() and (error := slot.start.exception()):
             self._replace(slot, slot.worker, "while idle", str(error))
         return slot.start
 
-    def _replace(self, slot: _Slot[W], worker: W, what: str, reason: str) -> None:
+    def _replace(self, slot: Slot[W], worker: W, what: str, reason: str) -> None:
         """Start another worker in the slot of one that is dead or hangs, unless that was done already."""
-        if slot.worker is not worker or slot.start is None or not slot.start.done():
+        if slot.left or slot.worker is not worker or slot.start is None or not slot.start.done():
             return
+        if self._lost(slot.number):
+            return self._leave(slot, reason)
         if groups := sum(map(len, slot.given.values())):
             what = f"and its {groups} groups are sent again"
         self._suspects.accuse(slot.answering.values())
         self._requeue(slot)
         slot.start = asyncio.create_task(self._start(slot, failed=(what, reason)))
 
-    async def _start(self, slot: _Slot[W], *, first: bool = False, failed: tuple[str, str] | None = None) -> None:
+    async def _start(self, slot: Slot[W], *, first: bool = False, failed: tuple[str, str] | None = None) -> None:
         """Wait until the slot's worker has its model and the current weights; replace it as often as it fails.
 
         Args:
@@ -267,10 +229,7 @@ class Supervisor(Generic[W]):
                 try:
                     await asyncio.wait_for(slot.worker.call("ready"), None if first else START_TIMEOUT_S)
                     slot.worker.watch()
-                    if self.weights is not None:
-                        buckets, version = self.weights
-                        held = await asyncio.to_thread(buckets)  # which may wait for ranks that train
-                        await self._owed(slot, slot.worker.call("load_weights", held, version))
+                    await self._give_weights(slot)
                     break
                 except WorkerDied as death:
                     if first and death.in_constructor:
@@ -278,6 +237,8 @@ class Supervisor(Generic[W]):
                     reason, slot.hang = slot.hang or str(death), None
                 except TimeoutError:
                     reason = f"it did not start within {START_TIMEOUT_S:g} s"
+                if self._lost(slot.number):
+                    return self._leave(slot, reason)
                 failed = "while it starts" if first else "before it has taken the place of another", reason
         except Exception as error:  # open submissions have tasks for this slot
             for submission in list(self._open):
@@ -285,12 +246,21 @@ class Supervisor(Generic[W]):
             raise
         self._loop.call_soon(self._fill)
 
-    def _renew(self, slot: _Slot[W]) -> None:
+    async def _give_weights(self, slot: Slot[W]) -> Any:
+        """Have a new worker take the current weights; returns which they were."""
+        if given := self.weights:
+            held = await asyncio.to_thread(given[0])  # which may wait for ranks that train
+            await self._owed(slot, slot.worker.call("load_weights", held, given[1]))
+        return given
+
+    def _renew(self, slot: Slot[W]) -> None:
         slot.worker.kill()
         slot.worker = self._make(slot.number)
         slot.restarts += 1
+        self.replaced += 1
+        self.turnover += 1
 
-    def _requeue(self, slot: _Slot[W]) -> None:
+    def _requeue(self, slot: Slot[W]) -> None:
         """The tasks of the slot's worker are to be sent again, also those whose groups have arrived."""
         for submission, tasks in slot.given.items():
             if again := submission.arrived & tasks.keys():
@@ -298,25 +268,80 @@ class Supervisor(Generic[W]):
             submission.arrived -= again
             slot.queue.extendleft((submission, self._suspects.judged(task)) for task in reversed(tasks.values()))
         self._none_queued = False
-        slot.given, slot.answering = {}, {}
-        for stream in slot.streams:
-            stream.cancel()
-        slot.streams = {}
+        slot.forget()
+
+    async def _join(self, number: int) -> None:
+        """Have a worker take part, with the weights of all others; one that fails is given up after three tries."""
+        reason = ""
+        for _ in range(3):
+            slot = Slot(number, self._make(number), start=asyncio.current_task())
+            try:
+                await asyncio.wait_for(slot.worker.call("ready"), START_TIMEOUT_S)
+                await self._change_slots(self._enter(slot))
+            except Exception as error:
+                reason = reason_of(error)
+                self.slots = [other for other in self.slots if other is not slot]
+                await asyncio.to_thread(slot.worker.kill)
+                if self._lost(number):
+                    break
+            else:
+                self._report(f"rollout worker {number} joined: {len(self.slots)} now", "worker_joined")
+                waiting, self._unshared = self._unshared, []
+                self._loop.call_soon(self._deal, waiting)  # to a worker that is live: when this task is done
+                return
+        self._report(f"rollout worker {number} did not join: {reason}", "worker_left")
+
+    async def _enter(self, slot: Slot[W]) -> None:
+        given = await self._give_weights(slot)
+        self.slots = [*self.slots, slot]
+        while given is not self.weights:  # newer ones were offered before the worker was in `slots`
+            given = await self._give_weights(slot)
+
+    def _leave(self, slot: Slot[W], reason: str) -> None:
+        """The place of the slot's worker is gone: others do its work."""
+        slot.left = True
+        self._requeue(slot)
+        work, slot.queue = list(slot.queue), deque()
+        others = f"{sum(not other.left for other in self.slots)} others do its work, or who joins next"
+        self._report(f"rollout worker {slot.number} left: {reason}; {others}", "worker_left")
+        self._deal(work)
+
+        async def forget() -> None:
+            await asyncio.to_thread(slot.worker.kill)
+            self.slots = [other for other in self.slots if other is not slot]
+
+        self._spawn(self._change_slots(forget()))
+
+    async def _change_slots(self, change: Coroutine[Any, Any, None]) -> None:
+        """Await the change once nobody has `membership`."""
+        while not self.membership.acquire(blocking=False):
+            await asyncio.sleep(0.05)
+        try:
+            await asyncio.wait_for(change, START_TIMEOUT_S)
+            self.turnover += 1
+        finally:
+            self.membership.release()
+
+    def _deal(self, work: Sequence[tuple[Submission, Task]]) -> None:
+        """Share work out, in order; where nobody is there, it waits for a worker to join."""
+        there = [slot for slot in self.slots if not slot.left]
+        share = -(-len(work) // max(1, len(there)))
+        for i, slot in enumerate(there):
+            slot.queue += work[i * share : (i + 1) * share]
+            self._revive(slot)
+        if not there:
+            self._unshared += work
+        self._none_queued = False
+        self._fill()
 
     # --- submissions ----------------------------------------------------------------------------------------------------
 
     def _begin(self, submission: Submission, order: Sequence[Task]) -> None:
         self._open.append(submission)
-        share = -(-len(order) // len(self.slots))
-        for slot in self.slots:
-            mine = order[slot.number * share : (slot.number + 1) * share]
-            slot.queue += [(submission, self._suspects.judged(task)) for task in mine]
-            self._revive(slot)
-        self._none_queued = False
-        self._fill()
+        self._deal([(submission, self._suspects.judged(task)) for task in order])
         self._close_if_done(submission)
 
-    def _fill(self, *slots: _Slot[W]) -> None:
+    def _fill(self, *slots: Slot[W]) -> None:
         """Send live workers (`slots`: only these, which have got room) as much as they may have: of their share, then of what others
         have no room for. The cost of an answer must not grow with the tasks nor, while its worker has a share, with the workers."""
         live = [slot for slot in slots or self.slots if slot.live]
@@ -328,33 +353,20 @@ class Supervisor(Generic[W]):
                 self._none_queued = not longest
                 self._send(slot, longest)
 
-    def _send(self, slot: _Slot[W], queue: deque[tuple[Submission, Task]]) -> None:
+    def _send(self, slot: Slot[W], queue: deque[tuple[Submission, Task]]) -> None:
         """Send a worker the first tasks of a queue, those of each submission as one batch."""
         if not queue or (self._max_running is None and slot.streams):
             return
-        unanswered = list(slot.answering.values())
-        running = sum(len(task.seeds) for task in unanswered)
-        while queue and (self._max_running is not None or not slot.streams):
-            submission, batch = queue[0][0], list[Task]()
-            if unanswered and any(map(self._suspects.alone, [*unanswered, queue[0][1]])):
-                return
-            while queue and queue[0][0] is submission:
-                if batch and any(map(self._suspects.alone, [batch[0], queue[0][1]])):
-                    break
-                samples = len(queue[0][1].seeds)
-                if self._max_running is not None and running and running + samples > 2 * self._max_running:
-                    break
-                running += samples
-                batch.append(queue.popleft()[1])
+        unanswered, most = list(slot.answering.values()), None if self._max_running is None else 2 * self._max_running
+        while queue and (most is not None or not slot.streams):
+            submission, batch = self._suspects.next_batch(queue, unanswered, most)
             if not batch:
                 return
-            slot.watch()
-            slot.given.setdefault(submission, {}).update({task.group_id: task for task in batch})
-            slot.answering |= {(submission, task.group_id): task for task in batch}
+            slot.give(submission, batch)
             slot.streams[asyncio.ensure_future(self._stream(slot, submission, batch))] = submission
             unanswered += batch
 
-    async def _stream(self, slot: _Slot[W], submission: Submission, tasks: list[Task]) -> None:
+    async def _stream(self, slot: Slot[W], submission: Submission, tasks: list[Task]) -> None:
         worker = slot.worker
         try:
             async for summary, group in worker.generate(tasks):
@@ -384,11 +396,7 @@ class Supervisor(Generic[W]):
         self._open.remove(submission)
         submission.ended = time.monotonic()
         submission.events.put(error)
+        self._unshared = [entry for entry in self._unshared if entry[0] is not submission]
         for slot in self.slots:
-            for group_id in slot.given.pop(submission, ()):
-                slot.answering.pop((submission, group_id), None)
-            slot.queue = deque(entry for entry in slot.queue if entry[0] is not submission)
-            for stream in [stream for stream, owner in slot.streams.items() if owner is submission]:
-                stream.cancel()
-                del slot.streams[stream]
+            slot.drop(submission)
         self._fill()

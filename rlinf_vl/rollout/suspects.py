@@ -1,10 +1,10 @@
 """Rows that may be to blame for the deaths of the workers that answer them."""
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rlinf_vl.rollout.submission import Task
+from rlinf_vl.rollout.submission import Submission, Task
 
 
 class Suspects:
@@ -27,6 +27,23 @@ class Suspects:
     def alone(self, task: Task) -> bool:
         """Whether its worker may have nothing else to do."""
         return self._deaths[task.split, task.row] == self._tries - 1
+
+    def next_batch(
+        self, queue: deque[tuple[Submission, Task]], unanswered: Sequence[Task], most: int | None
+    ) -> tuple[Submission, list[Task]]:
+        """Take the first tasks of a queue off it, all of one submission, that a worker may have beside those it has not answered:
+        with them no more than `most` samples, unless it is a single task, and no other beside a suspect."""
+        submission, batch = queue[0][0], list[Task]()
+        running = sum(len(task.seeds) for task in unanswered)
+        while queue and queue[0][0] is submission:
+            task, others = queue[0][1], batch[:1] or unanswered
+            running += len(task.seeds)
+            if others and any(map(self.alone, [*others, task])):
+                break
+            if most is not None and running > max(most, len(task.seeds)):
+                break
+            batch.append(queue.popleft()[1])
+        return submission, batch
 
     def judged(self, task: Task) -> Task:
         """The task, without an answer to be given if its row is quarantined."""

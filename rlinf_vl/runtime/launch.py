@@ -32,7 +32,7 @@ from rlinf_vl.config.placement import Placement, placement_of, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
-from rlinf_vl.runtime.nodes import Node, nodes_with
+from rlinf_vl.runtime.nodes import ElasticNodes, Node, Seat, nodes_with
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +48,6 @@ PLACEMENT_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where one rollout worker runs: its Ray options, the slots of its engine, whether an actor rank has them, too."""
-
-    options: dict[str, Any]
-    slots: int = 1
-    shared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Reservation:
     """What the cluster has given a run."""
 
@@ -64,7 +55,7 @@ class Reservation:
     actor: tuple[dict[str, Any], ...]  #: Ray options of each actor rank
     rollout: tuple[Seat, ...]  #: of each rollout worker
     placement: Placement  #: the slots behind them
-    elastic: bool = False  #: whether rollout workers may join and leave
+    elastic: ElasticNodes | None = None  #: where rollout workers may join and leave (`cluster.elastic_rollout`)
 
 
 #: What Ray was started with where it outlives its run (see `ray_cluster`), and its address; None: nothing was left running.
@@ -181,27 +172,37 @@ def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | No
     except ConfigError as error:
         named = ", ".join(f"node {number} is {node.address}" for number, node in enumerate(nodes))
         raise ConfigError(*error.problems, *([named] if len(nodes) > 1 else [])) from None
+    is_elastic = learns and cluster.elastic_rollout
     ranks = [(slot,) for slot in placed.actor] if learns else []
     users = [*ranks, *placed.engines]  # the slots of each actor rank, then of each engine
-    seats = sorted(set(users))  # one bundle each
+    bundles = sorted(set(ranks if is_elastic else users))
     groups: dict[int, PlacementGroup] = {}  # by node
     try:
         for number, node in enumerate(nodes):
-            if bundles := [seat for seat in seats if placed.node_of(seat[0]) == number]:
-                shares = [{kind: float(len(seat)) for kind in kinds} for seat in bundles]
+            if mine := [slots for slots in bundles if placed.node_of(slots[0]) == number]:
+                shares = [{kind: float(len(slots)) for kind in kinds} for slots in mine]
                 groups[number] = placement_group(shares, strategy="STRICT_PACK", _soft_target_node_id=node.id)
-        _wait_for(groups.values(), sum(map(len, seats)), kinds[-1])
+        _wait_for(groups.values(), sum(map(len, bundles)), kinds[-1])
         log.info("who sits where (cluster.component_placement):\n%s", placed.map(_addresses(nodes, groups)))
         given: list[dict[str, Any]] = []
-        for seat in users:
-            number = placed.node_of(seat[0])
-            bundle = sum(1 for other in seats if other < seat and placed.node_of(other[0]) == number)
+        for slots in users[: len(ranks)] if is_elastic else users:
+            number = placed.node_of(slots[0])
+            bundle = sum(1 for other in bundles if other < slots and placed.node_of(other[0]) == number)
             strategy = PlacementGroupSchedulingStrategy(groups[number], bundle)
-            shares = {f"num_{kind.lower()}s": len(seat) / users.count(seat) for kind in kinds}
+            shares = {f"num_{kind.lower()}s": len(slots) / users.count(slots) for kind in kinds}
             given.append({"scheduling_strategy": strategy, **shares, **(options or {})})
-        engines = zip(given[len(ranks) :], placed.engines, strict=True)
-        rollout = tuple(Seat(how, len(engine), learns and bool({*engine} & {*placed.actor})) for how, engine in engines)
-        yield Reservation(device, tuple(given[: len(ranks)]), rollout, placed, learns and cluster.elastic_rollout)
+        elastic = None
+        if is_elastic:
+            known = {nodes[placed.node_of(slots[0])].id for slots in users}
+            size = config.rollout.tensor_parallel_size
+            elastic = ElasticNodes(kinds, size, options or {}, list(groups.values()), known)
+            rollout = [elastic.seat(nodes[placed.node_of(slots[0])].id, len(slots)) for slots in placed.engines]
+        else:
+            engines = zip(given[len(ranks) :], placed.engines, strict=True)
+            rollout = [
+                Seat(how, len(slots), learns and not {*slots}.isdisjoint(placed.actor)) for how, slots in engines
+            ]
+        yield Reservation(device, tuple(given[: len(ranks)]), tuple(rollout), placed, elastic)
     finally:
         for group in groups.values():
             remove_placement_group(group)

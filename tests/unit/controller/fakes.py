@@ -73,6 +73,7 @@ class FakePool:
 
     def __init__(self, strike: Callable[[int], None] = lambda calls: None) -> None:
         self.restarts = 0
+        self.workers = [None]
         self.weight = START  # of the engines
         self.versions: list[int] = []  # of the weights that they were sent
         self.asked: list[list[str]] = []  # group ids, by call
@@ -112,6 +113,10 @@ class FakePool:
         assert gone <= self.alive, f"released twice: {gone - self.alive}"
         self.alive = self.alive - gone
 
+    @property
+    def turnover(self):
+        return self.restarts
+
     def entries(self):
         return [{"name": "rollout 0", "state": "alive", "restarts": self.restarts}]
 
@@ -123,6 +128,9 @@ class FakePool:
     def filter_rows(self, split, rows, progress):
         progress(len(rows))
         return FilterResult(kept={row: str(row % 3) for row in rows})
+
+    def open_membership(self):
+        pass
 
     def forget_weights(self):
         self.told.append("forget weights")

@@ -12,7 +12,8 @@ from rlinf_vl.config.placement import Placement
 from rlinf_vl.controller import run as room
 from rlinf_vl.controller.run import TooManyRestarts
 from rlinf_vl.observe.progress import RunProgress
-from rlinf_vl.runtime.launch import Reservation, Seat
+from rlinf_vl.runtime.launch import Reservation
+from rlinf_vl.runtime.nodes import Seat
 from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 

@@ -163,6 +163,7 @@ def test_the_verb(capsys):
     assert main(fits) == 0
     said = capsys.readouterr().out
     assert "| collocated" in said and "KV cache of" in said and "on 8 GPUs of 78.8 GiB" in said
+    assert "- node 0: slots 0-7: actor ranks 0-7 and engines 0-7\n" in said
     assert main(["preflight", FLAGSHIP, "--gpu-memory", "24", "runner.max_tokens_per_mbs=3072"]) == 1
     assert "does not fit" in capsys.readouterr().out
     for wrong, named in (

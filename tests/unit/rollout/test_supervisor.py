@@ -19,7 +19,15 @@ class Fleet:
     def __init__(self, n=2, *, max_running=None, start=True, weights=None, poison=(), **script):
         self.poison = poison
         self.workers, self.reports, self.script = [], [], script
-        self.supervisor = Supervisor(self.make, n, max_running=max_running, report=self.reports.append)
+        self.places_lost, self.coming = set(), []
+        self.supervisor = Supervisor(
+            self.make,
+            n,
+            max_running=max_running,
+            report=lambda message, kind="worker_replaced": self.reports.append(message),
+            lost=self.places_lost.__contains__,
+            newcomers=lambda: [self.coming.pop() for _ in list(self.coming)],
+        )
         self.supervisor.weights = weights
         if start:
             self.supervisor.start()
@@ -338,6 +346,86 @@ def test_all_workers_can_be_replaced_in_the_middle_of_a_submission():
     fleet.supervisor.replace_all()
     assert {group[-1] for _, group in answered(submission.results())} == {"2", "3"}
     assert fleet.workers[0].dead and fleet.workers[1].dead
+
+
+@pytest.mark.parametrize("max_running", [None, 2, 64])
+@pytest.mark.parametrize("fault", ["dies_after", "hangs_after"])
+def test_what_a_worker_had_whose_place_is_lost_goes_to_the_others(max_running, fault):
+    fleet = Fleet(n=3, max_running=max_running, worker0={fault: 1})
+    fleet.places_lost.add(0)
+    results = answered(fleet.submit(tasks(9)).results())
+    assert [name for name, _ in results] == [f"g{i}" for i in range(9)]
+    assert not any(group.endswith("of 0") for _, group in results)
+    until(lambda: [slot.number for slot in fleet.supervisor.slots] == [1, 2])
+    assert len(fleet.workers) == 3 and fleet.workers[0].dead and fleet.supervisor.replaced == 0
+    (report,) = fleet.reports
+    assert report.startswith("rollout worker 0 left: ") and "2 others do its work" in report
+    assert len(fleet.submit(tasks(4)).results()) == 4
+
+
+def test_a_place_that_is_lost_while_its_worker_is_replaced():
+    fleet = Fleet(worker0={"dies_after": 0}, worker2={"ready": "never"})
+    submission = fleet.submit(tasks(4))
+    until(lambda: len(fleet.workers) == 3)
+    fleet.places_lost.add(0)
+    fleet.workers[2].dead = True
+    assert {group[-1] for _, group in answered(submission.results())} == {"1"}
+
+
+@pytest.mark.parametrize("max_running", [None, 2])
+def test_a_worker_that_joins_gets_the_current_weights_and_then_work(max_running):
+    fleet = Fleet(
+        max_running=max_running, weights=(lambda: ["bucket"], 7), worker0={"manual": True}, worker1={"manual": True}
+    )
+    first = fleet.submit(tasks(12, "a"))
+    until(lambda: fleet.workers[0].batches and fleet.workers[1].batches)
+    with fleet.supervisor.membership:  # a sync
+        fleet.coming.append(2)
+        until(lambda: len(fleet.workers) == 3)
+        time.sleep(0.1)
+        assert fleet.workers[2].weights is None and len(fleet.supervisor.slots) == 2
+        fleet.supervisor.weights = (lambda: ["newer"], 8)
+    until(lambda: len(fleet.supervisor.slots) == 3)
+    assert fleet.workers[2].weights == (["newer"], 8)
+    second = fleet.submit(tasks(12, "b"))
+    until(lambda: fleet.workers[2].batches)
+    for worker in fleet.workers:
+        worker.answer()
+    assert len(first.results()) == len(second.results()) == 12
+    assert fleet.ping(2) == (2, "ping") and fleet.reports == ["rollout worker 2 joined: 3 now"]
+
+
+def test_work_waits_when_the_last_worker_leaves_until_another_joins():
+    fleet = Fleet(n=1, worker0={"dies_after": 1})
+    fleet.places_lost.add(0)
+    submission = fleet.submit(tasks(3))
+    until(lambda: not fleet.supervisor.slots)
+    later = fleet.submit(tasks(2, "later"))
+    fleet.coming.append(1)
+    assert {group[-1] for _, group in answered(submission.results() + later.results())} == {"1"}
+
+
+def test_one_that_can_not_join_is_given_up_and_told():
+    dying = {"ready": WorkerDied("no start")}
+    fleet = Fleet(worker2=dying, worker3=dying, worker4=dying)
+    fleet.coming.append(2)
+    until(lambda: fleet.reports)
+    assert fleet.reports == ["rollout worker 2 did not join: WorkerDied: no start"]
+    assert len(fleet.workers) == 5 and all(worker.dead for worker in fleet.workers[2:])
+    assert len(fleet.submit(tasks(4)).results()) == 4
+
+
+def test_calls_and_syncs_do_not_wait_for_one_that_leaves():
+    fleet = Fleet(weights=(lambda: [], 3))
+    fleet.places_lost.add(1)
+    fleet.workers[1].dead = True
+    with fleet.supervisor.membership:
+        taken = [(slot.number, slot.worker, slot.worker.call("take_weights")) for slot in fleet.supervisor.slots]
+        settled = [fleet.supervisor.settle(*one) for one in taken]
+        assert [future.result() for future in settled] == [(0, "take_weights"), None]
+        assert fleet.ping(1) is None
+    until(lambda: len(fleet.supervisor.slots) == 1)
+    assert fleet.ping(0) == (0, "ping")
 
 
 def until(condition, seconds=10.0):
