@@ -43,7 +43,7 @@ def train(config: Config, stop_request: StopRequest, keep_ray: bool = False) -> 
     run_dir = folders.run_folder(config)
     config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
     with folders.locked(run_dir):
-        home = checkpoint_home(config)
+        home = checkpoint_home(config, run_dir)
         recover_checkpoints(home)
         checkpoint = find_checkpoint(home, config.runner.resume_dir)
         if checkpoint and 0 <= config.runner.max_steps <= (step := load_state(checkpoint)["step"]):

@@ -56,7 +56,7 @@ def run(
         RunError: it can't go on; see `train`.
     """
     began = time.monotonic()
-    home = checkpoint_home(config)
+    home = checkpoint_home(config, run_dir)
     device = reservation.device
     placement = reservation.placement
     strategy = resolve_weight_sync(config.rollout.weight_sync, device, placement.shared, placement.beside_actors)

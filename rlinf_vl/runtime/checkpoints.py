@@ -1,7 +1,7 @@
 """Checkpoints of a run: `checkpoints/global_step_N` of its folder, or of one elsewhere (`runner.checkpoint_dir`), also remote.
 
 - A checkpoint that has its `controller.json` is complete. On a disk it is written aside and renamed; where nothing can be renamed
-  at once (object stores), that file is written last. One that is deleted loses it first.
+  at once (object stores), that file is written last. One that is deleted loses its name, or that file, first.
 - `SHA256SUMS` has the digest of every file, taken while the bytes were written, in the form that `sha256sum -c` checks.
 """
 
@@ -50,11 +50,10 @@ def folder_at(text: str) -> Folder:
     return UPath(text) if "://" in text else Path(text)
 
 
-def checkpoint_home(config: Config) -> Folder:
-    """The folder of a run that has its `checkpoints`: the run's own, or one of the same name in `runner.checkpoint_dir`."""
-    runner = config.runner
-    parent = folder_at(runner.checkpoint_dir or runner.output_dir)
-    return (parent.absolute() if isinstance(parent, Path) else parent) / runner.experiment_name
+def checkpoint_home(config: Config, run_dir: Path) -> Folder:
+    """The folder that has the `checkpoints` of a run: the run's own, or one of the same name in `runner.checkpoint_dir`."""
+    elsewhere = config.runner.checkpoint_dir
+    return folder_at(elsewhere) / run_dir.name if elsewhere else run_dir
 
 
 def checkpoints(home: Folder) -> list[tuple[int, Folder]]:
@@ -282,11 +281,14 @@ def _before(checkpoint: Folder) -> list[Folder]:
 
 
 def _remove(folder: Folder) -> None:
-    """Delete a checkpoint, so that it is not complete any more from the first moment on."""
-    (folder / STATE_FILE).unlink(missing_ok=True)
+    """Delete a checkpoint, if it is there, so that it is none from the first moment on; `recover_checkpoints` ends what is left."""
     if isinstance(folder, Path):
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            gone = folder.with_name(f".{folder.name}.tmp")
+            folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
     elif folder.exists():
+        (folder / STATE_FILE).unlink(missing_ok=True)
         folder.rmdir(recursive=True)
 
 

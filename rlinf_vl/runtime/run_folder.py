@@ -85,7 +85,7 @@ def open_folder(
     """Prepare the folder for a run that starts from `checkpoint`, write its `config.yaml`, and return the checkpoint's path, which
     may have changed. At the end, `report(step, kind, message)` is called for everything set aside, and for keys that differ
     from the resumed run's. ConfigError: the folder can't be renamed or written, or the checkpoint has other adapters."""
-    home = checkpoint_home(config)
+    home = checkpoint_home(config, run_dir)
     step = load_state(checkpoint)["step"] if checkpoint else 0
     changed = changed_keys(config, checkpoint.parents[1] / "config.yaml") if checkpoint else []
     changed = [line for line in changed if not line.startswith("runner.resume_dir:")]

@@ -1,14 +1,16 @@
 """Checkpoint folders: complete or not there."""
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import subprocess
+import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from upath import UPath
 
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.checkpoints import (
@@ -16,7 +18,9 @@ from rlinf_vl.runtime.checkpoints import (
     SUMS_FILE,
     CheckpointFailed,
     checkpoints,
+    damage,
     find_checkpoint,
+    folder_at,
     load_state,
     recover_checkpoints,
     save_checkpoint,
@@ -26,7 +30,7 @@ from rlinf_vl.runtime.run_folder import write_baselines
 
 
 def write(folder: str) -> dict[str, str]:
-    (Path(folder) / "weights").write_text("w")
+    (folder_at(folder) / "weights").write_text("w")
     return {"weights": hashlib.sha256(b"w").hexdigest()}
 
 
@@ -175,6 +179,40 @@ def test_a_crash_while_a_step_is_saved_again_loses_no_checkpoint(tmp_path, monke
     recover_checkpoints(tmp_path)
     assert load_state(find_checkpoint(tmp_path, "auto")) == {"a": 2 if crash == "none" else 1}
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_3"]
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_a_process_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, place):
+    """It ends before each of its calls that change files, one after another, until a save has none left."""
+    home = tmp_path if place == "disk" else UPath(f"file://{tmp_path}")
+    first = save_checkpoint(home, 1, write, {"step": 1}, keep_last=1)
+    calls = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
+    seen = set()
+    for moment in itertools.count():
+        if not (child := os.fork()):
+            left = [moment]
+
+            def strike(event, arguments, left=left):
+                if event in calls and (event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+                    left[0] -= 1
+                    if left[0] < 0:
+                        os._exit(9)
+
+            sys.addaudithook(strike)
+            save_checkpoint(home, 2, write, {"step": 2}, keep_last=1)
+            os._exit(0)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+            break
+        known = checkpoints(home)
+        assert known and not any(damage(folder) for _, folder in known), moment
+        recover_checkpoints(home)
+        newest = find_checkpoint(home, "auto")
+        step = load_state(newest)["step"]
+        seen.add(step)
+        assert len(list((home / "checkpoints").iterdir())) == len(checkpoints(home)), "nothing half written is left"
+        shutil.rmtree(tmp_path / "checkpoints")
+        save_checkpoint(home, 1, write, {"step": 1}, keep_last=1)
+    assert seen == {1, 2} and moment > 5 and first.exists() is False
 
 
 def test_a_rename_that_fails_puts_back_what_was_to_be_replaced(tmp_path, monkeypatch):
