@@ -60,7 +60,7 @@ class Saver:
         writing, self._writing = self._writing, None
         try:
             self.newest, seconds = writing.result()
-        except CheckpointFailed as error:
+        except (CheckpointFailed, OSError) as error:
             self._failed(error, last)
         else:
             self._log.timings["time/checkpoint_write"] = seconds

@@ -28,7 +28,7 @@ from rlinf_vl.data.sources import Peek, first_rows, peek, peek_seeds
 from rlinf_vl.data.unusable import NOT_FETCHED, RowError
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
 from rlinf_vl.envs.registry import EnvMaker, check_env_class, keyword_problems, load_env_class
-from rlinf_vl.errors import ConfigError, nearest
+from rlinf_vl.errors import ConfigError, nearest, reason_of
 from rlinf_vl.preflight import gpus
 from rlinf_vl.preflight.checkpoint import checkpoint
 from rlinf_vl.preflight.hub import HUB_NAME, ask_hub
@@ -36,7 +36,7 @@ from rlinf_vl.preflight.teacher import teacher
 from rlinf_vl.rewards.forms import SIGNATURE
 from rlinf_vl.rewards.named import named_function
 from rlinf_vl.rewards.processes import load_function
-from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, STATE_FILE
+from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, STATE_FILE, folder_at
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.types import Problem
 
@@ -201,6 +201,16 @@ def _folders(config: Config) -> Iterator[str]:
     runner, data, cache, folder = config.runner, config.data, cache_root(), run_folder(config)
     if reason := _unwritable(folder):
         yield f"runner.output_dir: {runner.output_dir!r}: {folder} can't be written ({reason}); name another folder"
+    for name in ("checkpoint_dir", "resume_dir"):
+        if "://" in (url := getattr(runner, name) or ""):
+            try:
+                folder_at(url).exists()
+            except Exception as error:  # each store's library has its own
+                reason = reason_of(error).splitlines()[0]
+                yield f"runner.{name}: {url!r} can't be reached ({reason}); name a folder, or a URL that fsspec reaches"
+    elsewhere = runner.checkpoint_dir
+    if elsewhere and "://" not in elsewhere and (reason := _unwritable(Path(elsewhere))):
+        yield f"runner.checkpoint_dir: {elsewhere!r} can't be written ({reason}); name another folder"
     resume = runner.resume_dir
     if resume not in (None, "auto") and os.path.isdir(resume):
         parts = (STATE_FILE, f"{ACTOR_FOLDER}/.metadata")

@@ -47,7 +47,7 @@ class CheckpointFailed(RunError):
 
 def folder_at(text: str) -> Folder:
     """The folder that a path or a URL names."""
-    return UPath(text) if "://" in text else Path(text)
+    return UPath(text, use_listings_cache=False) if "://" in text else Path(text)  # others write there, too
 
 
 def checkpoint_home(config: Config, run_dir: Path) -> Folder:
@@ -84,20 +84,25 @@ def save_checkpoint(
     all others but those of the last `keep_last` steps (-1: delete none), of which the new one is one, and those of the `keep_best`
     steps with the highest of `accuracies`, the earliest where they tie. CheckpointFailed: the disk is full, or refuses."""
     final = home / "checkpoints" / f"global_step_{step}"
-    former = [_size(folder) for _, folder in checkpoints(home)[-1:]]
-    needed = sum(former)
+    former: Folder | None = None
+    needed = 0
     try:
+        with _as_os_errors():
+            if former := newest_checkpoint(home):
+                needed = _size(former)
         if _free(home) < needed:
             raise OSError(errno.ENOSPC, "less room than the checkpoint before took")
         with _written(final) as folder:
-            (folder / ACTOR_FOLDER).mkdir(parents=True, exist_ok=True)
             try:
+                with _as_os_errors():
+                    (folder / ACTOR_FOLDER).mkdir(parents=True, exist_ok=True)
                 written = write_actor(str(folder / ACTOR_FOLDER))
                 content = json.dumps(state, indent=1)
                 sums = {f"{ACTOR_FOLDER}/{name}": digest for name, digest in written.items()}
                 sums[STATE_FILE] = hashlib.sha256(content.encode()).hexdigest()
-                (folder / SUMS_FILE).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
-                (folder / STATE_FILE).write_text(content)
+                with _as_os_errors():
+                    (folder / SUMS_FILE).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+                    (folder / STATE_FILE).write_text(content)
             finally:
                 needed = max(needed, _size(folder))
     except OSError as error:
@@ -110,14 +115,17 @@ def save_checkpoint(
         room = room if isinstance(home, Path) else ""
         raise CheckpointFailed(
             f"the checkpoint of step {step} could not be written to {final.parent}: {str(error).strip().splitlines()[-1]}. "
-            f"{room}The last good one is {newest_checkpoint(home) or 'none'}"
+            f"{room}The last good one is {former or 'none'}"
         ) from error
     if keep_last > 0:
         others = {at: folder for at, folder in checkpoints(home) if at != step}
         scored = sorted((at for at in (*others, step) if at in accuracies), key=lambda at: (-accuracies[at], at))
         kept = {*sorted(others)[len(others) + 1 - keep_last :], *scored[:keep_best]}
         for at in others.keys() - kept:
-            _remove(others[at])
+            try:
+                _remove(others[at])
+            except OSError as error:
+                log.warning("%s can't be deleted: %s", others[at], error)
     return final
 
 
@@ -128,13 +136,12 @@ def _written(final: Folder) -> Iterator[Folder]:
         with write_aside(final) as aside:
             yield aside
         return
-    with _as_os_errors():
+    _remove(final)
+    try:
+        yield final
+    except BaseException:
         _remove(final)
-        try:
-            yield final
-        except BaseException:
-            _remove(final)
-            raise
+        raise
 
 
 @contextmanager
@@ -142,21 +149,25 @@ def _as_os_errors() -> Iterator[None]:
     """Raise what a remote file system's own library raises as OSError."""
     try:
         yield
-    except (OSError, ConfigError, RunError):
+    except (OSError, ConfigError):
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def recover_checkpoints(home: Folder) -> None:
-    """Mend what a crash in `save_checkpoint` left. Nobody may be writing meanwhile."""
+    """Mend what a crash in `save_checkpoint` left. Nobody may be writing meanwhile. ConfigError: a store refuses."""
     if isinstance(home, Path):
         for folder in recover(home / "checkpoints"):
             log.warning("%s is there again: a run ended while it wrote that step anew", folder)
         return
-    for folder in (home / "checkpoints").glob("global_step_*"):
-        if not (folder / STATE_FILE).is_file():
-            _remove(folder)
+    try:
+        with _as_os_errors():
+            for folder in (home / "checkpoints").glob("global_step_*"):
+                if not (folder / STATE_FILE).is_file():
+                    _remove(folder)
+    except OSError as error:
+        raise ConfigError(f"runner.checkpoint_dir: {home} can't be read or written: {error}") from None
 
 
 def find_checkpoint(home: Folder, resume_dir: str | None) -> Folder | None:
@@ -266,11 +277,17 @@ def load_state(checkpoint: Folder) -> dict[str, Any]:
 
 
 def rename(path: Folder, target: Folder) -> None:
-    """Give a file or folder another name in the same file system: at once on a disk, by copies in an object store."""
-    if isinstance(path, UPath) and isinstance(target, UPath):
-        path.fs.mv(path.path, target.path, recursive=True)
-    else:
+    """Give a file or folder another name in the same file system: at once on a disk, by copies in a store."""
+    if not (isinstance(path, UPath) and isinstance(target, UPath)):
         os.rename(str(path), str(target))
+        return
+    with _as_os_errors():
+        files = path.fs.find(path.path)
+        targets = [target.path + file.removeprefix(path.path) for file in files]
+        for parent in {name.rpartition("/")[0] for name in targets}:
+            path.fs.makedirs(parent, exist_ok=True)
+        path.fs.copy(files, targets)
+        path.fs.rm(path.path, recursive=True)
 
 
 def _before(checkpoint: Folder) -> list[Folder]:
@@ -287,9 +304,11 @@ def _remove(folder: Folder) -> None:
             gone = folder.with_name(f".{folder.name}.tmp")
             folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
-    elif folder.exists():
-        (folder / STATE_FILE).unlink(missing_ok=True)
-        folder.rmdir(recursive=True)
+        return
+    with _as_os_errors():
+        if folder.exists():
+            (folder / STATE_FILE).unlink(missing_ok=True)
+            folder.rmdir(recursive=True)
 
 
 def _free(home: Folder) -> float:
@@ -301,5 +320,7 @@ def _free(home: Folder) -> float:
 
 
 def _size(folder: Folder) -> int:
-    """Bytes of the files in a folder."""
+    """Bytes of the files in a folder on a disk; of one in a store nobody needs them."""
+    if not isinstance(folder, Path):
+        return 0
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

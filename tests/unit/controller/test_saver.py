@@ -79,7 +79,9 @@ def test_a_checkpoint_that_fails_meanwhile_is_an_event_and_the_next_one_is_tried
     assert run.metrics() == undisturbed
 
 
-def test_a_learner_that_is_lost_while_it_writes_goes_back_to_the_checkpoint_before(monkeypatch, tmp_path, undisturbed):
+def test_a_learner_that_is_lost_while_it_writes_goes_back_to_the_checkpoint_before(
+    monkeypatch, tmp_path, undisturbed_parts
+):
     """In step 5, when the checkpoint of step 4 is half written."""
     run = Started(monkeypatch, tmp_path, ASYNC, "runner.save_interval=2", strike=once(5))
     write = FakeLearner.write
