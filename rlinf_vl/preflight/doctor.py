@@ -142,7 +142,7 @@ def look(config: Config | None = None) -> Machine:
         total_memory=psutil.virtual_memory().total,
         cores=len(os.sched_getaffinity(0)),
         shared_memory=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
-        run_disk=_free(Path(config.runner.output_dir if config else ".")),
+        run_disk=_free(_checkpoint_disk(config) if config else Path(".")),
         cache_disk=_free(cache_root()),
         ports=_ports(),
         environment=dict(os.environ),
@@ -245,22 +245,34 @@ def _of_model(machine: Machine, config: Config) -> Iterator[Line]:
     except (ConfigError, ValueError) as error:
         yield line("model", config.rollout.model.model_path, error, "warn")
         return
-    weights, at_once = model.weights, max(1, config.runner.keep_last) + 1  # a new one is whole before the oldest goes
+    weights, runner = model.weights, config.runner
+    at_once = max(1, runner.keep_last) + runner.keep_best + 1  # a new one is whole before the oldest goes
     loading = (ranks * model.stored + engines * DTYPES[config.rollout.model.precision].itemsize) * weights.total
     said = f"{machine.total_memory / GIB:.1f} GiB; loading takes {loading / GIB:.1f} (actor ranks {ranks}, engines {engines})"
-    too_much = loading > 0.7 * machine.total_memory
-    yield line("memory", said, too_much and "take fewer slots a machine, or more memory", "warn")
+    too_much = loading > 0.7 * machine.total_memory and "take fewer slots a machine, or more memory"
     size = 12 * weights.trained
     if not (config.actor.model.is_lora and config.actor.model.lora.save_lora_only):
         size += model.stored * (weights.total - weights.trained)
+    if runner.async_save and size / nodes > 0.5 * machine.total_memory:
+        said += f"; the copy of a checkpoint that is written while training goes on, {size / nodes / GIB:.1f}"
+        too_much = too_much or "set runner.async_save=false"
+    yield line("memory", said, too_much, "warn")
     said = f"{_size(machine.run_disk)} free for runs, where {at_once} checkpoints of {_size(size)} lie at once"
-    way_out = "make room, set runner.output_dir to a larger disk, or lower runner.keep_last"
+    way_out = "make room, set runner.checkpoint_dir to a larger disk or a URL, or lower runner.keep_last"
     status = "fail" if machine.run_disk < size else "warn"
+    if "://" in (runner.checkpoint_dir or ""):
+        said, way_out = f"{_size(machine.run_disk)} free for runs; checkpoints go to {runner.checkpoint_dir}", ""
     yield line("disk", said, machine.run_disk < at_once * size and way_out, status)
     way_out = machine.cache_disk < 2 * weights.total and "set RLINF_VL_CACHE and HF_HOME to a larger disk"
     yield line("cache", f"{_size(machine.cache_disk)} free for the cache", way_out, "warn")
     if model.family.vision_tower:
         yield _image_tokens(config, model.shape.vision_config)
+
+
+def _checkpoint_disk(config: Config) -> Path:
+    """The folder whose disk takes the checkpoints; where those go to a store, that of the run's other files."""
+    elsewhere = config.runner.checkpoint_dir
+    return Path(elsewhere if elsewhere and "://" not in elsewhere else config.runner.output_dir)
 
 
 def _image_tokens(config: Config, vision) -> Line:
