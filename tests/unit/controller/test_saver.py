@@ -34,18 +34,18 @@ class SlowLearner(FakeLearner):
 
     def __init__(self, until: int, disk=lambda: None) -> None:
         super().__init__(self.seen)
-        self.until, self.disk, self.trained = until, disk, 0
+        self.until, self.disk, self.at = until, disk, 0
         self.reached = threading.Event()
         self.written: list[int] = []
 
     def seen(self, step):
-        self.trained = step
+        self.at = step
         if step >= self.until:
             self.reached.set()
 
     def write(self, folder):
         assert self.reached.wait(60), "training has waited for the checkpoint"
-        self.written.append(self.trained)
+        self.written.append(self.at)
         self.disk()
         return super().write(folder)
 
