@@ -7,7 +7,7 @@ an actor rank and a rollout worker, one with a rollout worker. Every 30 to 60 se
 
 | kind | what |
 |---|---|
-| kill | kill -9 of a process of the run (a rank, a worker, the writer, a grader) or of Ray, the head's too |
+| kill | kill -9 of a process of the run (a rank, a worker, the writer, a grader), or three times in ten of Ray, the head's too |
 | stop | SIGSTOP of a rank, a worker or the writer, for good |
 | pause | SIGSTOP of Ray's own process on a host, 20 seconds long |
 | cut | a host's cable is out for 20 seconds, the head's too |
@@ -202,20 +202,20 @@ class Striker:
         return f"{name} on {host.ip}"
 
     def kill(self) -> str:
-        return self._signal(signal.SIGKILL, self._processes(of_ray=True))
+        return self._signal(signal.SIGKILL, self._processes(of_ray=self.random.random() < 0.3))
 
     def stop(self) -> str:
         return self._signal(signal.SIGSTOP, self._processes(ACTORS, of_ray=False))
 
     def pause(self) -> str:
         host = self.random.choice(self.hosts)
-        found = [process for process in host.processes() if process.name() in ("raylet", "gcs_server")]
-        for process in found:
-            process.suspend()
-        time.sleep(CUT_S)
-        for process in found:
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
+        found = [process for process in host.processes() if title(process).startswith(("raylet", "gcs_server"))]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in found:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            if number == signal.SIGSTOP:
+                time.sleep(CUT_S)
         return f"Ray on {host.ip}"
 
     def cut(self) -> str:
