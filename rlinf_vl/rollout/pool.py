@@ -20,6 +20,7 @@ from rlinf_vl.rollout.supervisor import Supervisor
 from rlinf_vl.rollout.worker import RolloutWorker
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost, Heartbeat, cause_of, entry, kill
+from rlinf_vl.runtime.seats import lost_seats
 from rlinf_vl.transport.sender import Offer
 from rlinf_vl.types import GroupSummary
 
@@ -111,7 +112,9 @@ class RolloutPool:
 
         self._seats = list(reservation.rollout)  # by the workers' numbers
         self._elastic = reservation.elastic
+        self._shrinks = config.cluster.on_node_loss == "shrink"
         self._may_change = False  # workers may join and leave
+        self._waits: set[int] = set()  # workers whose wait for a node was told
         runner, rollout = config.runner, config.rollout
         whole = runner.schedule == "sync" or (runner.schedule == "one_step_off" and runner.max_staleness == 1)
         max_running = None if rollout.rollout_backend == "torch" and whole else rollout.max_running_requests
@@ -155,8 +158,8 @@ class RolloutPool:
         return self._supervisor.membership
 
     def open_membership(self) -> None:
-        """From now on workers may join and leave, if the reservation is elastic."""
-        self._may_change = self._elastic is not None
+        """From now on workers may leave with their nodes, and join if the reservation is elastic."""
+        self._may_change = True
 
     def _newcomers(self) -> Sequence[int]:
         """Numbers of workers for the nodes that have joined."""
@@ -168,7 +171,24 @@ class RolloutPool:
         return range(first, len(self._seats))
 
     def _lost(self, number: int) -> bool:
-        return self._elastic is not None and self._may_change and self._elastic.lost(self._seats[number])
+        """Whether a worker leaves, because its node is lost. Where it waits instead (`cluster.on_node_loss`), that is told once. The
+        last worker waits always, unless others may join."""
+        if not self._may_change:
+            return False
+        seat = self._seats[number]
+        if self._elastic is not None:
+            return self._elastic.lost(seat)
+        try:
+            lost = bool(lost_seats([seat.options]))
+        except RayError:  # the cluster's head does not answer: later
+            return False
+        if lost and self._shrinks and len(self._there) > 1:
+            return True
+        if lost and number not in self._waits:
+            self._waits.add(number)
+            way_out = "start that again with ray_utils/start_ray.sh, or set cluster.on_node_loss=shrink and resume"
+            self._report("node_lost", f"rollout worker {number} waits for its node: {way_out}")
+        return False
 
     def entries(self) -> list[dict[str, object]]:
         """A line on each worker, for `StatusFile`."""

@@ -63,6 +63,10 @@ class Slot(Generic[W]):
     left: bool = False  # with its node: nothing is asked of it any more
 
     @property
+    def starting(self) -> bool:
+        return self.start is not None and not self.start.done()
+
+    @property
     def live(self) -> bool:
         return not self.left and self.start is not None and self.start.done() and self.start.exception() is None
 

@@ -60,16 +60,12 @@ class Supervisor(Generic[W]):
         #: (what gives the current weights as buckets, their version); None: those that workers start with
         self.weights: tuple[Callable[[], Sequence[Any]], int] | None = None
         self.membership = threading.Lock()
-        self.replaced = 0
-        self.turnover = 0  # of who the workers are: replaced, joined, left
-        self._make = make
-        self._lost = lost
-        self._newcomers = newcomers
+        self.replaced = self.turnover = 0  # turnover of who the workers are: replaced, joined, left
+        self._make, self._lost, self._newcomers = make, lost, newcomers
         self._tasks: set[asyncio.Task[None]] = set()
         self._unshared: list[tuple[Submission, Task]] = []  # work that waits for a worker to join
-        self._max_running = max_running
+        self._max_running, self._report = max_running, report
         self._suspects = Suspects(max_row_faults)
-        self._report = report
         self._deaths = 0  # since the last submission that ended well
         self._open: list[Submission] = []
         self._none_queued = False  # no slot has a task in its queue; False: some may
@@ -179,6 +175,8 @@ class Supervisor(Generic[W]):
                     else:
                         slot.hang = reason
                         slot.worker.kill()
+                elif slot.starting and self._lost(slot.number):  # it would wait for its node
+                    slot.worker.kill()
             for number in self._newcomers():
                 self._spawn(self._join(number))
 

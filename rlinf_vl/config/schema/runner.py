@@ -33,8 +33,9 @@ class ClusterConfig:
     """Nodes that join the Ray cluster in mid-run get rollout workers on all of their slots, with the weights that the others have;
     the workers of a node that is lost leave, and others do their work. Engines need slots of their own."""
     on_node_loss: str = key("wait", ("wait", "shrink"))
-    """What a run does that has lost a node with actor ranks. wait: until Ray has their slots again, there or elsewhere. shrink: it
-    goes on with the ranks that are left, from the last checkpoint, and takes the others back the next time that ranks start."""
+    """What a run does that has lost a node. wait: until Ray has its slots again, there or elsewhere. shrink: rollout workers leave
+    and others do their work; the actor ranks that are left go on from the last checkpoint, and take the others back the next time
+    that ranks start."""
     device: str = key("auto", ("auto", "cpu", "cuda"))
     """auto, cpu or cuda."""
     cpu_threads: int | None = key(None, AT_LEAST_1)

@@ -363,12 +363,14 @@ def test_what_a_worker_had_whose_place_is_lost_goes_to_the_others(max_running, f
     assert len(fleet.submit(tasks(4)).results()) == 4
 
 
-def test_a_place_that_is_lost_while_its_worker_is_replaced():
+@pytest.mark.parametrize("told", [True, False])
+def test_a_place_that_is_lost_while_its_worker_is_replaced(told):
+    """The replacement dies with it, or waits for the place for ever."""
     fleet = Fleet(worker0={"dies_after": 0}, worker2={"ready": "never"})
     submission = fleet.submit(tasks(4))
     until(lambda: len(fleet.workers) == 3)
     fleet.places_lost.add(0)
-    fleet.workers[2].dead = True
+    fleet.workers[2].dead |= told
     assert {group[-1] for _, group in answered(submission.results())} == {"1"}
 
 
