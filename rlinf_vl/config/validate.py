@@ -137,7 +137,7 @@ def _runner(config: Config) -> Iterator[str]:
             f"runner.weight_sync_interval: {runner.weight_sync_interval} makes the engine's weights old on purpose, which "
             "runner.mismatch_check_interval would stop the run for; set runner.mismatch_check_interval=-1"
         )
-    if runner.schedule != "sync":
+    if runner.schedule in ("one_step_off", "async"):
         with suppress(ConfigError):  # `_cluster` says so
             if shares_slots(config.cluster.component_placement):
                 yield (

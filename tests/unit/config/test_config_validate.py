@@ -40,6 +40,19 @@ RULES = [
         ["algorithm.sampling_params.temperature: 0 must be > 0", "greedy groups have no spread"],
     ),
     (["runner.weight_sync_interval=4"], ["runner.weight_sync_interval: 4", "runner.mismatch_check_interval=-1"]),
+    (
+        ["runner.schedule=async"],
+        ["runner.schedule: async", "take turns", "{actor: 0, rollout: 1}", "runner.schedule=sync"],
+    ),
+    (
+        [
+            "runner.schedule=one_step_off",
+            "cluster.component_placement={actor: 0, rollout: 1}",
+            "runner.weight_sync_interval=2",
+            "runner.mismatch_check_interval=-1",
+        ],
+        ["runner.weight_sync_interval: 2 exceeds runner.max_staleness=1", "raise max_staleness"],
+    ),
     (["actor.context_parallel_size=3"], ["actor.context_parallel_size: 3", "does not divide the 2 slots of actor"]),
     (["rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size", "SGLang", "torch"]),
     (["rollout.sglang.server_args={disable_radix_cache: true}"], ["rollout.sglang.server_args", "SGLang"]),
