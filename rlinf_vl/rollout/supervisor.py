@@ -379,7 +379,7 @@ class Supervisor(Generic[W]):
         except Exception as error:
             self._close(submission, error)
         slot.streams = {s: owner for s, owner in slot.streams.items() if s is not asyncio.current_task()}
-        self._fill()
+        self._fill(*([slot] if slot.worker is worker and slot.live else self.slots))
         self._close_if_done(submission)
 
     def _close_if_done(self, submission: Submission) -> None:

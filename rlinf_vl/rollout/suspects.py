@@ -38,7 +38,7 @@ class Suspects:
         while queue and queue[0][0] is submission:
             task, others = queue[0][1], batch[:1] or unanswered
             running += len(task.seeds)
-            if others and any(map(self.alone, [*others, task])):
+            if others and self._deaths and any(map(self.alone, [*others, task])):
                 break
             if most is not None and running > max(most, len(task.seeds)):
                 break
