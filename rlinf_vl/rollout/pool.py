@@ -163,7 +163,7 @@ class RolloutPool:
 
     def _newcomers(self) -> Sequence[int]:
         """Numbers of workers for the nodes that have joined."""
-        if self._elastic is None or not self._may_change:
+        if self._elastic is None or not self._may_change or not ray.is_initialized():
             return ()
         first = len(self._seats)
         with suppress(RayError):  # the cluster's head does not answer: later

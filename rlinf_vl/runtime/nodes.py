@@ -25,10 +25,13 @@ def nodes_with(kind: str) -> list[Node]:
     for node in ray.nodes():
         slots = int(node["Resources"].get(kind, 0)) if node["Alive"] else 0
         if slots:
-            is_head = "node:__internal_head__" in node["Resources"]
-            order = not is_head, int(ip_address(node["NodeManagerAddress"])), node["NodeID"]
-            found.append((order, Node(node["NodeID"], node["NodeManagerAddress"], slots)))
-    return [node for _, node in sorted(found)]
+            address, is_head = node["NodeManagerAddress"], "node:__internal_head__" in node["Resources"]
+            try:
+                number = int(ip_address(address))
+            except ValueError:  # a name
+                number = 0
+            found.append(((not is_head, number, address, node["NodeID"]), Node(node["NodeID"], address, slots)))
+    return [node for _, node in sorted(found, key=lambda pair: pair[0])]
 
 
 @dataclass(frozen=True, slots=True)
