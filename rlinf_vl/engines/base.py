@@ -41,7 +41,8 @@ class Engine(Protocol):
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prompt tokens computed since the engine started; those whose keys and values it still had are not counted."""
+        """Prompt tokens computed since the engine started, and tokens computed again after an update; those whose keys and values it
+        still had are not counted."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:

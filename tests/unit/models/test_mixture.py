@@ -1,5 +1,6 @@
 """Mixtures of experts against a loop over tokens and experts, and routing replay from the torch engine to the trainer."""
 
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -141,6 +142,37 @@ def test_the_torch_engine_reports_where_transformers_sends_each_token(family):
                     following.append(replace(request, ids=ids, seeds=(i,), sessions=request.sessions[i : i + 1]))
             computed, asked = engine.prefilled_tokens, following
         assert computed < sum(len(r.ids) for r in requests(1)) + 9 * 5, "each prompt was computed once, and kept"
+    finally:
+        engine.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", MOE)
+def test_tokens_that_are_computed_again_are_reported_as_the_new_weights_send_them(family, monkeypatch):
+    """Weights come in the middle of an answer; then keys and values of all of it, and its experts, are theirs."""
+    ours, theirs = tiny_model(family=family, text=SIZES), tiny_model(seed=1, family=family, text=SIZES)
+    watched, engine = Mixtures(theirs, 3), engine_on(use_packed_attention(ours, family_of(family)), family)
+    decode, steps, stopped = engine.batch.decode, [], threading.Event()
+
+    def decode_some(version):
+        decode(version)
+        steps.append(version)
+        if len(steps) == 4:
+            engine._paused = True
+            stopped.set()
+
+    monkeypatch.setattr(engine.batch, "decode", decode_some)
+    try:
+        asked = [replace(r, sampling=SamplingParams(max_new_tokens=10)) for r in requests(3)]
+        futures = engine.submit(asked)
+        assert stopped.wait(60)
+        engine.load_weights([{name: p.detach() for name, p in theirs.named_parameters()}], version=1)
+        engine.resume()
+        for request, future in zip(asked, futures, strict=True):
+            for sample in future.result(timeout=60).samples:
+                assert set(sample.versions) == {0, 1}
+                expected = watched.chosen(partial(transformers_logprobs, theirs, answered(request, [sample]), 0))
+                np.testing.assert_array_equal(sample.routes[:-1], expected[:-1])
     finally:
         engine.close()
 
