@@ -316,8 +316,11 @@ def _fit(made: Conversion) -> None:
         change("rollout.max_running_requests", group, "a group is decoded together")
     if group == 1 and value("algorithm.adv_type") != "reinforce_plus_plus":
         change("algorithm.group_size", 8, "1 there: advantages come from groups here, so choose at least 2")
+    truncated = value("algorithm.sampling_params.top_p") != 1 or value("algorithm.sampling_params.top_k") != 0
+    for key in ("level", "low", "high", "veto") if truncated else ():
+        if value(f"algorithm.rejection.{key}") is not None:
+            change(f"algorithm.rejection.{key}", None, "can't correct for top_p or top_k")
     if value("algorithm.importance_sampling_fix"):
-        truncated = value("algorithm.sampling_params.top_p") != 1 or value("algorithm.sampling_params.top_k") != 0
         if truncated:
             change("algorithm.importance_sampling_fix", False, "can't correct for top_p or top_k")
         elif not value("rollout.return_logprobs"):

@@ -183,11 +183,26 @@ def reference_kl(q: Quantities) -> Iterator[Derived]:
 
 
 def correction(q: Quantities) -> Iterator[Derived]:
-    """Truncated importance sampling for the difference of engine and trainer."""
+    """Truncated importance sampling for the difference of engine and trainer, and rejection."""
+    yield from rejection(q)
     if "tis" not in q.said and "tis" not in q.defaults:
         return
     level = q("tis")
     level = "token" if level is True else level
+    if isinstance(level, str) and level.endswith("_mask"):  # TRL: rejected beyond the bounds, and not truncated
+        level = level.removesuffix("_mask")
+        yield Derived("algorithm.rejection.level", level)
+        yield Derived("algorithm.rejection.low", q.number("rejection_low", 0.0))
+        yield Derived("algorithm.rejection.high", q.number("tis_clip", math.inf))
+    elif isinstance(bounds := q("tis_clip"), str) and "_" in bounds:  # verl's IcePop, of train / rollout
+        low, high = _bounds(q, "tis_clip")
+        yield Derived("algorithm.rejection.level", str(level))
+        yield Derived("algorithm.rejection.low", low)
+        yield Derived("algorithm.rejection.high", high)
+        yield Derived("algorithm.importance_sampling_fix", True)
+        yield Derived("algorithm.importance_sampling_level", str(level))
+        yield Derived("algorithm.importance_sampling_clip", high, "beyond it is rejected")
+        return
     note = "" if level else "off there; true corrects for the difference of engine and trainer"
     yield Derived("algorithm.importance_sampling_fix", bool(level), note)
     if level:
@@ -195,6 +210,34 @@ def correction(q: Quantities) -> Iterator[Derived]:
         clip = "tis_sequence_clip" if level != "token" and q.has("tis_sequence_clip") else "tis_clip"
         if q.has(clip):
             yield Derived("algorithm.importance_sampling_clip", q.number(clip))
+
+
+def rejection(q: Quantities) -> Iterator[Derived]:
+    """Tokens and sequences that are left out by their ratio. verl bounds rollout / train, SkyRL train / rollout."""
+    if q.has("veto"):
+        yield Derived("algorithm.rejection.veto", q.number("veto"))
+    if not q.has("rejection"):
+        return
+    level = str(q("rejection"))
+    yield Derived("algorithm.rejection.level", level)
+    if q.has("rejection_bounds"):
+        low, high = _bounds(q, "rejection_bounds")
+        yield Derived("algorithm.rejection.low", 1 / high, f"1 / {high:g}")
+        yield Derived("algorithm.rejection.high", 1 / low, f"1 / {low:g}")
+    for side in ("low", "high"):
+        role = f"rejection_geometric_{side}" if level == "geometric" else f"rejection_{side}"
+        if q.has(role):
+            yield Derived(f"algorithm.rejection.{side}", q.number(role))
+
+
+def _bounds(q: Quantities, role: str) -> tuple[float, float]:
+    """Of verl's "low_high", or of one number, which bounds both sides."""
+    value = str(q(role))
+    low, _, high = value.rpartition("_")
+    try:
+        return (float(low), float(high)) if low else (1 / float(high), float(high))
+    except (ValueError, ZeroDivisionError):
+        raise BadQuantity(role, value) from None
 
 
 def sampling_kit(q: Quantities) -> Iterator[Derived]:

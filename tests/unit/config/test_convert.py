@@ -7,6 +7,7 @@ import pytest
 
 from rlinf_vl.config import config_keys, parse_config
 from rlinf_vl.config.aliases import SYSTEMS, quantities, table
+from rlinf_vl.config.foreign import quantities as rules
 from rlinf_vl.config.foreign.convert import convert, convert_file
 from rlinf_vl.config.foreign.render import render, summary
 from rlinf_vl.config.foreign.values import CONVERSIONS
@@ -241,6 +242,27 @@ def test_one_teacher_is_taken_and_another_refused():
     assert made.written["algorithm.distillation.teacher_path"] == "owner/math"
     assert made.written["algorithm.distillation.reward_weight"] == 0.0
     assert [o.value for o in made.of("refused") if "teacher" in o.key] == ["owner/maps"]
+
+
+@pytest.mark.parametrize(
+    ("said", "ours"),
+    [
+        ({"tis": "sequence", "tis_clip": 2.0, "rejection": "geometric", "rejection_bounds": "0.8_1.6"},  # verl's are of 1/ρ
+         {"rejection.level": "geometric", "rejection.low": 0.625, "rejection.high": 1.25, "importance_sampling_clip": 2.0}),
+        ({"rejection": "sequence", "rejection_bounds": 2.0}, {"rejection.low": 0.5, "rejection.high": 2.0}),
+        ({"tis": "token", "tis_clip": "0.5_5.0"},  # IcePop's of ρ
+         {"rejection.level": "token", "rejection.low": 0.5, "rejection.high": 5.0, "importance_sampling_clip": 5.0}),
+        ({"tis": "sequence_mask", "tis_clip": 3.0, "veto": 1e-4},
+         {"rejection.level": "sequence", "rejection.low": 0.0, "rejection.high": 3.0, "importance_sampling_level": "sequence",
+          "rejection.veto": 1e-4}),
+        ({"rejection": "geometric", "rejection_low": 0.5, "rejection_geometric_low": 0.98}, {"rejection.low": 0.98}),
+    ],
+)  # fmt: skip
+def test_rejection_keeps_its_bounds(said, ours):
+    made = {
+        d.key.removeprefix("algorithm."): d.value for d in rules.correction(rules.Quantities(said, {}, lambda _: None))
+    }
+    assert {key: made[key] for key in ours} == ours
 
 
 @pytest.mark.parametrize(("name", "ours"), [("low_var_kl", "k3"), ("mse", "k2"), ("abs", "abs"), ("kl", "k3")])
