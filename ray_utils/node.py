@@ -1,4 +1,4 @@
-"""This machine's part in a Ray cluster: what start_ray.sh, check_ray.sh and stop_ray.sh do. See docs/cluster.md.
+"""This machine's part in a Ray cluster: what start_ray.sh, check_ray.sh, stop_ray.sh and launch.sh do. See docs/cluster.md.
 
 Ray itself runs in processes of their own: it reads its token when it is imported, and a call that hangs can be ended.
 """
@@ -50,6 +50,8 @@ PERIOD_S = 1.0
 START_S = 90
 #: Seconds that a head has to answer, the start of the Python that asks it included.
 ANSWER_S = 15
+#: Seconds that a head may be out of reach before a node that serves takes it for gone.
+GONE_S = 30
 #: Seconds that Ray's processes have to end by themselves.
 GRACE_S = 5
 
@@ -107,7 +109,12 @@ def start_head(port: int, size: int, arguments: tuple[str, ...]) -> None:
         if holder := holder_of(port):
             die(f"port {port} of this machine is taken by {holder}; end that, or choose another port with RAY_PORT")
         say(f"starting the head at {address}")
-        options = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", *arguments]
+        options = [
+            "--head",
+            f"--port={port}",
+            f"--dashboard-host={setting('RAY_DASHBOARD_HOST') or '127.0.0.1'}",
+            *arguments,
+        ]
         record = start_node(address, ip, new_token(), options)
     if head_file:  # the token first: whoever finds the address wants it
         if not given_token():
@@ -187,13 +194,13 @@ def start_node(address: str, ip: str, token: str, options: list[str]) -> NodeRec
     return record
 
 
-# --- check and stop ---------------------------------------------------------------------------------------------------
+# --- check, serve and stop ---------------------------------------------------------------------------------------------------
 
 
 def check(*arguments: str) -> None:
     numbers = [argument for argument in arguments if argument != "--cpu"]
     if len(numbers) != 1 or not numbers[0].isdigit():
-        die("usage: bash ray_utils/check_ray.sh N [--cpu]", 2)
+        die("usage: bash ray_utils/check_ray.sh N [--cpu] [-- COMMAND…]", 2)
     wanted, resource, port = int(numbers[0]), "CPU" if "--cpu" in arguments else "GPU", head_port()
     of = f" of {setting('WORLD_SIZE')}" if setting("WORLD_SIZE") else ""
 
@@ -210,6 +217,24 @@ def check(*arguments: str) -> None:
         return state
 
     say(until(offered, number("RAY_WAIT_TIMEOUT", 300)))
+
+
+def serve() -> None:
+    """Wait while this node serves: rank 0 until it is asked to stop, the others until the head has gone, whatever they are asked."""
+    record, head = read_record() or die("start_ray.sh has started nothing on this node"), number("RANK", 0) == 0
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, (lambda *_: sys.exit()) if head else (lambda *_: say("asked to stop; the head goes first")))
+    say(f"serving the cluster at {record.address}")
+    seen = time.monotonic()
+    while record.runs() and time.monotonic() - seen < GONE_S:
+        time.sleep(PERIOD_S)
+        if reachable(record.address):
+            seen = time.monotonic()
+        elif setting("RAY_HEAD_FILE") and first_line(setting("RAY_HEAD_FILE")) != record.address:
+            break  # it has signed off
+    if reachable(record.address):
+        die(f"Ray has ended on this node, while the head at {record.address} lives")
+    say(f"the head at {record.address} has gone")
 
 
 def stop() -> None:
@@ -333,6 +358,6 @@ def listed(record: NodeRecord, token: str, where: str) -> bool:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        {"start": start, "check": check, "stop": stop}[sys.argv[1]](*sys.argv[2:])
+        {"start": start, "check": check, "serve": serve, "stop": stop}[sys.argv[1]](*sys.argv[2:])
     except KeyboardInterrupt:
         sys.exit(130)

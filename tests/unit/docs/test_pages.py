@@ -31,6 +31,7 @@ RUN_BY = {
     r"bash tests/run\.sh": "tests/unit/scripts/test_scripts.py",
     r"bash requirements/install\.sh": "tests/unit/scripts/test_scripts.py",
     r"bash ray_utils/\w+\.sh": "tests/unit/scripts/test_ray_utils.py tests/e2e/test_cluster.py",
+    r"(sbatch|sky( jobs)? launch) .*examples/launchers/": "tests/unit/scripts/test_launchers.py tests/e2e/test_launchers.py",
     r"\S*python benchmarks/\w+\.py": "tests/integration/test_benchmarks.py",
     r"RLINF_VL_FIGURES=\S+ \S*python -m pytest": "tests/integration/test_models.py tests/integration/sglang/test_families.py",
     r"\S*python docs/generate_models_page\.py": "tests/unit/docs/test_config_page.py",

@@ -62,6 +62,12 @@ def test_check_needs_a_number(arguments: list[str]):
     assert done.returncode == 2 and "check_ray.sh N [--cpu]" in done.stderr
 
 
+def test_a_launch_that_cannot_be_right_ends_with_its_reason_and_stops_what_is_there():
+    done = bash("launch.sh", "2", "--", "true", RANK="first")
+    assert done.returncode == 2 and "RANK must be a number, not 'first'" in done.stderr
+    assert "start_ray.sh has started nothing on this node" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
