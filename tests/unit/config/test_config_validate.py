@@ -177,6 +177,12 @@ RULES = [
     (["data.train_data_paths=[/no/such.parquet]"], ["data.train_data_paths: no file '/no/such.parquet'"]),
     (["data.val_data_paths=[toy,/no/such.parquet]"], ["data.val_data_paths: no file '/no/such.parquet'"]),
     (["runner.resume_dir=/no/such"], ["runner.resume_dir: no folder '/no/such'", "auto or null"]),
+    (["runner.output_dir=s3://a/b"], ["runner.output_dir: 's3://a/b'", "runner.checkpoint_dir"]),
+    (["runner.keep_best=1", "runner.save_interval=-1"], ["runner.keep_best: 1", "runner.save_interval -1"]),
+    (
+        ["runner.keep_best=1", "runner.save_interval=15", "runner.val_check_interval=10"],
+        ["runner.keep_best", "multiple"],
+    ),
     (["runner.experiment_name=a/b"], ["runner.experiment_name: 'a/b'", "runner.output_dir"]),
     (["runner.experiment_name='..'"], ["runner.experiment_name: '..'"]),
     (["runner.experiment_name="], ["runner.experiment_name: ''"]),
