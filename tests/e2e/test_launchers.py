@@ -1,4 +1,4 @@
-"""The launchers of examples/launchers on two hosts of one machine: what Slurm and SkyPilot would run there.
+"""The launchers of examples/launchers on two hosts of one machine: what Slurm and KubeRay would run there.
 
 The run that they start has a config that does not exist, so it ends at once, with 2: what is tested is the way to it and back.
 """
@@ -6,6 +6,7 @@ The run that they start has a config that does not exist, so it ends at once, wi
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -46,6 +47,15 @@ def ended(processes: list[subprocess.Popen], expect: list[int]) -> list[str]:
     return [finish(process, code, 150) for process, code in zip(processes, expect, strict=True)]
 
 
+def until_it_says(process: subprocess.Popen, words: str) -> str:
+    said = ""
+    for line in process.stdout:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(said)
+
+
 def test_slurm_runs_a_part_on_each_node_and_has_the_exit_code(hosts, tmp_path):
     """`srun` stands for Slurm's: it runs its command on each host, with that one's number."""
     told = [["ip", "netns", "exec", host.namespace] for host in hosts]
@@ -76,16 +86,30 @@ def test_slurm_runs_a_part_on_each_node_and_has_the_exit_code(hosts, tmp_path):
     assert not list((ROOT / "results").glob(f".ray-head-{job}-*"))
 
 
-def test_skypilot_runs_a_part_on_each_machine(hosts):
-    task = yaml.safe_load((LAUNCHERS / "skypilot.yaml").read_text())
-    variables = task["envs"] | {
-        "CONFIG": "no-such-config", "CHECKPOINTS": "s3://bucket/runs", "RAY_AUTH_TOKEN": TOKEN,
-        "RAY_ADDRESS": "127.0.0.1:6380",  # of SkyPilot's own Ray
-        "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "RAY_OVERRIDE_RESOURCES": RESOURCES,
-        "SKYPILOT_NODE_IPS": "\n".join(host.ip for host in hosts),
-    }  # fmt: skip
-    command = ["sh", "-c", f'cd {shlex.quote(str(ROOT))} && exec bash -c "$0"', task["run"]]
-    processes = [host.popen(*command, **variables, SKYPILOT_NODE_RANK=str(host.rank)) for host in hosts]
-    head, other = ended(processes, [2, 0])
-    assert "offer 2 GPU(s); at least 2 wanted" in head and "no config 'no-such-config'" in head
-    assert f"rank 1 joined {hosts[0].ip}:6379" in other and "has gone" in other
+def test_kuberay_submits_the_job_to_pods_that_have_started_ray(hosts):
+    spec = yaml.safe_load((LAUNCHERS / "rayjob.yaml").read_text())["spec"]
+    cluster = spec["rayClusterSpec"]
+    processes = []
+    for host, group in zip(hosts, (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]), strict=True):
+        (container,) = group["template"]["spec"]["containers"]
+        variables = {variable["name"]: variable.get("value", host.ip) for variable in container["env"]}
+        variables = {name: value.replace("$(RAY_NODE_IP)", host.ip) for name, value in variables.items()}
+        variables |= {
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_PORT": "6379", "RAY_OVERRIDE_RESOURCES": RESOURCES,
+        }  # fmt: skip
+        if host.rank:
+            variables |= {"FQ_RAY_IP": hosts[0].ip}
+        command = [word.replace("/opt/rlinf_vl", str(ROOT)) for word in container["command"]]
+        processes.append(host.popen(*command, **variables))
+    for process in processes:
+        until_it_says(process, "serving the cluster")
+    entrypoint = spec["entrypoint"].replace("/opt/rlinf_vl", str(ROOT)).replace(" 16 ", " 2 ")
+    entrypoint = entrypoint.replace("qwen3-vl-2b-grpo-fsdp-geo3k", "no-such-config")
+    submit = f"{shlex.quote(sys.executable)} -m ray.scripts.scripts job submit --address http://{hosts[0].ip}:8265 -- {entrypoint}"
+    said = hosts[1].run("bash", "-c", submit, expect=1, within=120, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)
+    assert "offer 2 GPU(s); at least 2 wanted" in said and "no config 'no-such-config'" in said
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    head, other = ended(processes, [0, 0])
+    assert "asked to stop; the head goes first" in other and "has gone" in other
+    assert all("none of this node is left" in said for said in (head, other))
