@@ -141,8 +141,9 @@ class Ahead:
         """Send the learner's weights to all engines; with `one_step_off`, when no group is under way that the next step must take,
         so that such a group is from one version."""
         if self._schedule == "one_step_off":
-            while any(self._due(asked) <= version + 1 for asked in self._flying.values()):
-                self._receive()
+            with self._log.timed("wait"):
+                while any(self._due(asked) <= version + 1 for asked in self._flying.values()):
+                    self._receive()
         metrics = self._sync(version)
         self.version = version
         return metrics

@@ -30,7 +30,7 @@ SCRIPTS = (
 STYLES = ("uPlot.min.css", "report.css")
 FURTHER_REWARD_METRICS = ("reward/ungradable", "reward/corrupted_mean", "reward/overlong_penalty")
 """Metrics that are no part of the reward either."""
-PHASES = ("generate", "check", "train", "sync", "validate", "checkpoint")
+PHASES = ("generate", "check", "train", "wait", "sync", "validate", "checkpoint")
 """`time/*` of a step in stacking order; the rest of the step is "other"."""
 
 
