@@ -116,13 +116,14 @@ class SimulatedWorker:
 class SimulatedPool:
     """The part of `RolloutPool` that the loop uses, around a real supervisor."""
 
-    restarts = 0
+    restarts = turnover = 0
 
     def __init__(self, engines: int) -> None:
         self._supervisor = Supervisor(
             lambda number: SimulatedWorker(), engines, max_running=RUNNING, report=print, max_row_faults=3
         )
         self._supervisor.start()
+        self.workers = self._supervisor.slots
 
     def submit(self, tasks, events=None):
         return self._supervisor.submit(tasks, tasks, lambda: None, events)

@@ -116,6 +116,13 @@ def test_weights_in_flight(tmp_path):
     assert figures["recompute_largest_difference"] < 1e-4
 
 
+def test_scale(tmp_path):
+    """A step's CPU seconds, with room for noise: their growth must not be that of a square (16)."""
+    figures = figures_of(tmp_path, "scale.py", "--groups", "500", "2000", "--ranks", "64", "--steps", "3", "--workers")
+    assert figures["growth_to_2000_ranks_64"] < 12
+    assert figures["groups_2000_ranks_64_bytes_per_rank"] < 2000 * 8 * 40 / 8, "a rank is sent its own part only"
+
+
 def test_multi_turn(tmp_path):
     """Keeping prefixes must change nothing that is sampled."""
     sizes = ["--groups", "2", "--samples", "3", "--new-tokens", "4", "--image", "48", "--repeats", "1"]
