@@ -82,7 +82,7 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
 
         def submitted(tasks, events=None):
             asked.append([task.group_id for task in tasks])
-            submission = submit(tasks)
+            submission = submit(tasks, events)
             if len(asked) == 1:
                 results = submission.results()
                 kill_the_worker(pool)
