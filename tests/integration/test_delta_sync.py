@@ -77,7 +77,7 @@ def test_fifty_syncs_with_deaths_between_leave_every_engine_with_the_ranks_weigh
     from rlinf_vl.controller.weight_sync import WeightSync
 
     actors, pool = parts
-    sync = WeightSync("delta", actors, pool, device="cpu", engine_ranks=1, bucket_bytes=BUCKET_BYTES)
+    sync = WeightSync("delta", actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES)
     shares, before = [], of_ranks(actors)
     for step in range(1, SYNCS + 1):
         move(actors, step)
