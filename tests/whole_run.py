@@ -103,7 +103,7 @@ def rows_of(path: Path) -> list[dict]:
 #: Not the same in two runs, or counts of what happened to a run.
 VARIES = (
     *("time/", "rollout/tokens_per_second", "actor/tokens_per_second", "rollout/engine_busy"),
-    *("rollout/worker_restarts", "actor/restarts"),
+    *("rollout/worker_restarts", "actor/restarts", "sync/offer_seconds", "sync/load_seconds"),
 )
 
 

@@ -168,7 +168,7 @@ def _runner(config: Config) -> Iterator[str]:
         )
     resume_dir = runner.resume_dir
     if resume_dir not in (None, "auto") and "://" not in resume_dir and not os.path.isdir(resume_dir):
-        why = why_absent(runner.resume_dir)
+        why = why_absent(resume_dir)
         yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; give a checkpoint's path, auto or null"
     for backend in {"wandb", "trackio"}.intersection(runner.logger.logger_backends):
         if importlib.util.find_spec(backend) is None:

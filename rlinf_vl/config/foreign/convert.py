@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf_vl.config.aliases import SYSTEMS, UNSAID, Row, Table, hint, system_of, table
+from rlinf_vl.config.foreign import data_rules
 from rlinf_vl.config.foreign import quantities as rules
 from rlinf_vl.config.foreign.files import near, read_settings
 from rlinf_vl.config.foreign.quantities import BadQuantity, Derived, Quantities
@@ -264,9 +265,9 @@ def _derive(q: Quantities, sources: Mapping[str, list[str]], made: Conversion) -
         rules.adapters,
         rules.machines,
         rules.resuming,
-        rules.rewards,
-        rules.prompts,
-        rules.datasets,
+        data_rules.rewards,
+        data_rules.prompts,
+        data_rules.datasets,
     ):
         apply(rule)
     steps, parts = int(value("runner.max_steps")), int(value("algorithm.n_minibatches"))

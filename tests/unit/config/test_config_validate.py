@@ -64,7 +64,7 @@ RULES = [
     (["rollout.deterministic=true"], ["rollout.deterministic", "SGLang"]),
     (
         ["rollout.weight_sync=brodcast"],
-        ["rollout.weight_sync", "'brodcast'", "auto, object_store, broadcast, shared_memory", "'broadcast'?"],
+        ["rollout.weight_sync", "'brodcast'", "auto, delta, object_store, broadcast, shared_memory", "'broadcast'?"],
     ),
     (["rollout.rollout_backend=sglag"], ["rollout.rollout_backend", "'sglag'", "torch, sglang"]),
     (["rollout.thinking.mode=of"], ["rollout.thinking.mode: 'of' is unknown; allowed: auto, on, off"]),
