@@ -24,7 +24,7 @@ TRACKERS = OrCode(("tensorboard", "wandb", "trackio"), "tracker", "open_tracker(
 @dataclass
 class ClusterConfig:
     num_nodes: int = key(1, AT_LEAST_1)
-    """Machines in the Ray cluster that the run waits for."""
+    """Machines that the Ray cluster must have when the run starts; ray_utils/check_ray.sh waits for them."""
     component_placement: dict[str, Any] = field(default_factory=lambda: {"actor,rollout": "all"})
     """Slots (accelerators; on CPU, processes) of each component: `actor,rollout: 0-7` shares them, `actor: 0-3` with `rollout: 4-7`
     splits them; `all`, `nodes 0-1` and `nodes all slots 0-3` name them by node, `4-7:0,8-11:1-2` gives engine 0 four slots and
