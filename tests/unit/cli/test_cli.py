@@ -91,7 +91,7 @@ def test_a_new_reward_scores(capsys, tmp_path, monkeypatch):
         ("rlinf-vl prefl", {"preflight"}),
         ("rlinf-vl train toy-grpo-cpu-l", {"toy-grpo-cpu-lora"}),
         ("rlinf-vl train own", {"own.yaml"}),
-        ("rlinf-vl train toy-grpo-cpu runner.max_st", {"runner.max_steps="}),
+        ("rlinf-vl train toy-grpo-cpu runner.max_st", {"runner.max_steps=", "runner.max_staleness="}),
         ("rlinf-vl train toy-grpo-cpu cluster.device=c", {"cluster.device=cpu", "cluster.device=cuda"}),
         ("rlinf-vl train toy-grpo-cpu data.shuffle=", {"data.shuffle=true", "data.shuffle=false"}),
         ("rlinf-vl config algorithm.kl_b", {"algorithm.kl_beta"}),

@@ -56,7 +56,7 @@ def test_working_directory_is_searched_and_can_extend_an_example(tmp_path, monke
 
 
 def test_unknown_config_name_lists_those_there(tmp_path):
-    message = refused("toy-grpo-gpu")
+    message = refused("toy-grpo-cpuu")
     assert "did you mean 'toy-grpo-cpu'?" in message and "qwen3-vl-2b-grpo-fsdp-geo3k" in message
     assert "no such .yaml file" in refused(str(tmp_path / "nope.yaml"))
 
