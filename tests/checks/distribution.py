@@ -80,7 +80,7 @@ def check_command_line(installed: Path, empty: Path) -> None:
 
 def check_configs(installed: Path, empty: Path) -> None:
     """Configs load by name from any folder; a local model folder is made absolute, as workers of a cluster stand elsewhere."""
-    names = sorted(path.stem for path in EXAMPLES.rglob("*.yaml"))
+    names = sorted(path.stem for path in EXAMPLES.rglob("*.yaml") if "launchers" not in path.parts)
     (empty / "mine.yaml").write_text("defaults: [rlinf_vl_schema, toy-grpo-cpu, _self_]\nrunner: {max_steps: 7}\n")
     script = (
         "import rlinf_vl, sys\n"
