@@ -104,7 +104,7 @@ def test_routes_are_those_of_transformers(member):
         requests = [made.request(k, n) for k in images_of(made) for n in (1, 3)]
         for request, completion in zip(requests, engine.generate(requests), strict=True):
             for sample in completion.samples:
-                if engine.mixture is None:
+                if engine.requests.mixture is None:
                     assert sample.routes is None
                     continue
                 expected = watched.chosen(partial(made.logp, request, sample.ids, model=watched.model))
