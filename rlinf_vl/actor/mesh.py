@@ -175,7 +175,8 @@ def _gathered_rows(values: Sequence[DTensor]) -> Iterator[torch.Tensor]:
     rows = [-(-x.shape[0] // n) for x in values]
     own = [_padded(x, r).flatten() for x, r in zip(values, rows, strict=True)]
     everyone = own[0].new_empty(n * sum(map(len, own)))
-    dist.all_gather_into_tensor(everyone, torch.cat(own), group=mesh.get_group(mesh.ndim - 1))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(everyone, torch.cat(own), group=mesh.get_group(mesh.ndim - 1))
     for x, part in zip(values, everyone.view(n, -1).split(list(map(len, own)), dim=1), strict=True):
         yield part.reshape(-1, *x.shape[1:])[: x.shape[0]]
 

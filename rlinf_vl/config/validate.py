@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import reduce
 from typing import Any
 
+import rlinf_vl.config.algorithm_rules as algorithm_rules
 from rlinf_vl.code import CodeError, check_code, is_code
-from rlinf_vl.config import algorithm_rules
 from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.placement import check_placement, shares_slots
 from rlinf_vl.config.schema import Config, RewardConfig

@@ -22,7 +22,7 @@ from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home, newest_checkpo
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.run_folder import write_baselines
-from rlinf_vl.runtime.seats import lost_seats
+from rlinf_vl.runtime.seats import WAY_OUT, lost_seats
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.transport import resolve_weight_sync
 
@@ -138,9 +138,8 @@ def ranks_again(
             learner.kill()
         elif not told:
             told = True
-            way_out = "start it again with ray_utils/start_ray.sh, or set cluster.on_node_loss=shrink and resume"
             log.event(
-                "node_lost", f"the nodes of {len(lost)} of {len(seats)} actor ranks are lost; the run waits: {way_out}"
+                "node_lost", f"the nodes of {len(lost)} of {len(seats)} actor ranks are lost; the run waits: {WAY_OUT}"
             )
         stop.check()
         time.sleep(POLL_S)

@@ -33,12 +33,13 @@ class _Head(torch.autograd.Function):
         targets, logprobs = _columns(targets), _columns(found)
         lse = hidden.new_empty(n, 1, dtype=torch.float32)
         entropy = torch.empty_like(lse[:, 0]) if with_entropy else None
-        mask = _mask(banned, weight)
+        is_fused = _is_fused(hidden, targets)
+        mask = _mask(banned, weight) if is_fused else None
         with bfloat16_products(hidden):
             rows, matrix = _operands(hidden, weight)
             for start in range(0, n, chunk):
                 part = slice(start, start + chunk)
-                if _is_fused(hidden, targets):
+                if is_fused:
                     logits = _product(rows[part], matrix)
                     lse[part], of_part = fused.head_statistics(logits, mask, temperature, with_entropy)
                     logprobs[part] = logits.gather(1, targets[part]).div_(temperature).sub_(lse[part])
@@ -55,7 +56,8 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
         saved, saved_weight, targets, banned, lse, entropy = ctx.saved_tensors
-        grad_hidden, mask = torch.empty_like(saved), _mask(banned, saved_weight)
+        is_fused, grad_hidden = _is_fused(saved, targets), torch.empty_like(saved)
+        mask = _mask(banned, saved_weight) if is_fused else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(saved_weight.shape, dtype=torch.float32, device=saved_weight.device)
@@ -67,7 +69,7 @@ class _Head(torch.autograd.Function):
                     x if x is None else _columns(x[part]) for x in (targets, lse, grad_logprobs, entropy, grad_entropy)
                 ]
                 # The logits are let go of: they would be 0.6 GiB of the flagship's beside the next chunk's.
-                if _is_fused(saved, targets):
+                if is_fused:
                     logits = _product(hidden[part], weight)
                     grad = fused.head_gradient(logits, mask, ctx.temperature, columns, saved.dtype)
                     del logits

@@ -20,7 +20,7 @@ from rlinf_vl.rollout.supervisor import Supervisor
 from rlinf_vl.rollout.worker import RolloutWorker
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost, Heartbeat, cause_of, entry, kill
-from rlinf_vl.runtime.seats import lost_seats
+from rlinf_vl.runtime.seats import WAY_OUT, lost_seats
 from rlinf_vl.transport.sender import Offer
 from rlinf_vl.types import GroupSummary
 
@@ -186,8 +186,7 @@ class RolloutPool:
             return True
         if lost and number not in self._waits:
             self._waits.add(number)
-            way_out = "start that again with ray_utils/start_ray.sh, or set cluster.on_node_loss=shrink and resume"
-            self._report("node_lost", f"rollout worker {number} waits for its node: {way_out}")
+            self._report("node_lost", f"rollout worker {number} waits for its node: {WAY_OUT}")
         return False
 
     def entries(self) -> list[dict[str, object]]:

@@ -6,6 +6,9 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
+#: What can be done about a lost node, which "it" stands for.
+WAY_OUT = "start it again with ray_utils/start_ray.sh, or set cluster.on_node_loss=shrink and resume"
+
 
 def lost_seats(options: Sequence[Mapping[str, Any]]) -> list[int]:
     """Which of these actors, given by their Ray options, have no node: theirs is gone, and Ray has found no other. Ray needs

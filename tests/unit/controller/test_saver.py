@@ -1,6 +1,7 @@
 """Checkpoints that are written while the loop goes on, with a learner in memory whose disk is as slow as a test wants."""
 
 import threading
+import time
 
 import pytest
 from unit.controller.fakes import FakeLearner, FakeRun
@@ -63,7 +64,13 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_is_of_its_own_step
 
 def test_at_the_end_a_run_waits_for_its_last_checkpoint_which_must_not_fail(tmp_path):
     run = FakeRun(tmp_path, ASYNC, "runner.save_interval=5")
-    run.learner.strike = lambda step: setattr(run.learner, "disk_full", step == 6)
+
+    def fill(step):
+        while step == 6 and run.checkpoints() != [5]:  # it may still be written
+            time.sleep(0.01)
+        run.learner.disk_full = step == 6
+
+    run.learner.strike = fill
     with pytest.raises(CheckpointFailed, match="step 6 .*The last good one is .*global_step_5"):
         run.train()
     assert run.events()[-1] == ("checkpoint_failed", 6)
