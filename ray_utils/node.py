@@ -66,6 +66,10 @@ print(json.dumps([
 """
 
 
+class HeadGone(Exception):
+    """The head has signed off while this node joined it."""
+
+
 def until(attempt: Callable[[], T], seconds: float) -> T:
     """What `attempt` returns once it no longer raises `NotYet`. Says why it waits, and gives up after `seconds`."""
     end, said = time.monotonic() + seconds, ""
@@ -140,8 +144,11 @@ def join_head(port: int, rank: int, arguments: tuple[str, ...]) -> None:
         say(f"this machine has already joined {address}")
         return
     say(f"joining the head at {address} from {ip}")
-    start_node(address, ip, token, [f"--address={address}", *arguments])
-    say(f"rank {rank} joined {address} as {ip}")
+    try:
+        start_node(address, ip, token, [f"--address={address}", *arguments])
+        say(f"rank {rank} joined {address} as {ip}")
+    except HeadGone:  # the run was over before this node had looked twice
+        say(f"the head at {address} has gone while this node joined")
 
 
 def node_that_works(address: str) -> NodeRecord | None:
@@ -156,7 +163,7 @@ def node_that_works(address: str) -> NodeRecord | None:
         if until(lambda: listed(record, *token_for(address)), ANSWER_S):
             return record
     say(f"ending what is left of a node of the cluster at {record.address}")
-    end_node(record.mark)
+    end_node(record.mark, record.group)
     return None
 
 
@@ -171,20 +178,25 @@ def start_node(address: str, ip: str, token: str, options: list[str]) -> NodeRec
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={ip}", "--disable-usage-stats"]
     # The output goes to a file: Ray's processes would keep a pipe open.
     with contextlib.ExitStack() as undo, tempfile.TemporaryFile() as output:
-        undo.callback(end_node, mark)
-        channels = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        channels = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "process_group": 0}
+        starting = subprocess.Popen(command + options, env=environment, **channels)
+        undo.callback(end_node, mark, starting.pid)
         try:
-            code: int | str = subprocess.run(command + options, env=environment, timeout=START_S, **channels).returncode
+            code: int | str = starting.wait(START_S)
         except subprocess.TimeoutExpired:
             code = f"no end after {START_S} s"
-        raylet = next(iter(named("raylet", processes_of(mark))), None)
+        raylet = next(iter(named("raylet", processes_of(mark, starting.pid))), None)
         if code or raylet is None:
+            if signed_off(address):
+                raise HeadGone
             output.seek(0)
             die(f"ray start failed ({code or 'no raylet lives'}):\n{output.read().decode(errors='replace')[-2000:]}")
         node_id = next(word for word in raylet.cmdline() if word.startswith("--node_id=")).partition("=")[2]
-        record = NodeRecord(address, ip, node_id, raylet.pid, mark, str(token_path))
+        record = NodeRecord(address, ip, node_id, raylet.pid, mark, starting.pid, str(token_path))
 
         def joined() -> None:
+            if signed_off(address):
+                raise HeadGone
             if not listed(record, token, str(token_path)):
                 raise NotYet(f"the head at {address} does not list this node as {ip}")
 
@@ -221,7 +233,11 @@ def check(*arguments: str) -> None:
 
 def serve() -> None:
     """Wait while this node serves: rank 0 until it is asked to stop, the others until the head has gone, whatever they are asked."""
-    record, head = read_record() or die("start_ray.sh has started nothing on this node"), number("RANK", 0) == 0
+    record, head = read_record(), number("RANK", 0) == 0
+    if record is None and not head and setting("RAY_HEAD_FILE") and not first_line(setting("RAY_HEAD_FILE")):
+        say("the head has gone; there is nothing to serve")
+        return
+    record = record or die("start_ray.sh has started nothing on this node")
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, (lambda *_: sys.exit()) if head else (lambda *_: say("asked to stop; the head goes first")))
     say(f"serving the cluster at {record.address}")
@@ -230,11 +246,17 @@ def serve() -> None:
         time.sleep(PERIOD_S)
         if reachable(record.address):
             seen = time.monotonic()
-        elif setting("RAY_HEAD_FILE") and first_line(setting("RAY_HEAD_FILE")) != record.address:
-            break  # it has signed off
+        elif signed_off(record.address):
+            break
     if reachable(record.address):
         die(f"Ray has ended on this node, while the head at {record.address} lives")
     say(f"the head at {record.address} has gone")
+
+
+def signed_off(address: str) -> bool:
+    """On another node than the head's: whether the head at `address` has stopped, and taken its file away."""
+    file = setting("RAY_HEAD_FILE")
+    return bool(number("RANK", 0) and file) and first_line(file) != address and not reachable(address)
 
 
 def stop() -> None:
@@ -242,7 +264,7 @@ def stop() -> None:
     if record is None:
         say("start_ray.sh has started nothing on this node, or it is stopped already")
         return
-    ended = end_node(record.mark)
+    ended = end_node(record.mark, record.group)
     say(f"ended {ended} process(es) of the cluster at {record.address}; none of this node is left")
     if record.head_file and first_line(record.head_file) == record.address:  # not that of a later head elsewhere
         forget(record.head_file)
@@ -274,13 +296,17 @@ def named(name: str, processes: Iterable[psutil.Process]) -> list[psutil.Process
     return found
 
 
-def processes_of(mark: str) -> list[psutil.Process]:
-    """Living processes that inherited the mark, and their descendants: some write their title over their environment."""
+def processes_of(mark: str, group: int) -> list[psutil.Process]:
+    """Living processes that inherited the mark, and their descendants.
+
+    Some write their title over their environment; those are found by their process group once their parent has gone."""
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # gone, or another user's
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # gone, or another user's
             if process.environ().get(MARK) == mark:
                 found |= {process, *process.children(recursive=True)}
+            elif process.name().startswith("ray::") and os.getpgid(process.pid) == group:
+                found.add(process)
     return living(found)
 
 
@@ -297,14 +323,14 @@ def end(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return left
 
 
-def end_node(mark: str) -> int:
+def end_node(mark: str, group: int) -> int:
     """End a node's processes and forget its record; returns how many there were."""
-    family = processes_of(mark)
+    family = processes_of(mark, group)
     # The raylet first: it signs off, and ends its workers. The GCS last: the others end faster while it answers.
     gcs = named("gcs_server", family)
     end(named("raylet", family))
     end(process for process in family if process not in gcs)
-    if left := end({*gcs, *processes_of(mark)}):
+    if left := end({*gcs, *processes_of(mark, group)}):
         die(f"process {', '.join(str(process.pid) for process in left)} of this node does not end")
     record = read_record()
     if record is None or record.mark == mark:

@@ -138,5 +138,7 @@ def hosts_with(cpus: list[int], subnet: str = "10.213.7") -> Iterator[list[Host]
                     process.kill()
                 _ip("netns", "del", host.namespace)
             subprocess.run(["umount", "-l", host.shm], capture_output=True)
+            # The namespace takes its end of the cable along, but not before its last socket has lingered.
+            subprocess.run(["ip", "link", "del", f"{host.interface}s"], capture_output=True)
         subprocess.run(["ip", "link", "del", switch], capture_output=True)
         shutil.rmtree(folder)

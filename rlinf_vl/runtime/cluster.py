@@ -29,6 +29,7 @@ class NodeRecord:
     node_id: str
     raylet_pid: int
     mark: str  #: value of `MARK` in the environment of the node's processes
+    group: int  #: process group of those that `ray start` began
     token_path: str  #: file of the cluster's token
     head_file: str | None = None  #: RAY_HEAD_FILE that this node wrote, being the head
 

@@ -245,6 +245,9 @@ def test_a_cluster_that_died_is_not_joined_but_replaced(cluster, head_file):
     finding = "import os; from rlinf_vl.runtime.cluster import cluster_to_join as c; print(c('auto', os.environ))"
     asking = [sys.executable, "-c", finding]
     assert head.run(*asking).endswith(f"('{head.ip}:{PORT}', '{head.ip}')\n")
+    for process in other.processes():
+        if process.name().startswith("ray::"):  # agents, which end by themselves after their raylet: unless they can't
+            process.suspend()
     for host, name in [(head, "gcs_server"), (other, "raylet")]:
         for process in host.processes():
             if process.name() == name:

@@ -82,7 +82,8 @@ def test_slurm_runs_a_part_on_each_node_and_has_the_exit_code(hosts, tmp_path):
     assert "2 of 2 node(s)" in done.stdout and "offer 2 CPU(s); at least 2 wanted" in done.stdout
     assert "no config 'no-such-config'" in done.stdout
     assert f"the head at {hosts[0].ip}:6379 has gone" in done.stdout
-    assert done.stdout.count("none of this node is left") == 2
+    ended = [done.stdout.count(how) for how in ("none of this node is left", "has gone while this node joined")]
+    assert sum(ended) == 2 and ended[0] >= 1  # the second may still be joining when so short a run is over
     assert not list((ROOT / "results").glob(f".ray-head-{job}-*"))
 
 

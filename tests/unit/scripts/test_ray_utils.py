@@ -210,7 +210,7 @@ def test_where_the_token_comes_from(rendezvous, monkeypatch, tmp_path: Path):
 def test_the_token_of_the_node_that_was_started_here(rendezvous, monkeypatch, raylet: int, tmp_path: Path):
     kept = record_path().with_suffix(".token")
     write_private(kept, "kept")
-    NodeRecord("10.0.0.5:6379", "10.0.0.5", "aa", raylet, "m1", str(kept)).save()
+    NodeRecord("10.0.0.5:6379", "10.0.0.5", "aa", raylet, "m1", 0, str(kept)).save()
     rendezvous.write_private(rendezvous.shared_token(), "home")
     assert rendezvous.token_for("10.0.0.5:6379") == ("kept", str(kept))
     assert rendezvous.token_for("10.0.0.6:6379")[0] == "home"
@@ -233,7 +233,7 @@ def raylet():
 
 
 def record(port: int, pid: int, mark: str = "m1") -> NodeRecord:
-    return NodeRecord(f"127.0.0.1:{port}", "127.0.0.1", "aa", pid, mark, "/token")
+    return NodeRecord(f"127.0.0.1:{port}", "127.0.0.1", "aa", pid, mark, 0, "/token")
 
 
 def test_a_node_that_was_started_here_is_joined_with_its_token(raylet: int, open_port: int):
