@@ -4,10 +4,10 @@
                                    [--json FILE]
 
 Each run is `python -m rlinf_vl train` in a folder of its own, one after the other. `toy` and `maze` are the embedded tasks; accuracy
-is that of their last validation. `tail` is the toy's questions with one answer in 20 ten times as long: its environment
-(`LongTail`) has these episodes go on for ten answers instead of one, and rewards by chance; groups may then be `--tail-staleness`
-steps old. A step's seconds are a mean over all steps but the first three and the last (which validates); `ratio` is that over
-`sync`'s of the same task and seed. `stalest`: by the versions of all tokens that were trained.
+is that of their last validation. `toy` has the learning rate 3e-4 in each schedule: at its config's own 5e-4, one step off policy
+already costs accuracy. `tail` is the toy's questions with one answer in 20 ten times as long as the others (`LongTail`), rewarded by
+chance; groups may then be `--tail-staleness` steps old. A step's seconds are a mean over all steps but the first three and the last
+(which validates); `ratio` is that over `sync`'s of the same task and seed. `stalest`: by the versions of all tokens trained on.
 """
 
 import argparse
@@ -17,48 +17,97 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.envs import StepResult
 from rlinf_vl.runtime.files import read_lines
-from rlinf_vl.types import Message, Problem
+from rlinf_vl.types import Completion, Message, Problem, Request
 
+#: Tokens of `tail`'s answers: as many as the toy's own have, and ten times as many.
+SHORT, LONG = 13, 130
 #: Config, steps and overrides of each task.
 TASKS = {
-    "toy": ("toy-grpo-cpu", 120, ()),
+    "toy": ("toy-grpo-cpu", 120, ("actor.optim.lr=3e-4",)),
     "maze": ("toy-maze-cpu", 60, ()),
-    "tail": ("toy-grpo-cpu", 30, (f"rollout.env_class={Path(__file__).resolve()}:LongTail",)),
+    "tail": (
+        "toy-grpo-cpu",
+        60,
+        (
+            f"rollout.env_class={Path(__file__).resolve()}:LongTail",
+            f"algorithm.sampling_params.max_new_tokens={LONG}",
+            f"algorithm.val_sampling_params.max_new_tokens={LONG}",
+            "data.max_prompt_length=256",
+        ),
+    ),
 }
 SCHEDULES = ("sync", "one_step_off", "async")
 #: Steps at the start that are not timed: caches fill, and nothing is ahead yet.
 WARM_UP = 3
+_submit = TorchEngine.submit
 
 
 class LongTail:
-    """Asks its question `turns` times in one episode of 20, once in the others; pays by chance."""
+    """Asks the toy's question once and pays by chance. In a process that has such an environment, one answer in 20 of the embedded
+    engine has `LONG` tokens and every other one `SHORT`, whatever the model would say."""
 
-    def __init__(self, turns: int = 10, *, seed: int) -> None:
-        draw = random.Random(seed)
-        self.left = turns if draw.randrange(20) == 0 else 1
-        self.reward = float(draw.random() < 0.5)
-        self.question: list[Message] = []
+    def __init__(self, *, seed: int) -> None:
+        TorchEngine.submit = _submit_by_length
+        self.reward = float(random.Random(seed).random() < 0.5)
 
     def start(self, problem: Problem) -> list[Message]:
-        parts = problem.messages[-1]["content"]
-        text = [part for part in parts if isinstance(part, dict) and part["type"] == "text"]
-        self.question = [{"role": "user", "content": text or parts}]
         return list(problem.messages)
 
     def step(self, response: str) -> StepResult:
-        self.left -= 1
-        return StepResult(self.question if self.left else (), 0.0 if self.left else self.reward, not self.left)
+        return StepResult((), self.reward, True)
 
     def close(self) -> None:
         pass
+
+
+def _submit_by_length(self: TorchEngine, requests: Sequence[Request]) -> list[Future[Completion]]:
+    """Each request's samples as up to two requests, of a length each; the answer has them in their order again."""
+    futures = []
+    for request in requests:
+        long = [seed % 20 == 0 for seed in request.seeds]
+        parts = []
+        for is_long in {*long}:
+            sampling = replace(request.sampling, max_new_tokens=LONG if is_long else SHORT, stop_ids=())
+            seeds = tuple(seed for seed, mine in zip(request.seeds, long, strict=True) if mine == is_long)
+            parts.append((is_long, replace(request, sampling=sampling, seeds=seeds, sessions=())))
+        futures.append(
+            _joined(long, dict(zip((l for l, _ in parts), _submit(self, [r for _, r in parts]), strict=True)))
+        )
+    return futures
+
+
+def _joined(long: Sequence[bool], parts: dict[bool, Future[Completion]]) -> Future[Completion]:
+    whole: Future[Completion] = Future()
+    left = [len(parts)]
+    lock = threading.Lock()
+
+    def finished(part: Future[Completion]) -> None:
+        with lock:
+            left[0] -= 1
+            if left[0] or not whole.set_running_or_notify_cancel():
+                return
+        try:
+            samples = {is_long: iter(one.result().samples) for is_long, one in parts.items()}
+            whole.set_result(Completion(tuple(next(samples[is_long]) for is_long in long)))
+        except Exception as error:
+            whole.set_exception(error)
+
+    for part in parts.values():
+        part.add_done_callback(finished)
+    return whole
 
 
 def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:

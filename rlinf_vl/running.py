@@ -3,6 +3,7 @@
 torch and Ray are imported when the config, the folder and the machine have been checked.
 """
 
+import gc
 import logging
 import sys
 import threading
@@ -124,6 +125,7 @@ def _run(
     # After the config is known to be sound: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.run import run
     from rlinf_vl.preflight.gpu_share import settle_gpu_share
+    from rlinf_vl.runtime.ray_process import freeze_loaded
 
     model_path = prepare_toys(config)
     threading.Thread(target=write_digests, args=(run_dir, _data_files(config)), name="digests", daemon=True).start()
@@ -134,10 +136,13 @@ def _run(
         _machines(config, run_dir, stop_request, keep_ray=keep_ray) as (progress, reservation),
     ):
         settle_gpu_share(config, model_path, reservation)
+        freeze_loaded()
         try:
             metrics = run(config, model_path, reservation, run_dir, progress, stop_request, checkpoint)
         except Interrupted as stop:
             stopped_by, progress.end, progress.reason = stop.number, "stopped", str(stop)
+        finally:
+            gc.unfreeze()  # a notebook goes on
     log.info("%.0f s from the start of Ray to its end", time.monotonic() - start)
     log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
     log.info("the run is in %s", run_dir)

@@ -26,8 +26,6 @@ class Offload:
         self._device = device
         self._away: set[str] = set()  # parts in host memory
         self._host: dict[object, torch.Tensor] = {}  # memory for each tensor, by what names it
-        if device == "cuda":
-            gc.freeze()  # what was imported and loaded stays: looking at all of it takes `release` 0.4 s each time
 
     def release(self, parts: Iterable[str]) -> None:
         """Move those of these `PARTS` to host memory that are not there; then give the device's cached memory back."""

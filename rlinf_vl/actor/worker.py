@@ -21,7 +21,7 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.models.families.family import same_name
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.observe.spans import flush_spans, profiler, record_spans, span
-from rlinf_vl.runtime.ray_process import own_process, where
+from rlinf_vl.runtime.ray_process import freeze_loaded, own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import SENDERS
 from rlinf_vl.transport.groups import fetch_surviving
@@ -67,6 +67,7 @@ class ActorRank:
         precision = self.config.actor.fsdp_config.mixed_precision
         log.info("rank %d of %d ready on %s, %s", self.rank, size, self.device, precision)
         table = parts_table(policy, mesh, self.config.actor)
+        freeze_loaded()
         return mesh.data_rank, policy.family.prices(policy.model.config, trained), table
 
     def fetch_groups(self, groups: dict[int, ray.ObjectRef]) -> list[int]:

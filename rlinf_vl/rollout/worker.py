@@ -27,7 +27,7 @@ from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.row_check import RowCheck, env_maker_of, processor_of, scorer_of
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.thoughts import ThoughtBudget
-from rlinf_vl.runtime.ray_process import own_process, where
+from rlinf_vl.runtime.ray_process import freeze_loaded, own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import STORED, received, shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
@@ -88,6 +88,7 @@ class RolloutRank:
         )
         self.clock = LapClock(self.player.busy.seconds)
         self.store = GroupStore()
+        freeze_loaded()
 
     async def ready(self) -> dict[str, int]:
         """Rows of each split, once model and data are loaded and if the engine lives."""

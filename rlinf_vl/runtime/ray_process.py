@@ -1,5 +1,6 @@
 """Ray actors that may die or hang: noticing it, and ending them whatever state their process is in."""
 
+import gc
 import math
 import os
 import signal
@@ -52,6 +53,13 @@ def own_process(cpu_threads: int | None, device: str) -> None:
         threads = threads_beside(len(os.sched_getaffinity(0)), int(gpus))
     os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # of its children, too
     torch.set_num_threads(threads)
+
+
+def freeze_loaded() -> None:
+    """Call once an actor has loaded all that it needs: garbage collection then passes over these objects, half a million with torch
+    and transformers, which would hold up every thread for 0.2 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def threads_beside(cores: int, gpus: int) -> int:
