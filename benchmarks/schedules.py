@@ -6,8 +6,9 @@
 Each run is `python -m rlinf_vl train` in a folder of its own, one after the other. `toy` and `maze` are the embedded tasks; accuracy
 is that of their last validation. `toy` has the learning rate 3e-4 in each schedule: at its config's own 5e-4, one step off policy
 already costs accuracy. `tail` is the toy's questions with one answer in 20 ten times as long as the others (`LongTail`), rewarded by
-chance; groups may then be `--tail-staleness` steps old. A step's seconds are a mean over all steps but the first three and the last
-(which validates); `ratio` is that over `sync`'s of the same task and seed. `stalest`: by the versions of all tokens trained on.
+chance; groups may then be `--tail-staleness` steps old, and a step of decoding takes `--decode-ms` longer, as a GPU's does however
+few its rows are. A step's seconds are a mean over all steps but the first three and the last (which validates); `ratio` is that over
+`sync`'s of the same task and seed. `stalest`: by the versions of all tokens trained on.
 """
 
 import argparse
@@ -18,15 +19,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from rlinf_vl.engines.torch.batch import Batch
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.envs import StepResult
 from rlinf_vl.runtime.files import read_lines
@@ -40,7 +44,7 @@ TASKS = {
     "maze": ("toy-maze-cpu", 60, ()),
     "tail": (
         "toy-grpo-cpu",
-        60,
+        40,
         (
             f"rollout.env_class={Path(__file__).resolve()}:LongTail",
             f"algorithm.sampling_params.max_new_tokens={LONG}",
@@ -52,15 +56,17 @@ TASKS = {
 SCHEDULES = ("sync", "one_step_off", "async")
 #: Steps at the start that are not timed: caches fill, and nothing is ahead yet.
 WARM_UP = 3
-_submit = TorchEngine.submit
+_submit, _decode = TorchEngine.submit, Batch.decode
 
 
 class LongTail:
     """Asks the toy's question once and pays by chance. In a process that has such an environment, one answer in 20 of the embedded
     engine has `LONG` tokens and every other one `SHORT`, whatever the model would say."""
 
-    def __init__(self, *, seed: int) -> None:
+    def __init__(self, decode_ms: float, *, seed: int) -> None:
+        """`decode_ms`: how much longer a step of decoding takes, whatever its rows: a GPU reads all weights in it."""
         TorchEngine.submit = _submit_by_length
+        Batch.decode = partialmethod(_decode_slowly, decode_ms / 1000)
         self.reward = float(random.Random(seed).random() < 0.5)
 
     def start(self, problem: Problem) -> list[Message]:
@@ -71,6 +77,11 @@ class LongTail:
 
     def close(self) -> None:
         pass
+
+
+def _decode_slowly(self: Batch, seconds: float, version: int) -> None:
+    time.sleep(seconds)
+    _decode(self, version)
 
 
 def _submit_by_length(self: TorchEngine, requests: Sequence[Request]) -> list[Future[Completion]]:
@@ -130,6 +141,8 @@ def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namesp
         "runner.trajectories.interval": -1,
     }
     command = [sys.executable, "-m", "rlinf_vl", "train", config, *(f"{k}={v}" for k, v in settings.items())]
+    if task == "tail":
+        command.append(f"rollout.env_kwargs={{decode_ms: {args.decode_ms}}}")
     subprocess.run([*command, *overrides, *args.set], check=True, stdout=subprocess.DEVNULL)
     rows = [row for row in read_lines(folder / "run/metrics.jsonl")[0] if row["step"]]
     timed = rows[WARM_UP:-1]
@@ -156,6 +169,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of every run; else as many as its config has")
     parser.add_argument("--staleness", type=int, default=2, help="runner.max_staleness of async on toy and maze")
     parser.add_argument("--tail-staleness", type=int, default=8, help="runner.max_staleness on tail")
+    parser.add_argument("--decode-ms", type=float, default=10, help="what a step of decoding takes longer on tail")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of every run")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from rlinf_vl.engines.torch.pages import Pages
+from rlinf_vl.engines.torch.softmax import Partial, merged, partial
 from rlinf_vl.models.families import DecodeState
 from rlinf_vl.models.kernels.delta import Mixer, delta_step
-from rlinf_vl.models.kernels.products import bfloat16_products
 
 
 class DecodeCache:
@@ -20,9 +21,9 @@ class DecodeCache:
 
     Attributes:
         prompts: layer → keys and values [2, N, H_kv, P, D], right-padded.
-        own: layer → keys and values [2, S, H_kv, capacity, D] of what was sampled.
+        own: keys and values of what was sampled.
         states: recurrent layer → [the last inputs of its convolution [S, W - 1, C], its state float32 [S, Hv, dk, dv]].
-        prompt_len, own_len: int64 [N], [S].
+        prompt_len: int64 [N].
         group: int64 [S], each row's prompt, non-decreasing.
     """
 
@@ -31,18 +32,14 @@ class DecodeCache:
         none = torch.zeros(0, dtype=torch.int64, device=device)
         self.device = device
         self.prompts = dict.fromkeys(state.kv_layers, empty)
-        self.own = dict.fromkeys(state.kv_layers, empty)
+        self.own = Pages(state.kv_layers, state.kv_heads, state.head_dim, dtype, device)
         dtypes = dtype, torch.float32
         self.states = {
             layer: [torch.zeros(0, *shape, dtype=t, device=device) for shape, t in zip(shapes, dtypes, strict=True)]
             for layer, shapes in state.row_shapes.items()
         }
         self.prompt_len = none
-        self.own_len = none
         self.group = none
-        self._length = 0  # of the longest row
-        self._newest = (none, none)  # index of each row's newest token
-        self._own_mask: torch.Tensor | None = None
         self._prompt_mask: torch.Tensor | None = None
         # Where each row stands in the [N, width] grid of prompts and their rows (width: most rows of a prompt).
         self._width = 0
@@ -71,13 +68,11 @@ class DecodeCache:
         for layer, keys_and_values in zip(self.prompts, tokens, strict=True):
             fresh = keys_and_values[:, index].transpose(2, 3)  # [2, n, H, P, D]
             self.prompts[layer] = torch.cat([_widen(x, longest) for x in (self.prompts[layer], fresh)], dim=1)
-            own = self.own[layer]
-            self.own[layer] = torch.cat([own, own.new_zeros(2, len(groups), *own.shape[2:])], dim=1)
         for layer, old in self.states.items():
             fanned = [x.repeat_interleave(rows, dim=0) for x in states[layer]]
             self.states[layer] = [torch.cat(both) for both in zip(old, fanned, strict=True)]
         self.prompt_len = torch.cat([self.prompt_len, new])
-        self.own_len = torch.cat([self.own_len, torch.zeros_like(groups)])
+        self.own.add(len(groups))
         self.group = torch.cat([self.group, groups])
         self._index_rows()
 
@@ -88,24 +83,19 @@ class DecodeCache:
         own: list[torch.Tensor],
         states: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
-        """Give rows (int64) what they have sampled, in place of what they have: of the tokens of `append`, `own[i]` are row i's."""
-        index = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
-        longest = index.shape[1]
-        for layer, keys_and_values in zip(self.prompts, tokens, strict=True):
-            self.own[layer] = _widen(self.own[layer], max(longest, self.own[layer].shape[3]))
-            self.own[layer][:, rows, :, :longest] = keys_and_values[:, index].transpose(2, 3)
+        """Give rows (int64) that were just appended what they have sampled: of the tokens of `append`, `own[i]` are row i's."""
+        self.own.fill(rows.cpu().numpy(), tokens, own)
         for layer, both in self.states.items():
             for old, new in zip(both, states[layer], strict=True):
                 old[rows] = new
-        self.own_len[rows] = torch.tensor(list(map(len, own)), device=self.device)
 
     def cut(self, row: int, group: int, start: int, own: int) -> torch.Tensor:
         """Keys and values [L, 2, ·, H_kv, D] of prompt `group` from its token `start` on, then of the first `own` tokens that
         `row` sampled; a copy."""
         length = int(self.prompt_len[group])
         parts = []
-        for prompts, sampled in zip(self.prompts.values(), self.own.values(), strict=True):
-            of_both = prompts[:, group, :, start:length], sampled[:, row, :, :own]
+        for layer, prompts in self.prompts.items():
+            of_both = prompts[:, group, :, start:length], self.own.read(layer, row, own)
             parts.append(torch.cat(of_both, dim=2).transpose(1, 2))
         length = length - start + own
         return torch.stack(parts) if parts else torch.zeros(0, 2, length, 0, 0, device=self.device)
@@ -117,9 +107,7 @@ class DecodeCache:
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all rows but `rows` (int64, ascending), and the prompts that no row is left of."""
         groups, self.group = torch.unique(self.group[rows], return_inverse=True)
-        self.own_len = self.own_len[rows]
-        longest = max(self.own_len.tolist(), default=0)
-        self.own = {layer: kv[:, rows, :, :longest] for layer, kv in self.own.items()}
+        self.own.keep(rows.cpu().numpy())
         self.states = {layer: [x[rows] for x in both] for layer, both in self.states.items()}
         if len(groups) < len(self.prompt_len):
             self.prompt_len = self.prompt_len[groups]
@@ -138,75 +126,36 @@ class DecodeCache:
 
     def begin_step(self) -> None:
         """Make room for one more token per row; call before each decoding forward."""
-        self._newest = torch.arange(len(self.own_len), device=self.device), self.own_len
-        self.own_len = self.own_len + 1
-        self._length = int(self.own_len.max())
-        for layer, kv in self.own.items():
-            if kv.shape[3] < self._length:
-                self.own[layer] = _widen(kv, max(self._length + 15, self._length * 3 // 2))
-        self._own_mask = _mask_beyond(self.own_len)
+        self.own.begin_step()
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """q [S, H, 1, D], k and v [S, H_kv, 1, D] of the rows' newest tokens → [S, 1, H, D]."""
         rows, heads, _, dim = q.shape
         q = q.reshape(rows, k.shape[1], -1, dim)
-        row, position = self._newest
-        keys, values = self.own[layer]
-        keys[row, :, position] = k[:, :, 0]
-        values[row, :, position] = v[:, :, 0]
-        own = _partial(q, keys[:, :, : self._length], values[:, :, : self._length], self._own_mask, scaling)
-        return _merge(own, self._over_prompts(layer, q, scaling)).to(v.dtype).reshape(rows, 1, heads, dim)
+        own = self.own.attend(layer, q, k[:, :, 0], v[:, :, 0], scaling)
+        return merged(own, self._over_prompts(layer, q, scaling)).to(v.dtype).reshape(rows, 1, heads, dim)
 
     def mix(self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
         """qkv [S, 1, C], g and beta [S, 1, Hv] of the rows' newest tokens → [S, 1, Hv, dv]."""
         return delta_step(qkv[:, 0], g[:, 0], beta[:, 0], mixer, *self.states[layer]).unsqueeze(1)
 
-    def _over_prompts(self, layer: int, q: torch.Tensor, scaling: float) -> list[torch.Tensor]:
-        """`_partial` of q [S, H_kv, repeat, D] over each row's prompt: the rows of a prompt are one batch of queries."""
+    def _over_prompts(self, layer: int, q: torch.Tensor, scaling: float) -> Partial:
+        """`partial` of q [S, H_kv, repeat, D] over each row's prompt: the rows of a prompt are one batch of queries."""
         n, (_, kv_heads, repeat, dim) = len(self.prompt_len), q.shape
         grid = q
         if not self._dense:
             grid = q.new_zeros(n * self._width, *q.shape[1:])
             grid[self._slot] = q
         batch = grid.reshape(n, self._width, kv_heads, repeat, dim).transpose(1, 2).flatten(2, 3)
-        parts = _partial(batch, self.prompts[layer][0], self.prompts[layer][1], self._prompt_mask, scaling)
+        parts = partial(batch, self.prompts[layer][0], self.prompts[layer][1], self._prompt_mask, scaling)
         flat = (x.unflatten(2, (self._width, repeat)).transpose(1, 2).flatten(0, 1) for x in parts)
-        return [x if self._dense else x[self._slot] for x in flat]
+        return Partial(*(x if self._dense else x[self._slot] for x in flat))
 
 
 def _mask_beyond(lengths: torch.Tensor) -> torch.Tensor | None:
     """bool [n, 1, 1, longest], True from each length on; None if all are the longest."""
     beyond = torch.arange(max(lengths.tolist(), default=0), device=lengths.device) >= lengths[:, None]
     return beyond[:, None, None, :] if bool(beyond.any()) else None
-
-
-def _partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float):
-    """Unnormalised attention over one part of the keys: (output [.., Q, D], sum of weights, maximum [.., Q, 1]), float32."""
-    if q.dtype == torch.float32:
-        scores = (q * scaling) @ k.transpose(-1, -2)
-    else:  # a scaled query would be rounded
-        scores = _product(q, k.transpose(-1, -2)).mul_(scaling)
-    if mask is not None:
-        scores = scores.masked_fill_(mask, -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp_()
-    return _product(weights.to(v.dtype), v), weights.sum(-1, keepdim=True), top
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b for [n, H_kv, ·, ·] in float32: the trainer's kernels don't round scores to bfloat16, so neither may the sampler."""
-    if a.is_cuda and a.dtype != torch.float32:
-        product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
-        return product.unflatten(0, a.shape[:2])
-    with bfloat16_products(a):
-        return a.float() @ b.float()
-
-
-def _merge(a, b) -> torch.Tensor:
-    (out_a, sum_a, top_a), (out_b, sum_b, top_b) = a, b
-    top = torch.maximum(top_a, top_b)
-    scale_a, scale_b = (top_a - top).exp(), (top_b - top).exp()
-    return (out_a * scale_a + out_b * scale_b) / (sum_a * scale_a + sum_b * scale_b)
 
 
 def _widen(kv: torch.Tensor, length: int) -> torch.Tensor:

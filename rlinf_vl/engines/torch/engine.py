@@ -11,8 +11,9 @@ computed again by the new weights, or kept (`rollout.kv_after_update`).
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import numpy as np
 import psutil
@@ -79,6 +80,7 @@ class TorchEngine:
         )
         self._wake = threading.Condition()
         self._step_lock = threading.Lock()
+        self._waiting_for_it = 0  # other threads than the engine's
         self._torn = False  # an update has not brought all of its weights
         self._stale = False  # rows have keys and values of former weights
         self._paused = False
@@ -112,7 +114,7 @@ class TorchEngine:
 
     def load_weights(self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int) -> None:
         assert "weights" not in self.asleep, "asked to load weights while their memory is released"
-        with self._step_lock, torch.no_grad():  # the engine's thread lets go of it after each step
+        with self._between_steps(), torch.no_grad():
             self._torn = True
             weights = dict(self.model.named_parameters())
             for bucket in buckets:
@@ -131,8 +133,6 @@ class TorchEngine:
                 row.pending.kept = None
                 row.pending.keeps = not self.keep_kv
             self._stale = not self.keep_kv
-        with self._wake:
-            self._wake.notify()
 
     def join_weight_group(self, group: WeightGroup) -> None:
         if self._weight_group is not None:
@@ -145,13 +145,13 @@ class TorchEngine:
 
     def fingerprint(self, names: Sequence[str]) -> int:
         weights = dict(self.model.named_parameters())
-        with self._step_lock:
+        with self._between_steps():
             return fingerprint(weights[name] for name in names)
 
     def pause(self) -> None:
         with self._wake:
             self._paused = True
-        with self._step_lock:  # the step under way has ended
+        with self._between_steps():  # the one under way has ended
             pass
 
     def resume(self) -> None:
@@ -161,7 +161,7 @@ class TorchEngine:
 
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """As `Engine.release_memory`. On the CPU the weights stay where they are."""
-        with self._step_lock:
+        with self._between_steps():
             wanted = [p for p in self.waiting if not p.future.cancelled()]
             assert all(row.over for row in self.batch.rows) and not wanted, "memory is released between rollouts only"
             if "kv_cache" in tags:
@@ -174,7 +174,7 @@ class TorchEngine:
             torch.cuda.empty_cache()
 
     def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        with self._step_lock:
+        with self._between_steps():
             if self.asleep & set(tags) & {"weights"}:
                 self.model.to(self.device)  # pyright: ignore[reportArgumentType]  # its decorator hides self
             self.asleep -= set(tags)
@@ -190,6 +190,19 @@ class TorchEngine:
         if self._weight_group is not None:
             broadcast.leave(self._weight_group)
             self._weight_group = None
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """The engine's thread makes no step meanwhile, nor before: a lock that it takes again at once is hardly ever another's."""
+        with self._wake:
+            self._waiting_for_it += 1
+        try:
+            with self._step_lock:
+                yield
+        finally:
+            with self._wake:
+                self._waiting_for_it -= 1
+                self._wake.notify()
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
@@ -222,7 +235,9 @@ class TorchEngine:
                 future.set_exception(error)
 
     def _may_step(self) -> bool:
-        return not self._paused and not self._torn and bool(self.batch.rows or self.waiting)
+        if self._paused or self._torn or self._waiting_for_it:
+            return False
+        return bool(self.batch.rows or self.waiting)
 
     def _next_requests(self) -> list[Pending]:
         """Take as many waiting requests as there is room for and as are prefilled at once; one at least if nothing runs."""

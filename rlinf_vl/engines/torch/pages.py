@@ -1,0 +1,176 @@
+"""Keys and values of what each row has sampled, in pages (Kwon et al. 2023, "PagedAttention"), without a kernel of its own.
+
+What a row takes, and what attention over it costs, goes by its own length and not by that of the longest row. Attention is computed
+for each page where it lies in the pool, and the parts of a row are merged by their log-sum-exp, which is exact. The host knows which
+page is whose; tensors on the device say so, too, and are made again when pages change hands.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rlinf_vl.engines.torch.softmax import Partial, partial, summed
+
+#: Tokens of a page.
+PAGE = {"cpu": 16, "cuda": 64}
+
+
+class Pages:
+    """Of rows S, in layers of `layers`.
+
+    Attributes:
+        lengths: int64 [S], tokens of each row.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.size = PAGE[device.type]
+        self.lengths = np.zeros(0, np.int64)
+        empty = torch.zeros(2, 0, kv_heads, self.size, head_dim, dtype=dtype, device=device)
+        self._device = device
+        self._pools = dict.fromkeys(layers, empty)  # keys and values [2, pages, H_kv, size, D]
+        self._table = np.full((0, 1), -1)  # [S, K], pages of each row in order, then -1
+        self._free = np.zeros(0, np.int64)  # pages, ascending
+        self._moved = True  # the table has changed
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        self._used = 0  # pages from the first one on that attention looks at; one of nobody counts as row 0's
+        self._in_order = True  # page i is all that row i has
+        self._owner = self._start = none  # row of each page, and position of its first token there
+        self._first = self._last = none  # page of each row
+        self._long = self._long_table = none  # rows of several pages [M]; their pages [M, K], any number where absent
+        self._absent = none.bool()  # [M, K]
+        self._row_lengths = self._offset = none  # [S]: of each row, and where in its last page the newest token stands
+        self._width = 0  # tokens of a page that attention looks at
+        self._mask = none.bool()
+
+    def add(self, rows: int) -> None:
+        """Rows that have nothing yet."""
+        self.lengths = np.concatenate([self.lengths, np.zeros(rows, np.int64)])
+        self._table = np.concatenate([self._table, np.full((rows, self._table.shape[1]), -1)])
+        self._moved = True
+
+    def fill(self, rows: np.ndarray, tokens: torch.Tensor, own: Sequence[torch.Tensor]) -> None:
+        """Give rows that have nothing these: of `tokens` [L, 2, T, H_kv, D], `own[i]` (int64, one at least) are row i's."""
+        lengths = np.array(list(map(len, own)))
+        counts = -(-lengths // self.size)
+        pages = self._take(int(counts.sum()))
+        self._widen(int(counts.max()))
+        at = np.arange(self._table.shape[1]) < counts[:, None]
+        part = np.full(at.shape, -1)
+        part[at] = pages
+        self._table[rows] = part
+        self.lengths[rows] = lengths
+        padded = [
+            torch.nn.functional.pad(o, (0, int(n) * self.size - len(o))) for o, n in zip(own, counts, strict=True)
+        ]
+        index, where = torch.cat(padded), torch.from_numpy(pages).to(self._device)
+        for pool, both in zip(self._pools.values(), tokens, strict=True):
+            pool[:, where] = both[:, index].unflatten(1, (-1, self.size)).transpose(2, 3)
+        self._moved = True
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Drop all rows but `rows` (ascending)."""
+        self.lengths, self._table = self.lengths[rows], self._table[rows]
+        self._table = self._table[:, : max(1, int((self._table >= 0).sum(1).max(initial=0)))]
+        pages = self._table[self._table >= 0]
+        if len(pages) * 2 <= self._capacity:  # half of the pool is nobody's: move the others together
+            order = torch.from_numpy(pages).to(self._device)
+            self._pools = {layer: pool[:, order] for layer, pool in self._pools.items()}
+            self._table[self._table >= 0] = pages = np.arange(len(pages))
+        self._free = np.setdiff1d(np.arange(self._capacity), pages)
+        self._moved = True
+
+    def read(self, layer: int, row: int, n: int) -> torch.Tensor:
+        """The first `n` tokens of a row, [2, H_kv, n, D]."""
+        pages = torch.from_numpy(self._table[row, : -(-n // self.size)]).to(self._device)
+        return self._pools[layer][:, pages].transpose(1, 2).flatten(2, 3)[:, :, :n]
+
+    def begin_step(self) -> None:
+        """Make room for one more token per row."""
+        begins = np.flatnonzero(self.lengths % self.size == 0)
+        if len(begins):
+            at = self.lengths[begins] // self.size
+            self._widen(int(at.max()) + 1)
+            self._table[begins, at] = self._take(len(begins))
+            self._moved = True
+        self.lengths = self.lengths + 1
+        if self._moved:
+            self._moved = False
+            self._look_up()
+        else:
+            self._row_lengths = self._row_lengths + 1
+        self._offset = (self._row_lengths - 1) % self.size
+        self._width = min(self.size, int(self.lengths.max(initial=0)))
+        left = self._row_lengths[self._owner] - self._start
+        self._mask = (torch.arange(self._width, device=self._device) >= left[:, None])[:, None, None]
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> Partial:
+        """q [S, H_kv, repeat, D] over the rows' tokens with the newest one, k and v [S, H_kv, D]."""
+        keys, values = self._pools[layer]
+        keys[self._last, :, self._offset] = k
+        values[self._last, :, self._offset] = v
+        part = slice(self._used), slice(None), slice(self._width)
+        of_pages = partial(q if self._in_order else q[self._owner], keys[part], values[part], self._mask, scaling)
+        if self._in_order:
+            return of_pages
+        of_rows = Partial(*(x[self._first] for x in of_pages))
+        if len(self._long):
+            whole = summed(Partial(*(x[self._long_table] for x in of_pages)), self._absent)
+            for x, long in zip(of_rows, whole, strict=True):
+                x[self._long] = long
+        return of_rows
+
+    @property
+    def _capacity(self) -> int:
+        return next((pool.shape[1] for pool in self._pools.values()), 0)
+
+    def _take(self, n: int) -> np.ndarray:
+        """Pages that are nobody's, the first ones."""
+        if n > len(self._free):
+            capacity = self._capacity
+            more = max(n - len(self._free), capacity // 2)
+            # Zeros, as attention looks at all of a page: what is masked must still be a number.
+            self._pools = {
+                layer: torch.cat([pool, pool.new_zeros(2, more, *pool.shape[2:])], dim=1)
+                for layer, pool in self._pools.items()
+            }
+            self._free = np.concatenate([self._free, np.arange(capacity, capacity + more)])
+        taken, self._free = self._free[:n], self._free[n:]
+        return taken
+
+    def _widen(self, pages: int) -> None:
+        """Let rows have so many pages."""
+        if (more := pages - self._table.shape[1]) > 0:
+            self._table = np.concatenate([self._table, np.full((len(self._table), more), -1)], axis=1)
+
+    def _look_up(self) -> None:
+        """What attention needs to know of the table, on the device."""
+        there = self._table >= 0
+        pages, (rows, numbers), counts = self._table[there], np.nonzero(there), there.sum(1)
+        self._used = int(pages.max(initial=-1)) + 1
+        self._in_order = len(pages) == len(self._table) and np.array_equal(self._table[:, 0], np.arange(len(pages)))
+        owner, start = np.zeros((2, self._used), np.int64)
+        owner[pages], start[pages] = rows, numbers * self.size
+        long = np.flatnonzero(counts > 1)
+        arrays = (
+            owner,
+            start,
+            self._table[:, 0],
+            self._table[np.arange(len(counts)), counts - 1],
+            self.lengths,
+            long,
+            self._table[long],
+            ~there[long],
+        )
+        (
+            self._owner,
+            self._start,
+            self._first,
+            self._last,
+            self._row_lengths,
+            self._long,
+            self._long_table,
+            self._absent,
+        ) = (torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for array in arrays)
