@@ -1,6 +1,6 @@
 """Seconds of a step, final accuracy and staleness with each `runner.schedule`, engine and rank on a core each.
 
-    python benchmarks/schedules.py [--tasks toy maze tail] [--seeds 1 2 3] [--steps N] [--staleness 2] [--set KEY=VALUE …]
+    python benchmarks/schedules.py [--tasks toy maze tail] [--seeds 1 2 3] [--steps N] [--staleness 1] [--set KEY=VALUE …]
                                    [--json FILE]
 
 Each run is `python -m rlinf_vl train` in a folder of its own, one after the other. `toy` and `maze` are the embedded tasks; accuracy
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help="of every run; else as many as its config has")
-    parser.add_argument("--staleness", type=int, default=2, help="runner.max_staleness of async on toy and maze")
+    parser.add_argument("--staleness", type=int, default=1, help="runner.max_staleness of async on toy and maze")
     parser.add_argument("--tail-staleness", type=int, default=8, help="runner.max_staleness on tail")
     parser.add_argument("--decode-ms", type=float, default=10, help="what a step of decoding takes longer on tail")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of every run")

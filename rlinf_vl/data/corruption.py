@@ -73,8 +73,9 @@ class Corruption:
         return pixels * shown[:height, :width, None]
 
 
-def corruption_at(settings: ImageCorruptionConfig, done: float) -> Corruption:
-    """What answers are drawn on after the share `done` of the run, 0 … 1: its strength falls as `settings.schedule` says.
+def corruption_at(settings: ImageCorruptionConfig, done: float) -> Corruption | None:
+    """What answers are drawn on after the share `done` of the run, 0 … 1: its strength falls as `settings.schedule` says. None:
+    on images as they are.
 
     sigmoid: strength · (1 - 1 / (1 + exp(-steepness · (done - midpoint)))), NoisyRollout's.
     """
@@ -83,7 +84,8 @@ def corruption_at(settings: ImageCorruptionConfig, done: float) -> Corruption:
         left = 1 - done
     elif settings.schedule == "sigmoid":
         left = 0.5 * (1 - math.tanh(settings.steepness * (done - settings.midpoint) / 2))  # the same, at any steepness
-    return Corruption(settings.kind, settings.strength * left, settings.share)
+    strength = settings.strength * left
+    return Corruption(settings.kind, strength, settings.share) if strength and settings.share else None
 
 
 class Shown:
