@@ -3,10 +3,11 @@
     python benchmarks/time_to_accuracy.py --peer-python PYTHON [--target 0.75] [--seeds 1 2 3] [--set KEY=VALUE …] [--json FILE]
 
 Both train `toy-grpo-cpu`: same checkpoint, rows, prompts (compared id by id), grader, batch, learning rate and schedule, on all
-cores of this machine (this loop with an engine and a rank on each of two), one after the other, for each seed in turn. Every --interval steps each samples --val-samples answers to every
-held-out question with the weights that it has. The clock runs from the start of the first step and stands still during evaluations
-and checkpoints; start-up, which both have, is not in it. Where the accuracy crosses the target between two evaluations is
-interpolated. --set overrides keys of this loop's config; without --peer-python it runs alone.
+cores of this machine (this loop with an engine and a rank on each of two), one after the other, for each seed in turn. Every
+--interval steps each samples --val-samples answers to every held-out question with the weights that it has. The clock runs from the
+start of the first step and stands still during evaluations and checkpoints; start-up, which both have, is not in it. Where the
+accuracy crosses the target between two evaluations is interpolated. --set overrides keys of this loop's config; without
+--peer-python it runs alone.
 
 The machine must be idle. TRL's threads wait for each other in every product; where others want the cores, too, give it one
 (--peer-threads 1).
