@@ -94,8 +94,8 @@ class DecodeCache:
         `row` sampled; a copy."""
         length = int(self.prompt_len[group])
         parts = []
-        for layer, prompts in self.prompts.items():
-            of_both = prompts[:, group, :, start:length], self.own.read(layer, row, own)
+        for prompts, sampled in zip(self.prompts.values(), self.own.read(row, own), strict=True):
+            of_both = prompts[:, group, :, start:length], sampled
             parts.append(torch.cat(of_both, dim=2).transpose(1, 2))
         length = length - start + own
         return torch.stack(parts) if parts else torch.zeros(0, 2, length, 0, 0, device=self.device)

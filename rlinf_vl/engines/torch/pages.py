@@ -82,10 +82,10 @@ class Pages:
         self._free = np.setdiff1d(np.arange(self._capacity), pages)
         self._moved = True
 
-    def read(self, layer: int, row: int, n: int) -> torch.Tensor:
-        """The first `n` tokens of a row, [2, H_kv, n, D]."""
+    def read(self, row: int, n: int) -> list[torch.Tensor]:
+        """The first `n` tokens of a row, [2, H_kv, n, D] for each layer."""
         pages = torch.from_numpy(self._table[row, : -(-n // self.size)]).to(self._device)
-        return self._pools[layer][:, pages].transpose(1, 2).flatten(2, 3)[:, :, :n]
+        return [pool[:, pages].transpose(1, 2).flatten(2, 3)[:, :, :n] for pool in self._pools.values()]
 
     def begin_step(self) -> None:
         """Make room for one more token per row."""
