@@ -1,5 +1,6 @@
 """Hosts on one machine: network namespaces with addresses, shared memory, Ray folders and processes of their own, on a switch."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ OURS = (  # settings of the scripts that this session's environment must not bri
 WITH_SHM = 'mount --bind "$0" /dev/shm && exec "$@"'
 #: Making hosts takes root, and `ip` of iproute2.
 POSSIBLE = os.geteuid() == 0 and shutil.which("ip") is not None
+_CALLS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,16 @@ def _ip(*arguments: str) -> None:
 
 
 @contextmanager
-def hosts_with(cpus: list[int], subnet: str = "10.213.7") -> Iterator[list[Host]]:
+def hosts_with(cpus: list[int]) -> Iterator[list[Host]]:
     """Hosts with so many CPU slots each, joined by a switch; at the end their processes are killed.
+
+    Their addresses go by this process and call: `ray start` refuses one that another Ray of this machine has, in whatever namespace.
 
     Raises:
         OSError: there can be no network namespaces here.
     """
     here = os.getpid() % 10**6
-    switch = f"rv{here}"
+    switch, subnet = f"rv{here}", f"10.{200 + next(_CALLS) % 50}.{here % 250}"
     folder = Path(tempfile.mkdtemp(prefix="rc"))  # short: the paths of sockets are bounded
     hosts = [
         Host(i, len(cpus), f"rlinf{here}{c}", f"rv{here}{c}", f"{subnet}.{i + 1}", folder / c, cpus[i])
