@@ -268,6 +268,8 @@ def described(error: BaseException) -> str:
 
 async def done(future: Future, timeout_s: float | None) -> bool:
     """Wait until it is done, or the time is over; whether it is done. Cancelling this leaves the future as it is."""
+    if future.done():
+        return True
     loop = asyncio.get_running_loop()
     woken = loop.create_future()
 

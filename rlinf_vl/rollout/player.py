@@ -247,17 +247,15 @@ class Player:
                 if {image.hash for image in request.images} <= {image.hash for image in problem.images}:
                     raise
                 raise self._fault(problem, f"shows an image that can't be used: {error}") from error
-            last = len(played.turns) == self.max_turns
-            result, said = await self._step(episode, heard, problem, last)
+            result, following = await self._step(episode, heard, problem, played, request)
             played.pay(result)
             if result.done:
                 return
-            if last:
+            if isinstance(following, Exception):
+                raise following
+            if following is None or following.sampling.max_new_tokens < 1:
                 break
-            assert said is not None
-            request, place = await episode.stage.call(self._extend, opening.problem, episode, played, request, said), 0
-            if request.sampling.max_new_tokens < 1:
-                break
+            request, place = following, 0
             (answer,) = self._answers.ask([request])
         played.status = "length"
 
@@ -321,18 +319,23 @@ class Player:
             opening.requests[number] = replace(request, seeds=(*request.seeds, episode.seed), sessions=sessions)
 
     async def _step(
-        self, episode: Episode, answer: str, problem: Problem, last: bool
-    ) -> tuple[StepResult, Observation | None]:
-        """What the environment says to an answer, as `checked` gives it, and what it shows if the episode goes on."""
+        self, episode: Episode, answer: str, problem: Problem, played: Played, request: Request
+    ) -> tuple[StepResult, Request | Exception | None]:
+        """What the environment says to the answer to `request`, as `checked` gives it; and if the episode goes on, the request for
+        the next answer, or why there is none. All of it in one call, as what passes between threads is dear."""
 
-        def heard(result: StepResult) -> tuple[StepResult, Observation | None]:
+        def heard(result: StepResult) -> tuple[StepResult, Request | Exception | None]:
             result = checked(result)
-            if result.done or last:
+            if result.done or len(played.turns) == self.max_turns:
                 return result, None
             try:
-                return result, observe(result.messages, problem, episode.shown)
+                said = observe(result.messages, problem, episode.shown)
             except Exception as error:
                 raise self._fault(problem, f"answered what can't follow: {described(error)}") from error
+            try:
+                return result, self._extend(problem, episode, played, request, said)
+            except Exception as error:  # after what the answer was given
+                return result, error
 
         try:
             assert episode.stage is not None

@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -212,7 +212,7 @@ class Renderer:
         """Ids of what the template wrote. With a mark, what stands between special tokens is encoded by itself, as it always is,
         and as text without any."""
         if not mark:
-            return self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
+            return list(self._encode_plain(rendered))
         ids: list[int] = []
         for i, piece in enumerate(re.split(f"({'|'.join(map(re.escape, self._special))})", rendered)):
             if i % 2:
@@ -239,6 +239,11 @@ class Renderer:
             return _map_texts(list(messages), str), "", spare
         begins = {f"{re.escape(token[:1])}(?={re.escape(token[1:2])}|$)" for token in self._special}
         return _map_texts(list(messages), lambda text: re.sub("|".join(begins), rf"\g<0>{mark}", text)), mark, spare
+
+    @cached_property
+    def _encode_plain(self) -> Callable[[str], tuple[int, ...]]:
+        """Ids of what has no mark. What a game puts between turns is the same again and again, so the last texts' are kept."""
+        return lru_cache(256)(lambda text: tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]))
 
     @cached_property
     def _special(self) -> list[str]:

@@ -1,6 +1,6 @@
 """The rows that the torch engine is decoding, on the model: prefilled, decoded by a token each, computed again by new weights."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, TypeVar
@@ -14,13 +14,18 @@ from rlinf_vl.engines.torch.prefill import PrefillAttention, prefill
 from rlinf_vl.engines.torch.rows import Pending, Row
 from rlinf_vl.engines.torch.sampling import Sampler, uniforms
 from rlinf_vl.engines.torch.sessions import Kept, Sessions
-from rlinf_vl.models.families import Family, Mixture
+from rlinf_vl.models.families import Family, Mixture, VisionFeatures
 from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.mixture import Routing
+from rlinf_vl.models.policy import encode_images
+from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe.spans import span
 from rlinf_vl.types import ImageRef, Request
 
 T = TypeVar("T")
+
+#: Bytes of images' features that stay for requests which show the same images, until the weights change.
+FEATURE_BYTES = 2**28
 
 #: Prompt tokens prefilled at once.
 PREFILL_TOKENS = 8192
@@ -57,6 +62,7 @@ class Batch:
         self.prefilled_tokens = 0
         self.decode_state = family.decode_state(model.config)
         self.cache = DecodeCache(self.decode_state, model.dtype, device)
+        self.images = VisionCache(FEATURE_BYTES, device)
         self.rows: list[Row] = []
         self.sampler: Sampler | None = None  # of these rows, as are their next positions and last ids, int64 [S]
         self.next_positions = torch.zeros(0, dtype=torch.int64, device=device)
@@ -108,7 +114,7 @@ class Batch:
         asked = [list(rows) for _, rows in groupby(self.rows, key=lambda row: id(row.pending))]
         for part in _in_parts(asked, [len(rows[0].pending.request.ids) for rows in asked]):
             for rows in part:
-                rows[0].pending.patches = list(map(pixels, rows[0].pending.request.images))
+                rows[0].pending.patches = self.patches(rows[0].pending.request.images, pixels)
             self._append([rows[0].pending for rows in part], list(map(len, part)))
         begun = [i for i, row in enumerate(self.rows) if len(row.ids) > 1]
         for part in _in_parts(begun, [self.rows[i].length for i in begun]):
@@ -124,6 +130,11 @@ class Batch:
             self.last_ids = self.last_ids[keep]
             self.sampler = self._sampler_of(self.rows)
 
+    def patches(self, images: Sequence[ImageRef], pixels: Callable[[ImageRef], np.ndarray]) -> dict[str, np.ndarray]:
+        """Of those images, by hash, whose features are not at hand."""
+        missing = set(self.images.missing(image.hash for image in images))
+        return {image.hash: pixels(image) for image in images if image.hash in missing}
+
     def kept(self, session: str, request: Request) -> Kept | None:
         """What its session has of the request."""
         return self.sessions.find(session, request, self.image_token_id)
@@ -131,7 +142,7 @@ class Batch:
     def _append(self, asked: Sequence[Pending], samples: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Prefill the prompts of these requests, and add `samples[i]` rows of each to the cache; hidden states and positions of
         `prefill`."""
-        patches = [array for pending in asked for array in pending.patches]
+        patches = {name: array for pending in asked for name, array in pending.patches.items()}
         requests, kept = [pending.request for pending in asked], [pending.kept for pending in asked]
         hidden, positions, computed, routes = self._prefill(requests, kept, patches)
         for pending, own in zip(asked, routes, strict=True):
@@ -148,27 +159,47 @@ class Batch:
             row, request = self.rows[i], self.rows[i].pending.request
             kept.append(Kept.of(request, [], (self.cache.cut(i, group, 0, 0),), self.cache.state(i)))
             requests.append(replace(request, ids=np.concatenate([request.ids, np.asarray(row.ids[:-1], np.int32)])))
-        _, _, computed, routes = self._prefill(requests, kept, [])
+        _, _, computed, routes = self._prefill(requests, kept, {})
         own = [tokens[len(k.ids) :] for tokens, k in zip(computed.sequences(), kept, strict=True)]
         self.cache.restore(rows, computed.tokens, own, computed.states)
         for i, taken in zip(indices, routes, strict=True):
             self.rows[i].routes = [] if taken is None else list(taken)
 
     def _prefill(
-        self, requests: Sequence[Request], kept: Sequence[Kept | None], patches: Sequence[np.ndarray]
+        self, requests: Sequence[Request], kept: Sequence[Kept | None], patches: Mapping[str, np.ndarray]
     ) -> tuple[torch.Tensor, torch.Tensor, PrefillAttention, Sequence[np.ndarray | None]]:
         """As `prefill`; and the routes of each request's new tokens, [·, L·k], if they are reported."""
         routing = self._routing()
         with span("prefill"):
+            features = self._features(requests, kept, patches)
             image_token = self.image_token_id, self.merge_size
             hidden, positions, computed = prefill(
-                self.model, self.family, requests, kept, patches, *image_token, self.device, routing
+                self.model, self.family, requests, kept, features, *image_token, self.device, routing
             )
         self.prefilled_tokens += sum(computed.lengths)
         routes: Sequence[np.ndarray | None] = [None] * len(requests)
         if routing is not None:
             routes = np.split(self._taken(routing), np.cumsum(computed.lengths)[:-1])
         return hidden, positions, computed, routes
+
+    def _features(
+        self, requests: Sequence[Request], kept: Sequence[Kept | None], patches: Mapping[str, np.ndarray]
+    ) -> VisionFeatures | None:
+        """Of the images that are new in these requests, end to end; the tower sees each image once, however often it is shown."""
+        shown: list[tuple[str, np.ndarray]] = []
+        for request, old in zip(requests, kept, strict=True):
+            pairs = zip((image.hash for image in request.images), request.image_grids, strict=True)
+            shown += list(pairs)[len(old.images) if old else 0 :]
+        if not shown:
+            return None
+        grids = dict(shown)
+        self.images.pin(grids)
+        if missing := self.images.missing(grids):
+            tower_input = np.concatenate([patches[name] for name in missing])
+            of_missing = np.stack([grids[name] for name in missing]).astype(np.int64)
+            features = encode_images(self.model, self.family, tower_input, of_missing, self.device)
+            self.images.put(missing, features, (of_missing.prod(axis=1) // self.merge_size**2).tolist())
+        return self.images.get([name for name, _ in shown])
 
     def _routing(self) -> Routing | None:
         return None if self.mixture is None else Routing(record=True)

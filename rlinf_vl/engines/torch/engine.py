@@ -129,6 +129,7 @@ class TorchEngine:
             self._torn = False
             self.version = version
             self.sessions.clear()
+            self.batch.images.clear()
             for row in self.batch.rows:
                 row.pending.kept = None
                 row.pending.keeps = not self.keep_kv
@@ -167,6 +168,7 @@ class TorchEngine:
             if "kv_cache" in tags:
                 self.batch.drop_finished()  # nothing is left in the cache
                 self.sessions.clear()
+                self.batch.images.clear()
             if "weights" in tags and self.device.type == "cuda":
                 self.model.to("cpu")  # pyright: ignore[reportArgumentType]  # its decorator hides self
             self.asleep |= set(tags)
@@ -263,7 +265,7 @@ class TorchEngine:
             pending.kept = kept
             try:
                 seen = len(kept.images) if kept else 0
-                pending.patches = [self.pixels(image) for image in request.images[seen:]]
+                pending.patches = self.batch.patches(request.images[seen:], self.pixels)
             except Exception as e:  # an image that can't be decoded is its request's error, nobody else's
                 if pending.future.set_running_or_notify_cancel():
                     pending.future.set_exception(e)

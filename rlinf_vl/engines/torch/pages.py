@@ -1,4 +1,5 @@
-"""Keys and values of what each row has sampled, in pages (Kwon et al. 2023, "PagedAttention"), without a kernel of its own.
+"""Keys and values of rows, in pages (Kwon et al. 2023, "PagedAttention"), without a kernel of its own: of what each has sampled, and
+of prompts, which are rows to which nothing is added.
 
 What a row takes, and what attention over it costs, goes by its own length and not by that of the longest row. Attention is computed
 for each page where it lies in the pool, and the parts of a row are merged by their log-sum-exp, which is exact. The host knows which
@@ -12,8 +13,9 @@ import torch
 
 from rlinf_vl.engines.torch.softmax import Partial, partial, summed
 
-#: Tokens of a page.
+#: Tokens of a page of what is sampled, and of a prompt's.
 PAGE = {"cpu": 16, "cuda": 64}
+PROMPT_PAGE = {"cpu": 32, "cuda": 256}
 
 
 class Pages:
@@ -24,9 +26,10 @@ class Pages:
     """
 
     def __init__(
-        self, layers: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self, layers: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, size: int
     ) -> None:
-        self.size = PAGE[device.type]
+        """`size`: tokens of a page."""
+        self.size = size
         self.lengths = np.zeros(0, np.int64)
         empty = torch.zeros(2, 0, kv_heads, self.size, head_dim, dtype=dtype, device=device)
         self._device = device
@@ -96,21 +99,29 @@ class Pages:
             self._table[begins, at] = self._take(len(begins))
             self._moved = True
         self.lengths = self.lengths + 1
+        if not self._moved:
+            self._row_lengths = self._row_lengths + 1
+        self.look_up()
+        self._offset = (self._row_lengths - 1) % self.size
+        self._look_beyond()
+
+    def look_up(self) -> None:
+        """Call after changes, before `over`, where no step is begun."""
         if self._moved:
             self._moved = False
             self._look_up()
-        else:
-            self._row_lengths = self._row_lengths + 1
-        self._offset = (self._row_lengths - 1) % self.size
-        self._width = min(self.size, int(self.lengths.max(initial=0)))
-        left = self._row_lengths[self._owner] - self._start
-        self._mask = (torch.arange(self._width, device=self._device) >= left[:, None])[:, None, None]
+            self._look_beyond()
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> Partial:
         """q [S, H_kv, repeat, D] over the rows' tokens with the newest one, k and v [S, H_kv, D]."""
         keys, values = self._pools[layer]
         keys[self._last, :, self._offset] = k
         values[self._last, :, self._offset] = v
+        return self.over(layer, q, scaling)
+
+    def over(self, layer: int, q: torch.Tensor, scaling: float) -> Partial:
+        """q [S, H_kv, Q, D] over the rows' tokens."""
+        keys, values = self._pools[layer]
         part = slice(self._used), slice(None), slice(self._width)
         of_pages = partial(q if self._in_order else q[self._owner], keys[part], values[part], self._mask, scaling)
         if self._in_order:
@@ -144,6 +155,11 @@ class Pages:
         """Let rows have so many pages."""
         if (more := pages - self._table.shape[1]) > 0:
             self._table = np.concatenate([self._table, np.full((len(self._table), more), -1)], axis=1)
+
+    def _look_beyond(self) -> None:
+        self._width = min(self.size, int(self.lengths.max(initial=0)))
+        left = self._row_lengths[self._owner] - self._start
+        self._mask = (torch.arange(self._width, device=self._device) >= left[:, None])[:, None, None]
 
     def _look_up(self) -> None:
         """What attention needs to know of the table, on the device."""

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from rlinf_vl.engines.torch.sessions import Kept
 from rlinf_vl.models.attention import merge
-from rlinf_vl.models.families import DecodeState, Family
+from rlinf_vl.models.families import DecodeState, Family, VisionFeatures
 from rlinf_vl.models.kernels.attention import kernel_for
 from rlinf_vl.models.kernels.delta import Mixer, delta_rule
 from rlinf_vl.models.kernels.delta_layout import DeltaLayout
 from rlinf_vl.models.mixture import Routing
-from rlinf_vl.models.policy import encode_images, hidden_states
+from rlinf_vl.models.policy import hidden_states
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import Request
 
@@ -26,7 +26,7 @@ def prefill(
     family: Family,
     requests: Sequence[Request],
     kept: Sequence[Kept | None],
-    patches: Sequence[np.ndarray],
+    features: VisionFeatures | None,
     image_token_id: int,
     merge_size: int,
     device: torch.device,
@@ -36,7 +36,7 @@ def prefill(
 
     Args:
         kept: of each request; those without come first.
-        patches: of the images that are not kept, in order.
+        features: of the images that are not kept, in order.
 
     Returns:
         (last hidden state of each request [n, H], position of the token behind it int64 [n], all keys and values).
@@ -44,12 +44,7 @@ def prefill(
     starts = [len(k.ids) if k else 0 for k in kept]
     ids = np.concatenate([r.ids[n:] for r, n in zip(requests, starts, strict=True)]).astype(np.int64)
     positions = [family.positions(r.ids.astype(np.int64), image_token_id, r.image_grids, merge_size) for r in requests]
-    features = image_positions = None
-    if patches:
-        grids = [r.image_grids[len(k.images) if k else 0 :] for r, k in zip(requests, kept, strict=True)]
-        shown = np.concatenate(patches), np.concatenate(grids).astype(np.int64)
-        features = encode_images(model, family, *shown, device)
-        image_positions = on_device(np.flatnonzero(ids == image_token_id), device)
+    image_positions = None if features is None else on_device(np.flatnonzero(ids == image_token_id), device)
     lengths = [len(r.ids) - n for r, n in zip(requests, starts, strict=True)]
     context = PrefillAttention(family.decode_state(model.config), kept, lengths, model.dtype, device)
     new_positions = np.concatenate([p[:, n:] for p, n in zip(positions, starts, strict=True)], axis=1)

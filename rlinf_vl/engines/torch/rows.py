@@ -12,13 +12,13 @@ from rlinf_vl.types import Completion, Request, Sample
 @dataclass
 class Pending:
     """A request that is not answered yet; `samples` are those finished, by number. It is prefilled behind what `kept` has;
-    `patches` are those of its other images."""
+    `patches`: by hash, of its other images as far as their features are not at hand."""
 
     request: Request
     future: Future[Completion] = field(default_factory=Future)
     samples: dict[int, Sample] = field(default_factory=dict)
     kept: Kept | None = None
-    patches: list[np.ndarray] = field(default_factory=list)
+    patches: dict[str, np.ndarray] = field(default_factory=dict)
     routes: np.ndarray | None = None  # [P, L·k], of the prompt
     keeps: bool = True  # what was computed, in its sessions; not if the weights have changed since it was prefilled
 

@@ -150,7 +150,7 @@ def _weight_gradients(x: torch.Tensor, grads: list[torch.Tensor]) -> Iterator[to
     narrower than the other, its transpose is made first.
     """
     width, outs = x.shape[1], [grad.shape[1] for grad in grads]
-    on_units = x.dtype == torch.bfloat16 and has_bfloat16_units()
+    on_units = x.device.type == "cpu" and x.dtype == torch.bfloat16 and has_bfloat16_units()
     if on_units and width >= 2 * max(outs):
         yield from (_transposed(grad) @ x for grad in grads)
     elif on_units and min(outs) >= 2 * width:

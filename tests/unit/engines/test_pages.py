@@ -1,4 +1,4 @@
-"""What rows have sampled, in pages: attention over it against PyTorch's own, whatever rows come, grow and go."""
+"""Keys and values in pages: attention over it against PyTorch's own, whatever rows come, grow and go."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ class Dense:
     """The same rows, each with its keys and values [H_kv, n, D] of two layers."""
 
     def __init__(self) -> None:
-        self.pages = Pages((0, 2), HEADS, DIM, torch.float32, torch.device("cpu"))
+        self.pages = Pages((0, 2), HEADS, DIM, torch.float32, torch.device("cpu"), SIZE)
         self.rows: list[dict[int, list[torch.Tensor]]] = []
 
     def add(self, n: int) -> None:
@@ -100,3 +100,18 @@ def test_a_long_row_does_not_make_the_others_longer(dense):
     dense.keep([3, 4, 100])
     assert dense.pages._pools[0].shape[1] == 22
     dense.step()
+
+
+def test_prompts_are_rows_to_which_nothing_is_added(dense):
+    """Several queries of each; some leave, others come, of one page and of several."""
+    for lengths in ([3], [40, 2 * SIZE, 5], [SIZE]):
+        first = len(dense.rows)
+        dense.add(len(lengths))
+        dense.fill(list(range(first, first + len(lengths))), lengths)
+        dense.pages.look_up()
+        q = torch.randn(len(dense.rows), HEADS, REPEAT * 4, DIM)
+        part = dense.pages.over(2, q, 0.3)
+        for i, row in enumerate(dense.rows):
+            expected = torch.nn.functional.scaled_dot_product_attention(q[i], *row[2], scale=0.3)
+            torch.testing.assert_close(part.out[i] / part.total[i], expected, atol=1e-6, rtol=1e-5)
+        dense.keep(list(range(1, len(dense.rows))))

@@ -10,6 +10,7 @@ from tiny import EOS, IMAGE_ID, PAD, VOCAB, answered, banned, pixels, tiny_model
 from tiny import request as tiny_request
 
 from rlinf_vl.controller.mismatch import Score, judge
+from rlinf_vl.engines.torch import batch
 from rlinf_vl.types import Sample, SamplingParams
 
 #: Those whose rows have states of their own, beside one that has keys and values only.
@@ -219,3 +220,32 @@ def test_closing_fails_what_is_unfinished(engine_of):
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         future.result(timeout=5)
+
+
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_an_image_goes_through_the_tower_once_until_the_weights_change(engine_of, family, monkeypatch):
+    """Shown twice by one request, by another beside it and by one behind it; and what is sampled is what transformers says."""
+    engine, model, seen = engine_of(family=family), tiny_model(family=family), []
+    encode = batch.encode_images
+    monkeypatch.setattr(batch, "encode_images", lambda *args: seen.append(len(args[3])) or encode(*args))
+    one = tiny_request(np.random.default_rng(3), [(2, 3)])
+    twice = replace(
+        one,
+        ids=np.concatenate([one.ids, one.ids]),
+        images=one.images * 2,
+        image_grids=np.concatenate([one.image_grids, one.image_grids]),
+    )
+    asked = [request(g, 2, max_new_tokens=4) for g in (one, twice)]
+
+    def right(completions):
+        for g, completion in zip(asked, completions, strict=False):
+            for sample in completion.samples:
+                expected = transformers_logprobs(model, answered(g, [sample]), 0, 1.0)
+                np.testing.assert_allclose(sample.logprobs, expected.detach().numpy(), atol=2e-5)
+
+    right(engine.generate(asked))
+    right(engine.generate(asked[:1]))
+    assert seen == [1]
+    engine.load_weights([], version=1)
+    right(engine.generate(asked))
+    assert seen == [1, 1]

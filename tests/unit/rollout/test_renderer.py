@@ -301,3 +301,13 @@ def test_the_ids_behind_thoughts_are_those_that_were_sampled(processor, monkeypa
     text, ids = renderer._shown(np.array([*whole, *letters(processor, "x"), processor.stop_ids[0]], np.int32))
     assert text == "Wh" and processor.tokenizer.decode(ids) == "atx"
     assert ids[-1:] == letters(processor, "x")
+
+
+def test_what_was_encoded_before_may_be_changed_by_whoever_asked(renderer):
+    """The ids of a text are kept, not lent."""
+    ids, _ = renderer.prompt([{"role": "user", "content": "Which way?"}], [])
+    ids[:] = 0
+    again, _ = renderer.prompt([{"role": "user", "content": "Which way?"}], [])
+    assert again.any()
+    renderer._encode("Which way?", "").clear()
+    assert renderer._encode("Which way?", "")
