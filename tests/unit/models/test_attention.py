@@ -109,7 +109,8 @@ def test_bfloat16_is_as_close_as_bfloat16_allows(row, kernel, kv_heads):
     grads = torch.autograd.grad(ours.float(), (q, k, v), grad)
     for a, b in zip(grads, torch.autograd.grad(expected, exact, grad), strict=True):
         torch.testing.assert_close(a.float(), b, atol=0.15, rtol=0.05)
-        assert (a.float() - b).norm() <= 0.01 * b.norm() + 1e-3
+        against = b if b.any() else grad  # behind a softmax of one score the gradient is 0
+        assert (a.float() - b).norm() <= 0.01 * against.norm() + 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
