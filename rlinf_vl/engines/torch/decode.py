@@ -117,7 +117,7 @@ class DecodeCache:
     def begin_step(self) -> None:
         """Make room for one more token per row; call before each decoding forward."""
         self.own.begin_step()
-        self.prompts.look_up()
+        self.prompts.settle()
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """q [S, H, 1, D], k and v [S, H_kv, 1, D] of the rows' newest tokens → [S, 1, H, D]."""

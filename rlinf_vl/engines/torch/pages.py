@@ -99,18 +99,17 @@ class Pages:
             self._table[begins, at] = self._take(len(begins))
             self._moved = True
         self.lengths = self.lengths + 1
-        if not self._moved:
-            self._row_lengths = self._row_lengths + 1
-        self.look_up()
-        self._offset = (self._row_lengths - 1) % self.size
-        self._look_beyond()
-
-    def look_up(self) -> None:
-        """Call after changes, before `over`, where no step is begun."""
         if self._moved:
-            self._moved = False
             self._look_up()
+        else:
+            self._row_lengths = self._row_lengths + 1
             self._look_beyond()
+        self._offset = (self._row_lengths - 1) % self.size
+
+    def settle(self) -> None:
+        """Call before `over` where no step is begun."""
+        if self._moved:
+            self._look_up()
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> Partial:
         """q [S, H_kv, repeat, D] over the rows' tokens with the newest one, k and v [S, H_kv, D]."""
@@ -157,12 +156,14 @@ class Pages:
             self._table = np.concatenate([self._table, np.full((len(self._table), more), -1)], axis=1)
 
     def _look_beyond(self) -> None:
+        """Of the pages' tokens, those behind their rows' ends."""
         self._width = min(self.size, int(self.lengths.max(initial=0)))
         left = self._row_lengths[self._owner] - self._start
         self._mask = (torch.arange(self._width, device=self._device) >= left[:, None])[:, None, None]
 
     def _look_up(self) -> None:
         """What attention needs to know of the table, on the device."""
+        self._moved = False
         there = self._table >= 0
         pages, (rows, numbers), counts = self._table[there], np.nonzero(there), there.sum(1)
         self._used = int(pages.max(initial=-1)) + 1
@@ -190,3 +191,4 @@ class Pages:
             self._long_table,
             self._absent,
         ) = (torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for array in arrays)
+        self._look_beyond()

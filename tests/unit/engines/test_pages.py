@@ -108,7 +108,7 @@ def test_prompts_are_rows_to_which_nothing_is_added(dense):
         first = len(dense.rows)
         dense.add(len(lengths))
         dense.fill(list(range(first, first + len(lengths))), lengths)
-        dense.pages.look_up()
+        dense.pages.settle()
         q = torch.randn(len(dense.rows), HEADS, REPEAT * 4, DIM)
         part = dense.pages.over(2, q, 0.3)
         for i, row in enumerate(dense.rows):
