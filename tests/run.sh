@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment with the test tools and runs the tests. Arguments go to pytest: bash tests/run.sh tests/unit -k algo
-# Without any, all tests run, in one process more than there are cores (four at most), as many of them wait: whole runs first, the
-# longest, and unit tests last.
+# Without any, all tests run, in as many processes as there are cores (four at most): whole runs first, the longest, unit tests last.
 # With --sglang first: the environment that has SGLang (11 GB), and the tests that need it or its torch; without, those that need
 # it are skipped.
 set -euo pipefail
@@ -14,7 +13,7 @@ if [[ "${1:-}" == --sglang ]]; then
     tests+=(tests/unit/models/test_attention.py tests/unit/models/test_layers.py)  # SGLang's torch is a newer one
 elif (($# == 0)); then
     cores="$(getconf _NPROCESSORS_ONLN)"
-    tests=(-n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder)
+    tests=(-n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder)
 fi
 bash "$root/requirements/install.sh" ${with[@]+"${with[@]}"} --dev
 

@@ -90,12 +90,20 @@ def test_a_learner_that_is_lost_while_it_writes_goes_back_to_the_checkpoint_befo
     monkeypatch, tmp_path, undisturbed_parts
 ):
     """In step 5, when the checkpoint of step 4 is half written."""
-    run = Started(monkeypatch, tmp_path, ASYNC, "runner.save_interval=2", strike=once(5))
+    struck, strike = threading.Event(), once(5)
+
+    def dying(step):
+        if step == 5:
+            struck.set()
+        strike(step)
+
+    run = Started(monkeypatch, tmp_path, ASYNC, "runner.save_interval=2", strike=dying)
     write = FakeLearner.write
 
     def torn(learner, folder):
         digests = write(learner, folder)
         if "global_step_4" in folder and len(run.learners) == 1:
+            assert struck.wait(60), "step 5 was not reached"
             raise ActorsLost("actor rank 1 died while it wrote")
         return digests
 
