@@ -135,6 +135,7 @@ def main() -> None:
         if args.toy_steps:
             for name, lr in (("toy", None), ("toy_1e-6", 1e-6)):
                 figures[name] = toy_figures(lr, args.toy_steps, folder)
+            ray.shutdown()  # a run from Python leaves Ray to the next one
         torch.set_num_threads(1)
         ray.init(address="local", include_dashboard=False, object_store_memory=2**30, logging_level="warning")
         join_ranks("cpu")
