@@ -5,7 +5,6 @@ Hydra composes what was written (defaults lists, override grammar); types and kn
 advise to add it with '+'.
 """
 
-import copy
 import json
 import os
 import re
@@ -13,7 +12,7 @@ import textwrap
 import types
 import warnings
 from collections.abc import Sequence
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
@@ -77,7 +76,7 @@ def parse_config(config_name: str, overrides: Sequence[str | tuple[str, Any]] = 
     """`load_config` without validation: what a config says, whether or not it can work. An override may be (key, value), too."""
     path = _find(config_name)
     written = rlinf_settings(path, examples) or _compose(path)
-    typed = copy.deepcopy(_empty())
+    typed = OmegaConf.structured(Config)
     problems = [*apply_overrides(written, overrides), *_fill(typed, written)]
     if problems:
         raise ConfigError(*problems)
@@ -141,12 +140,6 @@ def _find(config_name: str) -> Path:
     there = sorted({*examples(), *(path.stem for path in Path.cwd().glob("*.yaml") if _is_config(path))})
     where = f"not in {EXAMPLES_DIR} or {Path.cwd()}"
     raise ConfigError(f"config {config_name!r}: {where};{nearest(name, there)} there are: {', '.join(there)}")
-
-
-@cache
-def _empty() -> DictConfig:
-    """The schema with its defaults; a copy of it takes a fifth of the time that making it does."""
-    return OmegaConf.structured(Config)
 
 
 def _compose(path: Path) -> dict[str, Any]:

@@ -100,13 +100,12 @@ class Played:
     @property
     def answer(self) -> np.ndarray:
         """Ids of the last answer, what closed its thoughts included."""
-        turn = self.turns[-1]
-        return self.sequences[turn.sequence].ids[turn.start : turn.end]
+        return self.answers[-1]
 
-    def conversation(self) -> list[tuple[np.ndarray, Observation]]:
-        """The ids of each answer, and what was said to it."""
-        answers = (self.sequences[turn.sequence].ids[turn.start : turn.end] for turn in self.turns)
-        return list(zip(answers, self.said, strict=True))
+    @property
+    def answers(self) -> list[np.ndarray]:
+        """The ids of each answer."""
+        return [self.sequences[turn.sequence].ids[turn.start : turn.end] for turn in self.turns]
 
     def pay(self, result: StepResult) -> None:
         """Note what the environment gave for the last answer."""

@@ -27,7 +27,7 @@ from rlinf_vl.rollout.busy import BusyTime
 from rlinf_vl.rollout.calls import Calls, CallTimeout, Places, Stage, described, done
 from rlinf_vl.rollout.episode import Episode, Opening, Played
 from rlinf_vl.rollout.observation import Observation, checked, observe
-from rlinf_vl.rollout.prompts import Prompts, TooLong, row_error
+from rlinf_vl.rollout.prompts import Following, Prompts, TooLong, row_error
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.types import (
@@ -253,9 +253,13 @@ class Player:
                 return
             if isinstance(following, Exception):
                 raise following
-            if following is None or following.sampling.max_new_tokens < 1:
+            if following is None:
                 break
-            request, place = following, 0
+            played.said.append(following.said)
+            played.cuts += following.cut
+            request, place = following.request, 0
+            if request.sampling.max_new_tokens < 1:
+                break
             (answer,) = self._answers.ask([request])
         played.status = "length"
 
@@ -320,11 +324,11 @@ class Player:
 
     async def _step(
         self, episode: Episode, answer: str, problem: Problem, played: Played, request: Request
-    ) -> tuple[StepResult, Request | Exception | None]:
-        """What the environment says to the answer to `request`, as `checked` gives it; and if the episode goes on, the request for
-        the next answer, or why there is none. All of it in one call, as what passes between threads is dear."""
+    ) -> tuple[StepResult, Following | Exception | None]:
+        """What the environment says to the answer to `request`, as `checked` gives it; and if the episode goes on, what follows, or
+        why nothing can. All of it in one call, as what passes between threads is dear."""
 
-        def heard(result: StepResult) -> tuple[StepResult, Request | Exception | None]:
+        def heard(result: StepResult) -> tuple[StepResult, Following | Exception | None]:
             result = checked(result)
             if result.done or len(played.turns) == self.max_turns:
                 return result, None
@@ -350,7 +354,7 @@ class Player:
 
     def _extend(
         self, problem: Problem, episode: Episode, played: Played, before: Request, said: Observation
-    ) -> Request:
+    ) -> Following:
         try:
             return self.prompts.next(episode, played, before, said)
         except TooLong as error:

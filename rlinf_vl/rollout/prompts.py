@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rlinf_vl.data.unusable import PROMPT_TOO_LONG, PROMPT_UNUSABLE, RowError
 from rlinf_vl.rollout.calls import described
@@ -21,6 +22,14 @@ def row_error(problem: Problem, error: Exception) -> RowError:
     if isinstance(error, TooLong):
         return RowError(problem.id, PROMPT_TOO_LONG, str(error))
     return RowError(problem.id, PROMPT_UNUSABLE, described(error))
+
+
+class Following(NamedTuple):
+    """The request for the next answer, what it shows of what was said to the last one, and whether that is less than all."""
+
+    request: Request
+    said: Observation
+    cut: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +82,20 @@ class Prompts:
         except Exception as error:
             raise row_error(problem, error) from error
 
-    def next(self, episode: Episode, played: Played, before: Request, said: Observation) -> Request:
-        """The request for the next answer. Its `max_new_tokens` is what the trajectory has room for: below 1 where there is none.
+    def next(self, episode: Episode, played: Played, before: Request, said: Observation) -> Following:
+        """What follows on what was said. The request's `max_new_tokens` is what the trajectory has room for: below 1 where there is
+        none. Changes nothing of the trajectory, which may be over by now: this may run in a thread that nobody waits for any more.
 
         Raises:
             TooLong: there is none, and `overlong` is error.
             Exception: as `first`.
         """
         longest, seed = before.sampling.max_new_tokens, random_stream(episode.seed, f"{len(played.turns)}")
-        played.said.append(said)
 
         def request(said: Observation) -> Request:
             assert episode.opened is not None
-            played.said[-1] = said
-            ids, grids = self.renderer.follow(played.sequences[-1].ids, episode.opened, played.conversation())
+            turns = list(zip(played.answers, [*played.said, said], strict=True))
+            ids, grids = self.renderer.follow(played.sequences[-1].ids, episode.opened, turns)
             session = before.sessions and (episode.session,)
             following = Request(ids, before.images + said.images, grids, before.sampling, (seed,), session)
             left = self.seq_length - played.tokens(following, self.image_token_id)
@@ -97,7 +106,7 @@ class Prompts:
 
         whole = request(said)
         if (left := whole.sampling.max_new_tokens) >= 1 or self.overlong == "drop":
-            return whole
+            return Following(whole, said, False)
         if self.overlong == "error":
             raise TooLong(
                 f"with what answers turn {len(played.turns)} the trajectory has {self.seq_length - left} tokens, and "
@@ -105,5 +114,4 @@ class Prompts:
             )
         roles: Collection[str] = {message["role"] for message in said.messages} - {"system"}
         shown = cut(said, fits, roles)
-        played.cuts += shown is not None
-        return whole if shown is None else request(shown)
+        return Following(whole, said, False) if shown is None else Following(request(shown), shown, True)
