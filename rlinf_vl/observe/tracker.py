@@ -53,9 +53,18 @@ class TensorBoardTracker:
 
             purge_step = step if self._writer or self._first_step is None else self._first_step
             self.close()
+            self._wait_for_a_later_name()
             self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
         self._step = step
         return self._writer
+
+    def _wait_for_a_later_name(self) -> None:
+        """TensorBoard reads a folder's files by name; of those begun in one second, a number tells them apart that it sorts as
+        text (10 before 9), so what hides later steps could be read first. Wait until the newest file's second is over."""
+        seconds = (path.name.split(".")[3] for path in self._folder.glob("events.out.tfevents.*"))
+        newest = max((int(second) for second in seconds if second.isdigit()), default=0)
+        if newest <= (now := time.time()) < newest + 1:
+            time.sleep(newest + 1 - now)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         try:

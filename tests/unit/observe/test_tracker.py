@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from rlinf_vl.config import config_keys
 from rlinf_vl.observe import tracker as tracker_module
@@ -87,7 +88,10 @@ def scalars(folder, name) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_tensorboard_file_reads_back_and_resume_hides_later_steps(tmp_path):
+@pytest.mark.parametrize("made", [0, 8, 9])
+def test_tensorboard_file_reads_back_and_resume_hides_later_steps(tmp_path, monkeypatch, made):
+    # a process numbers its files, and TensorBoard sorts names: 10 before 9
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(made))
     tracker = TensorBoardTracker(tmp_path)
     for step in range(4):
         tracker.log(step, {"actor/loss": step + 0.5, "reward/mean": torch.tensor(1.0)})
