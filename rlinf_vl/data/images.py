@@ -89,6 +89,8 @@ def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) ->
         data = _from_string(value, root, hosts)
     elif isinstance(value, Image.Image):
         data = _encode_png(value)
+        _check_bytes(len(data))
+        return ImageRef.of(data)
     elif isinstance(value, (bytes, bytearray, memoryview)):
         data = bytes(value)
     else:
@@ -183,7 +185,8 @@ def _encode_png(image: Image.Image) -> bytes:
     _check_size(*image.size)
     buffer = io.BytesIO()
     try:
-        image = ImageOps.exif_transpose(image)
+        if image.getexif().get(_ORIENTATION_TAG, 1) != 1:
+            image = ImageOps.exif_transpose(image)
         if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
             image = _to_rgb(image)
         image.save(buffer, format="PNG")

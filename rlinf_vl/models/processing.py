@@ -15,10 +15,12 @@ from transformers import AutoTokenizer
 
 from rlinf_vl.data.images import decode, image_size
 from rlinf_vl.models.families import Family, ImageProcessor
-from rlinf_vl.types import ImageRef
+from rlinf_vl.types import Grid, ImageRef
 
 #: Texts of ids that are kept: an answer is decoded for its environment, for its reward and to be shown.
 TEXTS = 512
+#: Images whose grids are kept: every turn of an episode asks for those of all images so far.
+MAX_GRIDS = 65536
 
 
 class Processor:
@@ -41,6 +43,7 @@ class Processor:
         self.merge_size = 1
         self.image_token_id = -1  # no token's, where the family reads no images
         self._decoded = lru_cache(TEXTS)(self._decode)
+        self._grids: dict[str, Grid] = {}  # by hash
         self._image_processor: ImageProcessor | None = None
         if not family.vision_tower:
             return
@@ -78,9 +81,14 @@ class Processor:
         banned[[i for i in allowed if i < vocab_size]] = False
         return banned
 
-    def grid(self, image: ImageRef) -> tuple[int, int, int]:
+    def grid(self, image: ImageRef) -> Grid:
         """(t, h, w) in patches of an image after resizing, from its header alone."""
-        return self.image_processor.grid(*image_size(image))
+        known = self._grids.get(image.hash)
+        if known is None:
+            if len(self._grids) >= MAX_GRIDS:
+                self._grids.clear()
+            known = self._grids[image.hash] = self.image_processor.grid(*image_size(image))
+        return known
 
     def image_tokens(self, grids: np.ndarray) -> np.ndarray:
         """int [n]: placeholder ids that each image of `grids` [n, 3] takes."""

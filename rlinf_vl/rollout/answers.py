@@ -10,6 +10,7 @@ from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.busy import BusyTime
 from rlinf_vl.rollout.calls import described
 from rlinf_vl.rollout.episode import Episode, Played
+from rlinf_vl.rollout.inbox import awaitable
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.types import ENGINE_FAULT, Completion, Request
@@ -47,7 +48,7 @@ class Answers:
         except RuntimeError as error:
             raise EngineDied(f"it takes no requests: {error}") from error
         self.busy.watch(futures)
-        answers = [asyncio.wrap_future(future) for future in futures]
+        answers = [awaitable(future) for future in futures]
         for answer in answers:  # perhaps nobody waits for it any more
             answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
         return answers

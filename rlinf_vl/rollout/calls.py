@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,6 +20,7 @@ from weakref import WeakKeyDictionary
 from rlinf_vl.data.unusable import shorten
 from rlinf_vl.envs import Env
 from rlinf_vl.observe.spans import span
+from rlinf_vl.rollout.inbox import done
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -264,19 +264,3 @@ def described(error: BaseException) -> str:
         return shorten(f"{type(error).__name__}: {error}", LONGEST)
     except Exception:  # it can't say it
         return type(error).__name__
-
-
-async def done(future: Future, timeout_s: float | None) -> bool:
-    """Wait until it is done, or the time is over; whether it is done. Cancelling this leaves the future as it is."""
-    if future.done():
-        return True
-    loop = asyncio.get_running_loop()
-    woken = loop.create_future()
-
-    def wake(_: Future) -> None:
-        with suppress(RuntimeError):  # nobody waits any more, and the loop is closed
-            loop.call_soon_threadsafe(lambda: woken.done() or woken.set_result(None))
-
-    future.add_done_callback(wake)
-    await asyncio.wait([woken], timeout=timeout_s)
-    return future.done()

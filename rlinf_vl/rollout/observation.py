@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from rlinf_vl.data.unusable import PROMPT_UNUSABLE, ImageError
 from rlinf_vl.data.videos import NO_VIDEOS, VIDEO, is_video_part
 from rlinf_vl.envs import StepResult
 from rlinf_vl.types import IMAGE_URL_PREFIX, ImageRef, Message, Problem
+
+#: Bytes of a picture's pixels up to which it is kept as it was encoded.
+SMALL = 2**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ def observe(messages: Iterable[Message], problem: Problem, shown: Shown | None =
                 raise ImageError(PROMPT_UNUSABLE, f"{value} is no image of the problem")
             image = known[value]
         else:
-            image = to_image_ref(Image.fromarray(value) if isinstance(value, np.ndarray) else value, root=None)
+            image = _picture(value) if isinstance(value, np.ndarray) else to_image_ref(value, root=None)
         images.append(shown(image) if shown else image)
         return {"type": "image_url", "image_url": {"url": images[-1].url}}
 
@@ -85,3 +89,15 @@ def checked(result: StepResult) -> StepResult:
     kept = {**numbers, "correct": bool(info.get("correct", False)), "facts": json.dumps(facts) if facts else ""}
     kept["answer"] = info.get("answer")
     return replace(result, reward=reward, done=bool(result.done), info=kept)
+
+
+def _picture(pixels: np.ndarray) -> ImageRef:
+    """An array as a PNG. Games draw small pictures, and often the same ones."""
+    if pixels.nbytes <= SMALL and pixels.dtype == np.uint8:
+        return _small_picture(pixels.tobytes(), pixels.shape)
+    return to_image_ref(Image.fromarray(pixels), root=None)
+
+
+@lru_cache(1024)
+def _small_picture(pixels: bytes, shape: tuple[int, ...]) -> ImageRef:
+    return to_image_ref(Image.fromarray(np.frombuffer(pixels, np.uint8).reshape(shape)), root=None)

@@ -24,8 +24,9 @@ from rlinf_vl.rewards import GradingError
 from rlinf_vl.rewards.scoring import Answer, Score
 from rlinf_vl.rollout.answers import Answers, RolloutFault
 from rlinf_vl.rollout.busy import BusyTime
-from rlinf_vl.rollout.calls import Calls, CallTimeout, Places, Stage, described, done
+from rlinf_vl.rollout.calls import Calls, CallTimeout, Places, Stage, described
 from rlinf_vl.rollout.episode import Episode, Opening, Played
+from rlinf_vl.rollout.inbox import done
 from rlinf_vl.rollout.observation import Observation, checked, observe
 from rlinf_vl.rollout.prompts import Following, Prompts, TooLong, row_error
 from rlinf_vl.rollout.renderer import Renderer

@@ -8,6 +8,7 @@ Invariants:
 """
 
 import copy
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from rlinf_vl.types import ImageRef, Message
 
 #: What thoughts stand between in an answer's text.
 THINK, END_THINK = "<think>", "</think>"
+#: Prompts that are kept as text, and what follows on turns as ids.
+RENDERED, FOLLOWING = 512, 256
 _QUESTION: list[Message] = [{"role": "user", "content": "a"}]
 
 
@@ -186,6 +189,18 @@ class Renderer:
         return self._render(_QUESTION).rstrip().endswith(THINK)
 
     def _render(self, messages: Sequence[Message], **options: bool) -> str:
+        """What was rendered last is kept: the next prompt of an episode begins with this one."""
+        try:
+            written = json.dumps(messages)
+        except (TypeError, ValueError):  # the template may know more than JSON
+            return self._rendered(messages, **options)
+        return self._rendered_json(written, *options.items())
+
+    @cached_property
+    def _rendered_json(self) -> Callable[..., str]:
+        return lru_cache(RENDERED)(lambda written, *options: self._rendered(json.loads(written), **dict(options)))
+
+    def _rendered(self, messages: Sequence[Message], **options: bool) -> str:
         options = self._options | options
         rendered = self._tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True, **options
@@ -227,7 +242,7 @@ class Renderer:
         keeps it apart from the template's own, behind the first character of anything that begins like one.
 
         Returns:
-            (copies of the messages, mark or "", `n` other marks that no text has).
+            (the messages, whose keys may be set, mark or "", `n` other marks that no text has).
         """
         texts: list[str] = []
         _map_texts(list(messages), texts.append)
@@ -236,14 +251,14 @@ class Renderer:
             (c for c in map(chr, range(0xE000, 0xF900)) if c not in joined), n + 1
         )  # they mean nothing
         if not any(token in joined for token in self._special):
-            return _map_texts(list(messages), str), "", spare
+            return [{**message} for message in messages], "", spare
         begins = {f"{re.escape(token[:1])}(?={re.escape(token[1:2])}|$)" for token in self._special}
         return _map_texts(list(messages), lambda text: re.sub("|".join(begins), rf"\g<0>{mark}", text)), mark, spare
 
     @cached_property
     def _encode_plain(self) -> Callable[[str], tuple[int, ...]]:
         """Ids of what has no mark. What a game puts between turns is the same again and again, so the last texts' are kept."""
-        return lru_cache(256)(lambda text: tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]))
+        return lru_cache(FOLLOWING)(lambda text: tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]))
 
     @cached_property
     def _special(self) -> list[str]:

@@ -120,6 +120,11 @@ class Batch:
         for part in _in_parts(begun, [self.rows[i].length for i in begun]):
             self._restore(part)
 
+    def leave_cancelled(self) -> None:
+        """Draw nothing more for requests that nobody waits for."""
+        for row in self.rows:
+            row.over = row.over or row.pending.future.cancelled()
+
     def drop_finished(self) -> None:
         alive = [i for i, row in enumerate(self.rows) if not row.over]
         if len(alive) < len(self.rows):

@@ -85,13 +85,9 @@ class DecodeCache:
     def cut(self, row: int, group: int, start: int, own: int) -> torch.Tensor:
         """Keys and values [L, 2, ·, H_kv, D] of prompt `group` from its token `start` on, then of the first `own` tokens that
         `row` sampled; a copy."""
-        length = int(self.prompts.lengths[group])
-        parts = []
-        for prompt, sampled in zip(self.prompts.read(group, length), self.own.read(row, own), strict=True):
-            of_both = prompt[:, :, start:], sampled
-            parts.append(torch.cat(of_both, dim=2).transpose(1, 2))
-        length = length - start + own
-        return torch.stack(parts) if parts else torch.zeros(0, 2, length, 0, 0, device=self.device)
+        prompt = self.prompts.read(group, start, int(self.prompts.lengths[group]))
+        both = (torch.cat(parts, dim=1) for parts in zip(prompt, self.own.read(row, 0, own), strict=True))
+        return torch.stack(tuple(both), dim=1)
 
     def state(self, row: int) -> tuple[torch.Tensor, ...]:
         """What the recurrent layers, in order, have of a row after all of its tokens but the last one sampled; a copy."""

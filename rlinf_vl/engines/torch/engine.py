@@ -163,10 +163,12 @@ class TorchEngine:
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """As `Engine.release_memory`. On the CPU the weights stay where they are."""
         with self._between_steps():
+            self.batch.leave_cancelled()
             wanted = [p for p in self.waiting if not p.future.cancelled()]
             assert all(row.over for row in self.batch.rows) and not wanted, "memory is released between rollouts only"
             if "kv_cache" in tags:
-                self.batch.drop_finished()  # nothing is left in the cache
+                with torch.inference_mode():
+                    self.batch.drop_finished()  # nothing is left in the cache
                 self.sessions.clear()
                 self.batch.images.clear()
             if "weights" in tags and self.device.type == "cuda":
@@ -219,6 +221,7 @@ class TorchEngine:
                 with self._step_lock, torch.inference_mode():
                     if not self._may_step():  # any more
                         continue
+                    self.batch.leave_cancelled()
                     if self._stale:
                         self._stale = False
                         self.batch.recompute(self.pixels)

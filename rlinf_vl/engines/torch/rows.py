@@ -34,7 +34,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)  # [L·k] of each token but the last
-    done: bool = False
+    over: bool = False  # nothing more is drawn: it is finished, or nobody waits for its request
 
     def all_routes(self, last: int) -> np.ndarray | None:
         """Of the prompt and the sampled tokens, with `last` rows of zeros."""
@@ -50,14 +50,9 @@ class Row:
         """Tokens of its prompt and its own."""
         return len(self.pending.request.ids) + len(self.ids)
 
-    @property
-    def over(self) -> bool:
-        """Nothing more is drawn: it is finished, or nobody waits for its request."""
-        return self.done or self.pending.future.cancelled()
-
     def finish(self) -> None:
         """Give the sample to its request, and that its answer if it was the last one."""
-        self.done = True
+        self.over = True
         reason = "stop" if self.ids[-1] in self.pending.request.sampling.stop_ids else "length"
         pending, sampled = self.pending, (np.asarray(self.ids, np.int32), np.asarray(self.logprobs, np.float32))
         versions = np.asarray(self.versions, np.int32)

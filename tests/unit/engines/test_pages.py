@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf_vl.engines.torch import pages
 from rlinf_vl.engines.torch.pages import PAGE, Pages
 
 HEADS, REPEAT, DIM = 2, 3, 8
@@ -84,22 +85,26 @@ def test_rows_come_and_go(dense, seed):
         for i in kept[:1]:
             own = dense.rows[0][2]
             n = own[0].shape[1] - int(draw.integers(0, own[0].shape[1] + 1))
-            assert torch.equal(dense.pages.read(0, n)[1], torch.stack(own)[:, :, :n]), i
+            start = int(draw.integers(0, n + 1))
+            for read, expected in zip(dense.pages.read(0, start, n), own, strict=True):
+                assert torch.equal(read[1], expected[:, start:n].transpose(0, 1)), i
     dense.keep([])
     dense.add(2)
     dense.step()
 
 
-def test_a_long_row_does_not_make_the_others_longer(dense):
-    """100 rows of a page and one of 20 are 120 pages; and the pool shrinks once most of them are gone."""
+@pytest.mark.parametrize("spare", [0, pages.SPARE_BYTES])
+def test_a_long_row_does_not_make_the_others_longer(dense, monkeypatch, spare):
+    """100 rows of a page and one of 20 are 120 pages; once most of them are gone, attention looks at the others alone."""
     dense.add(101)
     dense.fill([100], [20 * SIZE - 1])
     dense.step()
-    taken = dense.pages._pools[0].shape[1]
-    assert taken <= 1.5 * 120
+    assert dense.pages._used == 120 <= dense.pages._keys.shape[1] <= 2 * 120
+    monkeypatch.setattr(pages, "SPARE_BYTES", spare)
     dense.keep([3, 4, 100])
-    assert dense.pages._pools[0].shape[1] == 22
+    assert (dense.pages._keys.shape[1] == 22) == (spare == 0)
     dense.step()
+    assert dense.pages._used == 23
 
 
 def test_prompts_are_rows_to_which_nothing_is_added(dense):

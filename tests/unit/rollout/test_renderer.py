@@ -125,11 +125,11 @@ def test_ordinary_text_has_the_ids_that_it_always_had(renderer, processor, parts
 
 @pytest.mark.parametrize("trim", [False, True])
 @given(WORDS.map("".join))
-def test_any_text_is_within_its_turn(renderer, processor, trim, string):
+def test_any_text_is_within_its_turn(processor, trim, string):
     with pytest.MonkeyPatch.context() as patch:
         if trim:
             patch.setattr(processor.tokenizer, "chat_template", TRIMMING)
-        ids, _ = renderer.prompt(user(text(string)), [])
+        ids, _ = Renderer(processor).prompt(user(text(string)), [])
     special = [i for i in ids.tolist() if i in set(processor.tokenizer.all_special_ids)]
     assert special == ids_of(processor, "<|im_start|>", "<|im_end|>", "<|im_start|>")
     shown = unicodedata.normalize("NFC", string.strip() if trim else string)
