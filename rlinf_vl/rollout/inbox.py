@@ -6,17 +6,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 T = TypeVar("T")
 
 
 class Inbox:
-    """Functions that other threads want called in an event loop, which is woken once for all that have come meanwhile: waking it is a
-    system call, during which another thread takes the interpreter."""
+    """Functions that other threads want called in an event loop, which is woken once for all that have come meanwhile: to wake
+    it is a system call, during which another thread takes the interpreter. The functions raise nothing."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = ref(loop)  # whose inbox `_INBOXES` has as long as there is the loop
         self._waiting: deque[Callable[[], Any]] = deque()
         self._woken = False
 
@@ -32,10 +32,10 @@ class Inbox:
     def put(self, function: Callable[[], Any]) -> None:
         """From any thread. Nothing happens once the loop is closed."""
         self._waiting.append(function)
-        if not self._woken:
+        if not self._woken and (loop := self._loop()) is not None:
             self._woken = True
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._empty)
+                loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
         self._woken = False  # first, as what comes from now on may be missed below
