@@ -242,7 +242,7 @@ class Renderer:
         keeps it apart from the template's own, behind the first character of anything that begins like one.
 
         Returns:
-            (the messages, whose keys may be set, mark or "", `n` other marks that no text has).
+            (the messages, whose contents may be replaced, mark or "", `n` other marks that no text has).
         """
         texts: list[str] = []
         _map_texts(list(messages), texts.append)
