@@ -27,8 +27,10 @@ _flushed = 0.0
 
 
 def record_spans(run_dir: Path, process: str) -> None:
-    """From now on write spans as those of `process` (such as "actor 0"), if the run's folder has a folder for spans."""
+    """From now on write spans as those of `process` (such as "actor 0"), if the run's folder has a folder for spans. Those of a run
+    before, in the same process, are written where that was."""
     global _path, _flushed
+    flush_spans()
     folder = run_dir / FOLDER
     if folder.is_dir():
         _flushed = time.time()

@@ -49,6 +49,18 @@ def test_spans_have_their_times_and_consecutive_ones_are_one(recording):
     assert all(a["end"] <= b["end"] for a, b in zip(rows, rows[1:], strict=False))
 
 
+def test_a_second_run_in_a_process_has_its_own_spans_alone(recording, tmp_path_factory):
+    second = tmp_path_factory.mktemp("second")
+    (second / spans.FOLDER).mkdir()
+    with spans.span("sync", step=0):
+        pass
+    spans.record_spans(second, "actor 3")
+    with spans.span("train", step=1):
+        pass
+    spans.flush_spans()
+    assert [[row["name"] for row in spans.read_spans(run)] for run in (recording, second)] == [["sync"], ["train"]]
+
+
 def test_threads_do_not_mix(recording):
     def work(name):
         for _ in range(50):
