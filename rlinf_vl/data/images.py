@@ -89,8 +89,6 @@ def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) ->
         data = _from_string(value, root, hosts)
     elif isinstance(value, Image.Image):
         data = _encode_png(value)
-        _check_bytes(len(data))
-        return ImageRef.of(data)
     elif isinstance(value, (bytes, bytearray, memoryview)):
         data = bytes(value)
     else:
@@ -98,7 +96,8 @@ def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) ->
         expected = "bytes, a dict of bytes or path, base64, a path or a PIL image"
         raise ImageError(NOT_AN_IMAGE, f"{what} is no image: expected {expected}")
     _check_bytes(len(data))
-    _open(data)
+    if not isinstance(value, Image.Image):  # what was just encoded can be read
+        _open(data)
     return ImageRef.of(data)
 
 

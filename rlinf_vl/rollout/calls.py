@@ -14,16 +14,14 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from rlinf_vl.data.unusable import shorten
 from rlinf_vl.envs import Env
 from rlinf_vl.observe.spans import span
-from rlinf_vl.rollout.inbox import done
+from rlinf_vl.rollout.inbox import PerLoop, done
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 #: Calls that begin while none of them has returned. More threads at work on Python code would keep the engine's thread waiting.
 AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
@@ -52,7 +50,7 @@ class Calls:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.hung = 0
-        self._room = _PerLoop(lambda: asyncio.Semaphore(AT_ONCE))
+        self._room = PerLoop(lambda: asyncio.Semaphore(AT_ONCE))
         self._jobs: SimpleQueue[tuple[Future, Callable, tuple]] = SimpleQueue()
         self._idle = 0  # threads that wait for a job which is not in the queue yet
         self._lock = threading.Lock()
@@ -143,8 +141,8 @@ class Places:
     """`n` places (None: any number), of which several may be taken at once; whoever asked first is first."""
 
     def __init__(self, n: int | None) -> None:
-        self._free = _PerLoop(lambda: asyncio.Semaphore(n or 2**31))
-        self._turnstile = _PerLoop(asyncio.Lock)
+        self._free = PerLoop(lambda: asyncio.Semaphore(n or 2**31))
+        self._turnstile = PerLoop(asyncio.Lock)
 
     async def take(self, n: int) -> None:
         async with self._turnstile():
@@ -158,20 +156,6 @@ class Places:
 
     def give(self) -> None:
         self._free().release()
-
-
-class _PerLoop(Generic[T]):
-    """One object per event loop, made when it is first asked for: what is waited for belongs to one."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
-
-    def __call__(self) -> T:
-        loop = asyncio.get_running_loop()
-        if loop not in self._made:
-            self._made[loop] = self._make()
-        return self._made[loop]
 
 
 class Stage:

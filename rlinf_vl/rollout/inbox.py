@@ -5,10 +5,24 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 T = TypeVar("T")
+
+
+class PerLoop(Generic[T]):
+    """One object per event loop, made when it is first asked for: what is waited for belongs to one."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
+
+    def __call__(self) -> T:
+        loop = asyncio.get_running_loop()
+        if loop not in self._made:
+            self._made[loop] = self._make()
+        return self._made[loop]
 
 
 class Inbox:
@@ -16,18 +30,9 @@ class Inbox:
     it is a system call, during which another thread takes the interpreter. The functions raise nothing."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = ref(loop)  # whose inbox `_INBOXES` has as long as there is the loop
+        self._loop = ref(loop)  # which `inbox` has this for as long as it lives
         self._waiting: deque[Callable[[], Any]] = deque()
         self._woken = False
-
-    @classmethod
-    def here(cls) -> "Inbox":
-        """That of the running loop."""
-        loop = asyncio.get_running_loop()
-        inbox = _INBOXES.get(loop)
-        if inbox is None:
-            inbox = _INBOXES[loop] = cls(loop)
-        return inbox
 
     def put(self, function: Callable[[], Any]) -> None:
         """From any thread. Nothing happens once the loop is closed."""
@@ -43,12 +48,13 @@ class Inbox:
             self._waiting.popleft()()
 
 
-_INBOXES: "WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox]" = WeakKeyDictionary()
+inbox = PerLoop(lambda: Inbox(asyncio.get_running_loop()))
+"""That of the running loop."""
 
 
 def awaitable(future: "Future[T]") -> "asyncio.Future[T]":
     """The same as `asyncio.wrap_future`, by way of the running loop's inbox."""
-    inbox = Inbox.here()
+    here = inbox()
     answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
     def copy() -> None:
@@ -62,7 +68,7 @@ def awaitable(future: "Future[T]") -> "asyncio.Future[T]":
             answer.set_result(future.result())
 
     answer.add_done_callback(lambda answer: answer.cancelled() and future.cancel())
-    future.add_done_callback(lambda _: inbox.put(copy))
+    future.add_done_callback(lambda _: here.put(copy))
     return answer
 
 
@@ -70,14 +76,14 @@ async def done(future: Future, timeout_s: float) -> bool:
     """Wait until it is done, or the time is over; whether it is done. Cancelling this leaves the future as it is."""
     if future.done():
         return True
-    inbox, loop = Inbox.here(), asyncio.get_running_loop()
+    here, loop = inbox(), asyncio.get_running_loop()
     woken = loop.create_future()
 
     def wake() -> None:
         if not woken.done():
             woken.set_result(None)
 
-    future.add_done_callback(lambda _: inbox.put(wake))
+    future.add_done_callback(lambda _: here.put(wake))
     timer = loop.call_later(timeout_s, wake)
     try:
         await woken

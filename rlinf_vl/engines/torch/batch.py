@@ -125,6 +125,13 @@ class Batch:
         for row in self.rows:
             row.over = row.over or row.pending.future.cancelled()
 
+    def clear(self) -> None:
+        """Drop all rows, with the memory that was taken for any, and the images' features."""
+        self.rows, self.sampler = [], None
+        self.next_positions, self.last_ids = self.next_positions[:0], self.last_ids[:0]
+        self.cache = DecodeCache(self.decode_state, self.model.dtype, self.device)
+        self.images.clear()
+
     def drop_finished(self) -> None:
         alive = [i for i, row in enumerate(self.rows) if not row.over]
         if len(alive) < len(self.rows):

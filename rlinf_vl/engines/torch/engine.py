@@ -167,10 +167,8 @@ class TorchEngine:
             wanted = [p for p in self.waiting if not p.future.cancelled()]
             assert all(row.over for row in self.batch.rows) and not wanted, "memory is released between rollouts only"
             if "kv_cache" in tags:
-                with torch.inference_mode():
-                    self.batch.drop_finished()  # nothing is left in the cache
+                self.batch.clear()
                 self.sessions.clear()
-                self.batch.images.clear()
             if "weights" in tags and self.device.type == "cuda":
                 self.model.to("cpu")  # pyright: ignore[reportArgumentType]  # its decorator hides self
             self.asleep |= set(tags)

@@ -163,12 +163,11 @@ class Pages:
     def _gather(self, pages: np.ndarray) -> None:
         """Make these the first pages; those behind them are nobody's, of which many that take much room are given up."""
         order = torch.from_numpy(pages).to(self._device)
-        pools = self._keys, self._values
-        if sum(pool.nbytes for pool in pools) > SPARE_BYTES:
-            self._keys, self._values = (pool.index_select(1, order) for pool in pools)
-            return
-        for pool in pools:
-            pool[:, : len(pages)] = pool.index_select(1, order)
+        keys, values = (pool.index_select(1, order) for pool in (self._keys, self._values))
+        if self._keys.nbytes + self._values.nbytes > SPARE_BYTES:
+            self._keys, self._values = keys, values
+        else:
+            self._keys[:, : len(pages)], self._values[:, : len(pages)] = keys, values
 
     def _widen(self, pages: int) -> None:
         """Let rows have so many pages."""

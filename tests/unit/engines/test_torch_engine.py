@@ -185,6 +185,8 @@ def test_an_engine_that_sleeps_is_not_asked_to_generate(engine_of):
     fresh = engine.generate(asked)[0].samples
     engine.restore_memory()  # nothing was released
     engine.release_memory()
+    pages = engine.batch.cache.prompts, engine.batch.cache.own
+    assert not any(part.nbytes for pool in pages for part in (pool._keys, pool._values)), "pages stay for nobody"
     with pytest.raises(AssertionError, match="kv_cache.*weights"):
         engine.submit(asked)
     new = [{name: p.detach() for name, p in tiny_model().named_parameters()}]

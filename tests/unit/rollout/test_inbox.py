@@ -9,13 +9,13 @@ from concurrent.futures import Future
 
 import pytest
 
-from rlinf_vl.rollout.inbox import Inbox, awaitable, done
+from rlinf_vl.rollout.inbox import Inbox, awaitable, done, inbox
 
 
 def test_what_threads_put_is_called_in_the_loop_in_order_and_wakes_it_once():
     async def main() -> tuple[list[tuple[int, int]], set[int], int]:
-        loop, inbox = asyncio.get_running_loop(), Inbox.here()
-        assert Inbox.here() is inbox
+        loop, here = asyncio.get_running_loop(), inbox()
+        assert inbox() is here
         called: list[tuple[int, int]] = []
         threads_of: set[int] = set()
         wakes, call_soon = 0, loop.call_soon_threadsafe
@@ -29,7 +29,7 @@ def test_what_threads_put_is_called_in_the_loop_in_order_and_wakes_it_once():
 
         def work(number: int) -> None:
             for i in range(500):
-                inbox.put(lambda i=i: (called.append((number, i)), threads_of.add(threading.get_ident())))
+                here.put(lambda i=i: (called.append((number, i)), threads_of.add(threading.get_ident())))
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:
@@ -86,10 +86,10 @@ def test_done_waits_no_longer_than_it_is_told_and_leaves_the_future_alone():
 
 def test_a_closed_loop_hears_nothing_and_is_freed():
     async def main() -> tuple[Inbox, weakref.ref]:
-        return Inbox.here(), weakref.ref(asyncio.get_running_loop())
+        return inbox(), weakref.ref(asyncio.get_running_loop())
 
-    inbox, loop = asyncio.run(main())
-    inbox.put(lambda: pytest.fail("nobody calls it"))
+    here, loop = asyncio.run(main())
+    here.put(lambda: pytest.fail("nobody calls it"))
     gc.collect()
     assert loop() is None
-    inbox.put(lambda: pytest.fail("nobody calls it"))
+    here.put(lambda: pytest.fail("nobody calls it"))
