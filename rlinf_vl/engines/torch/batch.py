@@ -24,7 +24,7 @@ from rlinf_vl.types import ImageRef, Request
 
 T = TypeVar("T")
 
-#: Bytes of images' features that stay for requests which show the same images, until the weights change.
+#: Bytes of images' features that stay for requests which show the same images, until weights of the vision tower come.
 FEATURE_BYTES = 2**28
 
 #: Prompt tokens prefilled at once.

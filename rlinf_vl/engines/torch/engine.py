@@ -26,6 +26,7 @@ from rlinf_vl.engines.torch.batch import PREFILL_TOKENS, Batch
 from rlinf_vl.engines.torch.rows import Pending
 from rlinf_vl.engines.torch.sessions import Sessions
 from rlinf_vl.models.families import Family
+from rlinf_vl.models.loading import part_of
 from rlinf_vl.transport import broadcast
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import Label, fingerprint
@@ -126,10 +127,11 @@ class TorchEngine:
                         value.apply(weights[name])
                     else:
                         weights[name].copy_(value)
+                    if part_of(name, self.batch.family) != "language_model":
+                        self.batch.images.clear()
             self._torn = False
             self.version = version
             self.sessions.clear()
-            self.batch.images.clear()
             for row in self.batch.rows:
                 row.pending.kept = None
                 row.pending.keeps = not self.keep_kv

@@ -11,6 +11,8 @@ from tiny import request as tiny_request
 
 from rlinf_vl.controller.mismatch import Score, judge
 from rlinf_vl.engines.torch import batch
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.loading import part_of
 from rlinf_vl.types import Sample, SamplingParams
 
 #: Those whose rows have states of their own, beside one that has keys and values only.
@@ -225,7 +227,7 @@ def test_closing_fails_what_is_unfinished(engine_of):
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])
-def test_an_image_goes_through_the_tower_once_until_the_weights_change(engine_of, family, monkeypatch):
+def test_an_image_goes_through_the_tower_once_until_the_tower_changes(engine_of, family, monkeypatch):
     """Shown twice by one request, by another beside it and by one behind it; and what is sampled is what transformers says."""
     engine, model, seen = engine_of(family=family), tiny_model(family=family), []
     encode = batch.encode_images
@@ -248,6 +250,16 @@ def test_an_image_goes_through_the_tower_once_until_the_weights_change(engine_of
     right(engine.generate(asked))
     right(engine.generate(asked[:1]))
     assert seen == [1]
-    engine.load_weights([], version=1)
-    right(engine.generate(asked))
-    assert seen == [1, 1]
+    times = {
+        "language_model": 1,
+        "projector": 2,
+        "vision_tower": 3,
+    }  # that the image was encoded, when weights of it have come
+    for version, part in enumerate(times, 1):
+        weights = {name: p for name, p in model.named_parameters() if part_of(name, family_of(family)) == part}
+        with torch.no_grad():
+            for p in weights.values():
+                p.mul_(1.1)
+        engine.load_weights([weights], version)
+        right(engine.generate(asked))
+        assert seen == [1] * times[part]
