@@ -7,12 +7,14 @@ Each run is `python -m rlinf_vl train` in a folder of its own, one after the oth
 is that of their last validation. `toy` has the learning rate 3e-4 in each schedule: at its config's own 5e-4, one step off policy
 already costs accuracy. `tail` is the toy's questions with one answer in 20 ten times as long as the others (`LongTail`), rewarded by
 chance; groups may then be `--tail-staleness` steps old, and a step of decoding takes `--decode-ms` longer, as a GPU's does however
-few its rows are. A step's seconds are a mean over all steps but the first three and the last (which validates); `ratio` is that over
-`sync`'s of the same task and seed. `stalest`: by the versions of all tokens trained on.
+few its rows are. The rank's process is kept on one core, the rollout worker's on another, in every schedule. A step's seconds are a
+mean over all steps but the first three and the last (which validates); `ratio` is that over `sync`'s of the same task and seed.
+`stalest`: by the versions of all tokens trained on.
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -22,11 +24,13 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -121,6 +125,18 @@ def _joined(long: Sequence[bool], parts: dict[bool, Future[Completion]]) -> Futu
     return whole
 
 
+def _keep_on_cores(run: int) -> None:
+    """Keep all threads that the rank of the run with this process id has now on one core, and those of its rollout worker on
+    another; threads that these start stay there, too."""
+    cores = dict(zip(("ray::ActorRank", "ray::RolloutRank"), sorted(os.sched_getaffinity(0)), strict=False))
+    for process in psutil.Process(run).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            core = cores.get(process.cmdline()[0].partition(".")[0]) if len(cores) == 2 and process.cmdline() else None
+            if core is not None:
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, {core})
+
+
 def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train once; what is said of it."""
     config, steps, overrides = TASKS[task]
@@ -143,7 +159,12 @@ def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namesp
     command = [sys.executable, "-m", "rlinf_vl", "train", config, *(f"{k}={v}" for k, v in settings.items())]
     if task == "tail":
         command.append(f"rollout.env_kwargs={{decode_ms: {args.decode_ms}}}")
-    subprocess.run([*command, *overrides, *args.set], check=True, stdout=subprocess.DEVNULL)
+    with subprocess.Popen([*command, *overrides, *args.set], stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (folder / "run/metrics.jsonl").exists():
+            _keep_on_cores(process.pid)
+            time.sleep(1)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
     rows = [row for row in read_lines(folder / "run/metrics.jsonl")[0] if row["step"]]
     timed = rows[WARM_UP:-1]
     mean = {name: statistics.fmean(row[f"time/{name}"] for row in timed) for name in ("step", "generate", "train")}

@@ -107,16 +107,18 @@ class Batch:
                 self.drop_finished()
 
     def recompute(self, pixels: Callable[[ImageRef], np.ndarray]) -> None:
-        """Compute keys, values, states and routes of all rows again, as the weights have changed: of their prompts, each once,
-        then of what each row has sampled. Ids, logprobs and versions stay."""
+        """Compute keys, values, states and routes of all rows again, as the weights have changed: of a prompt with its row where it
+        has one; else of the prompt, once, then of what each row has sampled. Ids, logprobs and versions stay."""
         self.drop_finished()
         self.cache = DecodeCache(self.decode_state, self.model.dtype, self.device)
-        asked = [list(rows) for _, rows in groupby(self.rows, key=lambda row: id(row.pending))]
-        for part in _in_parts(asked, [len(rows[0].pending.request.ids) for rows in asked]):
-            for rows in part:
-                rows[0].pending.patches = self.patches(rows[0].pending.request.images, pixels)
-            self._append([rows[0].pending for rows in part], list(map(len, part)))
-        begun = [i for i, row in enumerate(self.rows) if len(row.ids) > 1]
+        asked = [list(rows) for _, rows in groupby(range(len(self.rows)), key=lambda i: id(self.rows[i].pending))]
+        for part in _in_parts(asked, [self.rows[rows[0]].length for rows in asked]):
+            firsts = [self.rows[rows[0]] for rows in part]
+            for row in firsts:
+                row.pending.patches = self.patches(row.pending.request.images, pixels)
+            only = [row if len(rows) == 1 else None for row, rows in zip(firsts, part, strict=True)]
+            self._append([row.pending for row in firsts], list(map(len, part)), only)
+        begun = [i for rows in asked if len(rows) > 1 for i in rows if len(self.rows[i].ids) > 1]
         for part in _in_parts(begun, [self.rows[i].length for i in begun]):
             self._restore(part)
 
@@ -151,16 +153,28 @@ class Batch:
         """What its session has of the request."""
         return self.sessions.find(session, request, self.image_token_id)
 
-    def _append(self, asked: Sequence[Pending], samples: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _append(
+        self, asked: Sequence[Pending], samples: list[int], only: Sequence[Row | None] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Prefill the prompts of these requests, and add `samples[i]` rows of each to the cache; hidden states and positions of
-        `prefill`."""
+        `prefill`. `only[i]`: the request's only row, which is prefilled, too, but for its last token."""
         patches = {name: array for pending in asked for name, array in pending.patches.items()}
-        requests, kept = [pending.request for pending in asked], [pending.kept for pending in asked]
+        rows = only or [None] * len(asked)
+        requests, kept = (
+            [_with_own(p.request, row) for p, row in zip(asked, rows, strict=True)],
+            [p.kept for p in asked],
+        )
         hidden, positions, computed, routes = self._prefill(requests, kept, patches)
-        for pending, own in zip(asked, routes, strict=True):
+        for pending, row, own in zip(asked, rows, routes, strict=True):
             old = pending.kept.routes if pending.kept else None
-            pending.routes = own if old is None or own is None else np.concatenate([old, own])
-        self.cache.append(computed.tokens, computed.sequences(), samples, computed.states)
+            both = own if old is None or own is None else np.concatenate([old, own])
+            n = len(pending.request.ids)
+            pending.routes = None if both is None else both[:n]
+            if row is not None:
+                row.routes = [] if both is None else list(both[n:])
+        self.cache.append(
+            computed.tokens, computed.sequences(), [len(p.request.ids) for p in asked], samples, computed.states
+        )
         return hidden, positions
 
     def _restore(self, indices: Sequence[int]) -> None:
@@ -170,7 +184,7 @@ class Batch:
         for i, group in zip(indices, self.cache.group[rows].tolist(), strict=True):
             row, request = self.rows[i], self.rows[i].pending.request
             kept.append(Kept.of(request, [], (self.cache.cut(i, group, 0, 0),), self.cache.state(i)))
-            requests.append(replace(request, ids=np.concatenate([request.ids, np.asarray(row.ids[:-1], np.int32)])))
+            requests.append(_with_own(request, row))
         _, _, computed, routes = self._prefill(requests, kept, {})
         own = [tokens[len(k.ids) :] for tokens, k in zip(computed.sequences(), kept, strict=True)]
         self.cache.restore(rows, computed.tokens, own, computed.states)
@@ -266,6 +280,13 @@ class Batch:
             state, routes = self.cache.state(i), row.all_routes(0)
             self.sessions.put(name, Kept.of(pending.request, row.ids[:-1], parts, state, routes))
         self.sessions.shrink(self.room())
+
+
+def _with_own(request: Request, row: Row | None) -> Request:
+    """The request, with what its row has sampled but for the last token behind the prompt."""
+    if row is None or len(row.ids) < 2:
+        return request
+    return replace(request, ids=np.concatenate([request.ids, np.asarray(row.ids[:-1], np.int32)]))
 
 
 def _in_parts(items: Sequence[T], tokens: Sequence[int]) -> Iterator[list[T]]:

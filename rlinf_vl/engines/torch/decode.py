@@ -47,25 +47,34 @@ class DecodeCache:
     def append(
         self,
         tokens: torch.Tensor,
-        prompts: list[torch.Tensor],
-        samples: list[int],
+        sequences: Sequence[torch.Tensor],
+        lengths: Sequence[int],
+        samples: Sequence[int],
         states: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
         """Add prompts just prefilled, with `samples[i]` rows each.
 
         Args:
             tokens: keys and values [L, 2, T, H_kv, D] of the layers `prompts` has, in order.
-            prompts: which of the T tokens each prompt consists of, int64 [P_i].
-            states: as `self.states`, with an entry for each prompt: of its last token.
+            sequences: which of the T tokens each prompt consists of, and what its only row has sampled behind it: int64 [·].
+            lengths: tokens of each prompt.
+            states: as `self.states`, with an entry for each sequence: of its last token.
         """
         rows, first = torch.tensor(samples, device=self.device), len(self.prompts.lengths)
-        groups = torch.arange(first, first + len(prompts), device=self.device).repeat_interleave(rows)
-        self.prompts.add(len(prompts))
+        groups = torch.arange(first, first + len(sequences), device=self.device).repeat_interleave(rows)
+        self.prompts.add(len(sequences))
+        prompts = [sequence[:n] for sequence, n in zip(sequences, lengths, strict=True)]
         self.prompts.fill(np.arange(first, first + len(prompts)), tokens, prompts)
         for layer, old in self.states.items():
             fanned = [x.repeat_interleave(rows, dim=0) for x in states[layer]]
             self.states[layer] = [torch.cat(both) for both in zip(old, fanned, strict=True)]
+        first_row = len(self.own.lengths)
         self.own.add(len(groups))
+        begun = [i for i, n in enumerate(lengths) if len(sequences[i]) > n]
+        if begun:
+            assert all(samples[i] == 1 for i in begun), "what one row has sampled is not the others'"
+            numbers = first_row + np.cumsum([0, *samples])[begun]
+            self.own.fill(numbers, tokens, [sequences[i][lengths[i] :] for i in begun])
         self.group = torch.cat([self.group, groups])
         self._index_rows()
 

@@ -76,7 +76,7 @@ def test_a_decoding_step_does_not_round_its_scores():
     heads, length, dim, scaling = 4, 40, 16, 1 / 3
     prompt_k, prompt_v = (torch.randn(length, heads, dim).mul(3).bfloat16() for _ in range(2))
     cache = DecodeCache(DecodeState((0,), heads, dim), torch.bfloat16, torch.device("cpu"))
-    cache.append(torch.stack([prompt_k, prompt_v])[None], [torch.arange(length)], [2], {})
+    cache.append(torch.stack([prompt_k, prompt_v])[None], [torch.arange(length)], [length], [2], {})
     ks, vs, out = [], [], torch.empty(0)
     for _ in range(5):
         q, k, v = (torch.randn(2, heads, 1, dim).mul(3).bfloat16() for _ in range(3))

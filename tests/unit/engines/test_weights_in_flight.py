@@ -88,10 +88,10 @@ def assert_explained(asked, done, by_version):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("max_running", [4, 64])
-def test_recomputed_rows_are_those_of_a_full_forward(engine_of, family, max_running, monkeypatch):
+@pytest.mark.parametrize("samples, max_running", [(3, 4), (3, 64), (1, 64)])
+def test_recomputed_rows_are_those_of_a_full_forward(engine_of, family, samples, max_running, monkeypatch):
     """Updates after the very first token, within, and twice with nothing between; with 4 rows groups wait for each other."""
-    engine, by_version, asked = engine_of(max_running, family), models(family, 4), requests()
+    engine, by_version, asked = engine_of(max_running, family), models(family, 4), requests(samples)
     done = updated(engine, asked, by_version, (1, 12, 13), monkeypatch)
     assert_explained(asked, done, by_version)
     seen = {tuple(np.unique(s.versions)) for completion in done for s in completion.samples}

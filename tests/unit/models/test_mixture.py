@@ -147,8 +147,9 @@ def test_the_torch_engine_reports_where_transformers_sends_each_token(family):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("family", MOE)
-def test_tokens_that_are_computed_again_are_reported_as_the_new_weights_send_them(family, monkeypatch):
+def test_tokens_that_are_computed_again_are_reported_as_the_new_weights_send_them(family, samples, monkeypatch):
     """Weights come in the middle of an answer; then keys and values of all of it, and its experts, are theirs."""
     ours, theirs = tiny_model(family=family, text=SIZES), tiny_model(seed=1, family=family, text=SIZES)
     watched, engine = Mixtures(theirs, 3), engine_on(use_packed_attention(ours, family_of(family)), family)
@@ -163,7 +164,7 @@ def test_tokens_that_are_computed_again_are_reported_as_the_new_weights_send_the
 
     monkeypatch.setattr(engine.batch, "decode", decode_some)
     try:
-        asked = [replace(r, sampling=SamplingParams(max_new_tokens=10)) for r in requests(3)]
+        asked = [replace(r, sampling=SamplingParams(max_new_tokens=10)) for r in requests(samples)]
         futures = engine.submit(asked)
         assert stopped.wait(60)
         engine.load_weights([{name: p.detach() for name, p in theirs.named_parameters()}], version=1)
