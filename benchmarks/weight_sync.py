@@ -31,10 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf_vl.rollout.worker import RolloutRank
-from rlinf_vl.transport import SENDERS, broadcast
+from rlinf_vl.transport import broadcast
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import fingerprint
 from rlinf_vl.transport.delta import Patch, local_part
+from rlinf_vl.transport.strategies import SENDERS
 
 #: Elements of one weight, 16 MiB in float32.
 ELEMENTS = 2**22

@@ -23,9 +23,9 @@ from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.observe.spans import flush_spans, profiler, record_spans, span
 from rlinf_vl.runtime.ray_process import freeze_loaded, own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
-from rlinf_vl.transport import SENDERS
 from rlinf_vl.transport.groups import fetch_surviving
 from rlinf_vl.transport.sender import Sender
+from rlinf_vl.transport.strategies import SENDERS
 from rlinf_vl.types import Group, Prices
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class ActorRank:
         return self.trainer.score(self.groups, mini)
 
     def set_weight_sync(self, strategy: str, bucket_bytes: int) -> None:
-        """Make the sender of this strategy (`rlinf_vl.transport`). Collective."""
+        """Make the sender of this strategy (`rlinf_vl.transport.strategies`). Collective."""
         rollout = self.config.rollout
         names = self.trainer.policy.family.engine_names if rollout.rollout_backend == "sglang" else same_name
 

@@ -1,4 +1,4 @@
-"""Recording trajectories: a process of its own reads groups from the object store and writes them while the run goes on."""
+"""Recording trajectories: which groups, and when these may be released. `TrajectoryWriter` writes them."""
 
 import random
 import time
@@ -7,67 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.trajectory_writer import Batch, TrajectoryWriter
 from rlinf_vl.models.families import family_of
-from rlinf_vl.observe.samples import MAX_IMAGES, spread
-from rlinf_vl.observe.tracker import make_trackers
-from rlinf_vl.observe.trajectories import TrajectoryStore
-from rlinf_vl.runtime.ray_process import kill, where
-from rlinf_vl.transport.groups import fetch_surviving
+from rlinf_vl.runtime.ray_process import kill
 from rlinf_vl.types import GroupSummary
 
 #: Seconds without recording after a writer has failed; doubled for each that fails right after it, to an hour at most.
 PAUSE_S, LONGEST_PAUSE_S = 10.0, 3600.0
-#: Split; references to groups by number; the groups' advantages, turn by turn (None: validation); references to the ranks'
-#: logprobs of the sampled tokens, each by group and trajectory.
-Batch = tuple[str, dict[int, ray.ObjectRef], Sequence[Sequence[Sequence[float]]] | None, Sequence[ray.ObjectRef]]
-
-
-class TrajectoryWriter:
-    """The Ray actor: the run's trajectory files, and the samples that trackers show."""
-
-    def __init__(self, config: Config, run_dir: Path, model_path: str) -> None:
-        runner = config.runner
-        model = config.rollout.model
-        paths = config.actor.model.vlm.paths
-        family = family_of(model.model_type, model_path, model.trust_remote_code, paths, runner.code_files)
-        self._run_dir = run_dir
-        self._store = TrajectoryStore(run_dir, model_path, family.image_token, int(runner.trajectories.max_gb * 2**30))
-        self._samples = make_trackers(
-            run_dir,
-            runner.logger.logger_backends,
-            project_name=runner.logger.project_name,
-            experiment_name=runner.experiment_name,
-            files=runner.code_files,
-        )
-
-    def process(self) -> tuple[str, int]:
-        return where()
-
-    def drop_after(self, step: int) -> None:
-        self._store.drop_after(step)
-
-    def write(self, step: int, batches: Sequence[Batch]) -> bool:
-        """Write the step's file; of a validation, samples go to the trackers. False when the disk limit is reached."""
-        for split, references, advantages, logprobs in batches:
-            of_ranks: list[Mapping[int, Mapping[int, np.ndarray]]] = ray.get(list(logprobs))
-            for g, group in fetch_surviving(references).items():
-                by_trajectory = {i: values for rank in of_ranks for i, values in rank.get(g, {}).items()}
-                self._store.add(step, split, group, advantages[g] if advantages else None, by_trajectory)
-        rows = spread([row for row in self._store.write(step) if row["split"] == "val"])
-        if rows:
-            shown = [[(self._run_dir / path).read_bytes() for path in row["images"][:MAX_IMAGES]] for row in rows]
-            self._samples.log_samples(
-                step, [{**row, "images": images} for row, images in zip(rows, shown, strict=True)]
-            )
-        return not self._store.full
-
-    def close(self) -> None:
-        self._samples.close()
 
 
 class Recorder:
@@ -166,5 +116,7 @@ class Recorder:
 def _writer(config: Config, run_dir: Path, model_path: str) -> tuple[Any, ray.ObjectRef]:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor: Any = ray.remote(num_cpus=0)(TrajectoryWriter)
-    writer = actor.options(scheduling_strategy=here).remote(config, run_dir, model_path)
+    model, files = config.rollout.model, config.runner.code_files
+    family = family_of(model.model_type, model_path, model.trust_remote_code, config.actor.model.vlm.paths, files)
+    writer = actor.options(scheduling_strategy=here).remote(config, run_dir, model_path, family.image_token)
     return writer, writer.process.remote()

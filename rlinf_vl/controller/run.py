@@ -24,7 +24,7 @@ from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.run_folder import write_baselines
 from rlinf_vl.runtime.seats import WAY_OUT, lost_seats
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
-from rlinf_vl.transport import resolve_weight_sync
+from rlinf_vl.transport.strategies import resolve_weight_sync
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.pool import RolloutPool, Taken
 from rlinf_vl.runtime.ray_process import ActorsLost, wait_for_all
-from rlinf_vl.transport import STORED
 from rlinf_vl.transport.broadcast import TIMEOUT, WeightGroup
 from rlinf_vl.transport.buckets import BUCKET_BYTES, WeightsDiffer
 from rlinf_vl.transport.sender import Offer
+from rlinf_vl.transport.strategies import STORED
 
 log = logging.getLogger(__name__)
 

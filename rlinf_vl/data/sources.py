@@ -71,7 +71,8 @@ class Source:
         if name not in self.rows.column_names:
             return [None] * len(self.rows)
         table: Any = self.rows.with_format("arrow", columns=[name])[:]
-        return [_python(self.rows.features[name], value) for value in table[name].to_pylist()]
+        feature = self.rows.features[name]  # a deep copy
+        return [_python(feature, value) for value in table[name].to_pylist()]
 
     def ids(self, stem: str) -> list[str]:
         """One unique id per row: `<stem>:<value of column id>`, or the row's number where there is no such column."""

@@ -24,8 +24,8 @@ from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import BITS
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.trace import Trace
-from rlinf_vl.transport import resolve_weight_sync
 from rlinf_vl.transport.buckets import BUCKET_BYTES
+from rlinf_vl.transport.strategies import resolve_weight_sync
 
 GIB = 2**30
 MIB = 2**20

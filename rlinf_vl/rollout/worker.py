@@ -29,11 +29,12 @@ from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.runtime.ray_process import freeze_loaded, own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
-from rlinf_vl.transport import STORED, received, shared_memory
+from rlinf_vl.transport import shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import Label, WeightsDiffer
 from rlinf_vl.transport.delta import Delta
 from rlinf_vl.transport.groups import GroupStore
+from rlinf_vl.transport.strategies import STORED, received
 from rlinf_vl.types import Group, GroupSummary, Problem, Request, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class RolloutRank:
         await asyncio.to_thread(self.engine.join_weight_group, group)
 
     async def take_weights(self, strategy: str, offers: Sequence[ray.ObjectRef], version: int) -> float:
-        """Take the weights that all ranks offer, or will, as `version`: the receiving side of each strategy (`rlinf_vl.transport`).
+        """Take the weights that all ranks offer, or will, as `version`: the receiving side of a strategy.
         Returns the seconds for which the engine was written.
 
         Raises:

@@ -1,4 +1,7 @@
-"""Ray actors that may die or hang: noticing it, and ending them whatever state their process is in."""
+"""Ray actors that may die or hang: noticing it, and ending them whatever state their process is in.
+
+torch is imported where it is needed: the process that records trajectories does without.
+"""
 
 import gc
 import math
@@ -11,10 +14,8 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
 from rlinf_vl.errors import reason_of
 
@@ -52,6 +53,8 @@ def own_process(cpu_threads: int | None, device: str) -> None:
         (gpus,) = (n["Resources"].get("GPU", 1) for n in ray.nodes() if n["NodeID"] == node)
         threads = threads_beside(len(os.sched_getaffinity(0)), int(gpus))
     os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # of its children, too
+    import torch
+
     torch.set_num_threads(threads)
 
 
@@ -60,6 +63,7 @@ def freeze_loaded() -> None:
     and transformers, which would hold up every thread for 0.2 s each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def threads_beside(cores: int, gpus: int) -> int:
@@ -201,6 +205,8 @@ def _find_dead(actors: Collection[Any]) -> RayActorError | None:
 
 def _of_network(cause: BaseException | None) -> bool:
     """Whether a collective has failed on the way: its peer is gone or out of reach, of which Ray may not know yet."""
+    from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
+
     return isinstance(cause, DistError) or (isinstance(cause, RuntimeError) and "gloo/transport" in str(cause))
 
 

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlinf_vl.config import load_config
-from rlinf_vl.transport import unpack
+from rlinf_vl.transport.buckets import unpack
 
 pytestmark = pytest.mark.integration
 

@@ -15,7 +15,7 @@ from rlinf_vl.config import load_config
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.rollout.submission import Task
-from rlinf_vl.transport import pack
+from rlinf_vl.transport.buckets import pack
 from rlinf_vl.transport.sender import Offer
 
 pytestmark = pytest.mark.integration

@@ -11,7 +11,7 @@ import torch
 
 from rlinf_vl.config import load_config
 from rlinf_vl.rollout.submission import Task
-from rlinf_vl.transport import pack
+from rlinf_vl.transport.buckets import pack
 from rlinf_vl.transport.sender import Offer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

@@ -15,7 +15,7 @@ from rlinf_vl.actor.mesh import Mesh, join_ranks
 from rlinf_vl.config import load_config
 from rlinf_vl.controller.step_plan import item_of
 from rlinf_vl.packing.planner import plan_micro_batches
-from rlinf_vl.transport import pack, unpack
+from rlinf_vl.transport.buckets import pack, unpack
 from rlinf_vl.types import Group, GroupSummary
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ import ray
 
 from rlinf_vl.config import load_config
 from rlinf_vl.rollout.submission import Task
-from rlinf_vl.transport import pack
+from rlinf_vl.transport.buckets import pack
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # engines start, one after the other
 #: Several buckets even for the toy.

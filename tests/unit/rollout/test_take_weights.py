@@ -7,8 +7,7 @@ import torch
 
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.worker import RolloutRank
-from rlinf_vl.transport import pack
-from rlinf_vl.transport.buckets import WeightsDiffer, fingerprint
+from rlinf_vl.transport.buckets import WeightsDiffer, fingerprint, pack
 from rlinf_vl.transport.sender import Offer
 
 

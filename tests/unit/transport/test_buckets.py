@@ -5,8 +5,7 @@ import pickle
 import pytest
 import torch
 
-from rlinf_vl.transport import pack, unpack
-from rlinf_vl.transport.buckets import flatten
+from rlinf_vl.transport.buckets import flatten, pack, unpack
 from rlinf_vl.transport.sender import Sender
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from rlinf_vl.transport import buckets as module
-from rlinf_vl.transport import pack, unpack
-from rlinf_vl.transport.buckets import WeightsDiffer, fingerprint
+from rlinf_vl.transport.buckets import WeightsDiffer, fingerprint, pack, unpack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])

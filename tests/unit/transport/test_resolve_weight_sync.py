@@ -3,7 +3,7 @@
 import pytest
 
 from rlinf_vl.config import load_config
-from rlinf_vl.transport import resolve_weight_sync
+from rlinf_vl.transport.strategies import resolve_weight_sync
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""`rollout.weight_sync`: which ways weights can travel, the choice among them, and the two ends of each.
+
+`sender` explains the steps of a sync.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlinf_vl.transport import shared_memory
+from rlinf_vl.transport.broadcast import BroadcastSender
+from rlinf_vl.transport.buckets import unpack
+from rlinf_vl.transport.delta import Delta, DeltaSender, Patch, patches
+from rlinf_vl.transport.sender import ObjectStoreSender, Sender
+
+SENDERS: dict[str, type[Sender]] = {
+    "object_store": ObjectStoreSender,
+    "delta": DeltaSender,
+    "broadcast": BroadcastSender,
+    "shared_memory": shared_memory.SharedMemorySender,
+}
+
+
+#: Those whose labels are references to what is in Ray's object store.
+STORED = ("object_store", "delta")
+
+
+def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_actors: bool) -> str:
+    """`rollout.weight_sync` with `auto` resolved.
+
+    Args:
+        collocated: whether any engine shares a slot with an actor rank.
+        beside_actors: whether every engine does, so that an actor rank is on its GPU, or on its node.
+
+    Raises:
+        ValueError: the strategy can't work there.
+    """
+    broadcast = device == "cuda" and not collocated
+    can = {"shared_memory": beside_actors, "broadcast": broadcast, "delta": True, "object_store": True}
+    if weight_sync == "auto":
+        return next(strategy for strategy, works in can.items() if works)
+    if device == "cuda" and not can[weight_sync]:
+        reason = {
+            "broadcast": "NCCL joins no two processes on one GPU, and actor and rollout share some",
+            "shared_memory": "CUDA IPC needs an actor rank on the GPU of every engine",
+        }[weight_sync]
+        raise ValueError(
+            f"rollout.weight_sync: {weight_sync} does not go with this cluster.component_placement: {reason}; set auto"
+        )
+    return weight_sync
+
+
+def received(strategy: str, labels: Sequence[Any], device: str) -> Iterator[Mapping[str, torch.Tensor | Patch]]:
+    """The weights of each label, or what changes of them, by delta and object_store (whose labels are what is in the store) or
+    shared_memory: views, to be copied. `device`: where changes are unpacked.
+
+    Raises:
+        WeightsDiffer: what came has another fingerprint than its label.
+    """
+    if labels and isinstance(labels[0], Delta):
+        yield from patches(labels, device)
+        return
+    weights = shared_memory.opened(labels) if strategy == "shared_memory" else map(unpack, labels)
+    for label, bucket in zip(labels, weights, strict=True):
+        label.verify(bucket, "as received")
+        yield bucket
