@@ -39,7 +39,7 @@ class TokenSequence:
     def of_sample(cls, request: Request, sample: Sample) -> "TokenSequence":
         """A prompt followed by one sample drawn from it; `sample.columns` are 0 on the prompt."""
         prompt = len(request.ids)
-        grids = [(int(t), int(h), int(w)) for t, h, w in request.image_grids]
+        grids = [(t, h, w) for t, h, w in request.image_grids.tolist()]
         return cls(
             ids=np.concatenate([request.ids, sample.ids]).astype(np.int32, copy=False),
             loss_mask=np.arange(prompt + len(sample.ids)) >= prompt,
