@@ -131,10 +131,9 @@ def _keep_on_cores(run: int) -> None:
     cores = dict(zip(("ray::ActorRank", "ray::RolloutRank"), sorted(os.sched_getaffinity(0)), strict=False))
     for process in psutil.Process(run).children(recursive=True):
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            core = cores.get(process.cmdline()[0].partition(".")[0]) if len(cores) == 2 and process.cmdline() else None
-            if core is not None:
-                for thread in process.threads():
-                    os.sched_setaffinity(thread.id, {core})
+            name = "".join(process.cmdline()[:1]).partition(".")[0]
+            for thread in process.threads() if name in cores else ():
+                os.sched_setaffinity(thread.id, {cores[name]})
 
 
 def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -45,6 +45,8 @@ def _kill_process(pid: int) -> None:
 def own_process(cpu_threads: int | None, device: str) -> None:
     """Set up an actor's process, before it or a child of it touches a GPU: its threads (`cluster.cpu_threads`), and of the host's
     GPUs only those that Ray gave it, as 0, 1, …, also under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES."""
+    import torch
+
     if device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
     threads = cpu_threads or 1
@@ -53,8 +55,6 @@ def own_process(cpu_threads: int | None, device: str) -> None:
         (gpus,) = (n["Resources"].get("GPU", 1) for n in ray.nodes() if n["NodeID"] == node)
         threads = threads_beside(len(os.sched_getaffinity(0)), int(gpus))
     os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # of its children, too
-    import torch
-
     torch.set_num_threads(threads)
 
 
@@ -63,7 +63,6 @@ def freeze_loaded() -> None:
     and transformers, which would hold up every thread for 0.2 s each time."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def threads_beside(cores: int, gpus: int) -> int:

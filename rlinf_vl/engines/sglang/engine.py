@@ -37,7 +37,7 @@ from rlinf_vl.engines.sglang.process import Host
 from rlinf_vl.engines.sglang.requests import Requests
 from rlinf_vl.engines.sglang.settings import PROCESSORS, Settings
 from rlinf_vl.models.families import Family
-from rlinf_vl.models.loading import load_model, stored_as_in_memory, weight_shapes
+from rlinf_vl.models.loading import load_model, part_of, stored_as_in_memory, weight_shapes
 from rlinf_vl.transport.broadcast import WeightGroup
 from rlinf_vl.transport.buckets import Label, group_by_size
 from rlinf_vl.transport.delta import Patch
@@ -87,7 +87,7 @@ class SglangEngine:
             weight = torch.empty(shape, device="meta")
             parts = {part: tuple(value.shape) for part, value in family.engine_names(name, weight)}
             self.shapes |= parts
-            if family.vision_tower and name.startswith(f"{family.vision_tower}."):
+            if part_of(name, family) != "language_model":
                 self.tower_weights |= parts.keys()
         image_token_id, merge_size = -1, 1  # no token's, where the family reads no images
         if family.vision_tower:

@@ -1,7 +1,6 @@
 """The rows that the torch engine is decoding, on the model: prefilled, decoded by a token each, computed again by new weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -160,10 +159,8 @@ class Batch:
         `prefill`. `only[i]`: the request's only row, which is prefilled, too, but for its last token."""
         patches = {name: array for pending in asked for name, array in pending.patches.items()}
         rows = only or [None] * len(asked)
-        requests, kept = (
-            [_with_own(p.request, row) for p, row in zip(asked, rows, strict=True)],
-            [p.kept for p in asked],
-        )
+        requests = [p.request if row is None else row.so_far for p, row in zip(asked, rows, strict=True)]
+        kept = [pending.kept for pending in asked]
         hidden, positions, computed, routes = self._prefill(requests, kept, patches)
         for pending, row, own in zip(asked, rows, routes, strict=True):
             old = pending.kept.routes if pending.kept else None
@@ -182,9 +179,9 @@ class Batch:
         rows = torch.tensor(indices, dtype=torch.int64, device=self.device)
         requests, kept = [], []
         for i, group in zip(indices, self.cache.group[rows].tolist(), strict=True):
-            row, request = self.rows[i], self.rows[i].pending.request
-            kept.append(Kept.of(request, [], (self.cache.cut(i, group, 0, 0),), self.cache.state(i)))
-            requests.append(_with_own(request, row))
+            row = self.rows[i]
+            kept.append(Kept.of(row.pending.request, [], (self.cache.cut(i, group, 0, 0),), self.cache.state(i)))
+            requests.append(row.so_far)
         _, _, computed, routes = self._prefill(requests, kept, {})
         own = [tokens[len(k.ids) :] for tokens, k in zip(computed.sequences(), kept, strict=True)]
         self.cache.restore(rows, computed.tokens, own, computed.states)
@@ -280,13 +277,6 @@ class Batch:
             state, routes = self.cache.state(i), row.all_routes(0)
             self.sessions.put(name, Kept.of(pending.request, row.ids[:-1], parts, state, routes))
         self.sessions.shrink(self.room())
-
-
-def _with_own(request: Request, row: Row | None) -> Request:
-    """The request, with what its row has sampled but for the last token behind the prompt."""
-    if row is None or len(row.ids) < 2:
-        return request
-    return replace(request, ids=np.concatenate([request.ids, np.asarray(row.ids[:-1], np.int32)]))
 
 
 def _in_parts(items: Sequence[T], tokens: Sequence[int]) -> Iterator[list[T]]:

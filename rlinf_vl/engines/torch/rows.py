@@ -1,7 +1,7 @@
 """What the torch engine is asked for, and the samples that it is drawing."""
 
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -44,6 +44,12 @@ class Row:
         return np.concatenate(
             [prompt, *(own[None] for own in self.routes), np.zeros((last, prompt.shape[1]), prompt.dtype)]
         )
+
+    @property
+    def so_far(self) -> Request:
+        """Its request with what it has sampled behind the prompt, but for the last token, which is not computed yet."""
+        request = self.pending.request
+        return replace(request, ids=np.concatenate([request.ids, np.asarray(self.ids[:-1], np.int32)]))
 
     @property
     def length(self) -> int:

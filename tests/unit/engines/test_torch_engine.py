@@ -250,11 +250,8 @@ def test_an_image_goes_through_the_tower_once_until_the_tower_changes(engine_of,
     right(engine.generate(asked))
     right(engine.generate(asked[:1]))
     assert seen == [1]
-    times = {
-        "language_model": 1,
-        "projector": 2,
-        "vision_tower": 3,
-    }  # that the image was encoded, when weights of it have come
+    # How often the image was encoded, when weights of each have come.
+    times = {"language_model": 1, "projector": 2, "vision_tower": 3}
     for version, part in enumerate(times, 1):
         weights = {name: p for name, p in model.named_parameters() if part_of(name, family_of(family)) == part}
         with torch.no_grad():
