@@ -55,7 +55,8 @@ class Engine(Protocol):
         ...
 
     def end_sessions(self, names: Sequence[str]) -> None:
-        """Drop what is kept under these names of `Request.sessions`, known or not. A weight update drops everything."""
+        """Drop what is kept under these names of `Request.sessions`, known or not. A weight update drops everything, unless
+        `rollout.kv_after_update` is keep."""
 
     def load_weights(self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int) -> None:
         """Overwrite named weights, or some of their values, between two decoding steps; tokens sampled from then on carry

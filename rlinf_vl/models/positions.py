@@ -1,6 +1,8 @@
 """M-RoPE positions of one sequence, computed before packing: a text token moves t, h and w together; an image's tokens
 spread over its grid and push what follows by the grid's longer side (Wang et al. 2024, "Qwen2-VL", section 2.1)."""
 
+from functools import lru_cache
+
 import numpy as np
 
 
@@ -33,7 +35,15 @@ def mrope_positions(ids: np.ndarray, image_token_id: int, grids: np.ndarray, mer
                 f"image placeholders at {start} are interrupted: {n} in a row are needed for grid {(t, h, w)}"
             )
         position = out[1, start]
-        out[1:, start:end] = position + np.indices((t, h // merge_size, w // merge_size)).reshape(3, -1)
+        out[1:, start:end] = position + _within(t, h // merge_size, w // merge_size)
         out[1:, end:] += position + max(h, w) // merge_size - out[1, end : end + 1]
         used += n
     return out
+
+
+@lru_cache(128)
+def _within(*grid: int) -> np.ndarray:
+    """int64 [3, n]: where each token of a grid (t, h, w) stands in it."""
+    places = np.indices(grid).reshape(3, -1)
+    places.setflags(write=False)
+    return places

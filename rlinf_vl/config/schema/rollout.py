@@ -58,8 +58,8 @@ class RolloutConfig:
     kv_after_update: str = key("recompute", ("recompute", "keep"))
     """What becomes of the keys and values of responses under way when weights arrive. recompute: the new weights compute them again,
     so that every logprob is what the trainer computes for the weights that sampled the token. keep: they stay; nothing is computed
-    twice, and no single version of the weights gives these logprobs (SGLang then decodes without its overlap schedule). Later turns
-    of an episode are computed anew either way."""
+    twice, and no single version of the weights gives these logprobs (SGLang then decodes without its overlap schedule). The same
+    goes for what an episode's later turns continue. Other episodes never use what former weights have computed."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     return_logprobs: bool = True
     """Keep the engine's logprobs on every trajectory (needed by TIS and by the rollout/train metrics)."""

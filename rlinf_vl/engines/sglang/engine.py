@@ -162,7 +162,8 @@ class SglangEngine:
         return sum(load.total_prefill_uncached_tokens for load in self.host.manager.load_snapshot_reader.read_all())
 
     def end_sessions(self, names: Sequence[str]) -> None:
-        """Nothing to drop: the prefix cache of SGLang finds what requests have in common, and makes room by itself."""
+        """The prefix cache of SGLang finds what requests have in common, and makes room by itself."""
+        self.requests.end_sessions(names)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

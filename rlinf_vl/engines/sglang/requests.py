@@ -38,7 +38,7 @@ class Requests:
         host: SGLang, once it has started.
         paused: SGLang is asked for nothing.
         in_flight: samples that SGLang has, or will be asked for again.
-        updates: how often weights have come; each has a prefix cache of its own.
+        updates: how often weights have come; each has a prefix cache of its own, and with `keep_kv` episodes stay with theirs.
         towers: how often weights of the vision tower have come.
     """
 
@@ -68,6 +68,7 @@ class Requests:
         self.towers = 0
         self.asking = 0  # messages that SGLang has not answered
         self._parks = 0  # how often it was to give back what it is drawing
+        self._begun: dict[str, int] = {}  # `updates` when the first request of a session came
         #: What waits for the end of a pause: with the tokens that it has drawn.
         self._parked: list[tuple[int, asyncio.Future[None]]] = []
         self._answered = asyncio.Event()
@@ -113,6 +114,10 @@ class Requests:
             self.in_flight -= n
             await self._tell_waiting()
 
+    def end_sessions(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._begun.pop(name, None)
+
     async def park(self) -> None:
         """Have SGLang give back all that it is drawing. It must not be held, and is asked for no more while `paused`."""
         self._parks += 1
@@ -130,6 +135,12 @@ class Requests:
             if not turn.done():
                 turn.set_result(None)
         await self._tell_waiting()
+
+    def _cache_of(self, request: Request) -> int:
+        """Which update's prefix cache is this request's."""
+        if not self.settings.keep_kv:
+            return self.updates
+        return min((self._begun.setdefault(name, self.updates) for name in request.sessions), default=self.updates)
 
     async def _tell_waiting(self) -> None:
         async with self._room:
@@ -201,7 +212,7 @@ class Requests:
             sampling_params=sampling,
             return_logprob=True,
             logprob_start_len=-1,
-            extra_key=f"update {self.updates}",
+            extra_key=f"update {self._cache_of(request)}",
             return_routed_experts=self.mixture is not None,
         )
         self.asking += 1

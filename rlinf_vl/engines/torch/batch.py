@@ -177,16 +177,18 @@ class Batch:
     def _restore(self, indices: Sequence[int]) -> None:
         """Prefill what these rows have sampled, behind their prompts, which the cache has. The last token is not computed yet."""
         rows = torch.tensor(indices, dtype=torch.int64, device=self.device)
-        requests, kept = [], []
-        for i, group in zip(indices, self.cache.group[rows].tolist(), strict=True):
-            row = self.rows[i]
-            kept.append(Kept.of(row.pending.request, [], (self.cache.cut(i, group, 0, 0),), self.cache.state(i)))
-            requests.append(row.so_far)
+        restored, nothing = [self.rows[i] for i in indices], [0] * len(indices)
+        prompts = self.cache.cut(indices, nothing, nothing)
+        kept = [
+            Kept.of(row.pending.request, [], (prompt,), self.cache.state(i))
+            for i, row, prompt in zip(indices, restored, prompts, strict=True)
+        ]
+        requests = [row.so_far for row in restored]
         _, _, computed, routes = self._prefill(requests, kept, {})
         own = [tokens[len(k.ids) :] for tokens, k in zip(computed.sequences(), kept, strict=True)]
         self.cache.restore(rows, computed.tokens, own, computed.states)
-        for i, taken in zip(indices, routes, strict=True):
-            self.rows[i].routes = [] if taken is None else list(taken)
+        for row, taken in zip(restored, routes, strict=True):
+            row.routes = [] if taken is None else list(taken)
 
     def _prefill(
         self, requests: Sequence[Request], kept: Sequence[Kept | None], patches: Mapping[str, np.ndarray]
@@ -257,25 +259,28 @@ class Batch:
             sampling = row.pending.request.sampling
             if token in sampling.stop_ids or len(row.ids) >= sampling.max_new_tokens:
                 finished.append(i)
-        if kept := [i for i in finished if self.rows[i].pending.keeps and self.rows[i].pending.request.sessions]:
+        if kept := [i for i in finished if self.rows[i].pending.request.sessions]:
             self._keep(kept)
         for i in finished:
             self.rows[i].finish()
 
     def _keep(self, rows: Sequence[int]) -> None:
         """Keep all that was computed for these rows in their sessions."""
-        groups = self.cache.group[torch.tensor(rows, dtype=torch.int64, device=self.device)].tolist()
-        for i, group in zip(rows, groups, strict=True):
-            row, pending = self.rows[i], self.rows[i].pending
-            name = pending.request.sessions[row.number]
-            before = self.kept(name, pending.request) or pending.kept
-            if before is None:  # the prompt, kept once for all samples
-                shared = (self.cache.cut(i, group, 0, 0),)
-                before = pending.kept = Kept.of(pending.request, [], shared, routes=pending.routes)
-            part = self.cache.cut(i, group, len(before.ids), len(row.ids) - 1)
-            parts = *before.parts, part
-            state, routes = self.cache.state(i), row.all_routes(0)
-            self.sessions.put(name, Kept.of(pending.request, row.ids[:-1], parts, state, routes))
+        names = [self.rows[i].pending.request.sessions[self.rows[i].number] for i in rows]
+        before: list[Kept] = []
+        for i, name in zip(rows, names, strict=True):
+            pending = self.rows[i].pending
+            known = self.kept(name, pending.request) or pending.kept
+            if known is None:  # the prompt, kept once for all samples
+                (prompt,) = self.cache.cut([i], [0], [0])
+                known = pending.kept = Kept.of(pending.request, [], (prompt,), routes=pending.routes)
+            before.append(known)
+        sampled = [len(self.rows[i].ids) - 1 for i in rows]
+        parts = self.cache.cut(rows, [len(known.ids) for known in before], sampled)
+        for i, name, known, part in zip(rows, names, before, parts, strict=True):
+            row, state = self.rows[i], self.cache.state(i)
+            of_row = row.ids[:-1], (*known.parts, part), state, row.all_routes(0)
+            self.sessions.put(name, Kept.of(row.pending.request, *of_row))
         self.sessions.shrink(self.room())
 
 

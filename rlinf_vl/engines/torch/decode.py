@@ -91,12 +91,13 @@ class DecodeCache:
             for old, new in zip(both, states[layer], strict=True):
                 old[rows] = new
 
-    def cut(self, row: int, group: int, start: int, own: int) -> torch.Tensor:
-        """Keys and values [L, 2, ·, H_kv, D] of prompt `group` from its token `start` on, then of the first `own` tokens that
-        `row` sampled; a copy."""
-        prompt = self.prompts.read(group, start, int(self.prompts.lengths[group]))
-        both = (torch.cat(parts, dim=1) for parts in zip(prompt, self.own.read(row, 0, own), strict=True))
-        return torch.stack(tuple(both), dim=1)
+    def cut(self, rows: Sequence[int], starts: Sequence[int], own: Sequence[int]) -> list[torch.Tensor]:
+        """For each of these rows keys and values [L, 2, ·, H_kv, D] of its prompt from token `starts[i]` on, then of the first
+        `own[i]` tokens that it sampled; copies."""
+        groups = self.group[torch.tensor(rows, dtype=torch.int64, device=self.device)].tolist()
+        prompts = self.prompts.read(groups, starts, self.prompts.lengths[groups].tolist())
+        sampled = self.own.read(rows, [0] * len(rows), own)
+        return [torch.cat(both, dim=2) for both in zip(prompts, sampled, strict=True)]
 
     def state(self, row: int) -> tuple[torch.Tensor, ...]:
         """What the recurrent layers, in order, have of a row after all of its tokens but the last one sampled; a copy."""

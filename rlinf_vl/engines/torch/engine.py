@@ -5,7 +5,7 @@ row, each once), every step decodes one token of every row, finished rows are dr
 was computed for a session (`Request.sessions`) is kept for its next request, as long as there is room.
 
 Weights are loaded between two steps. Running rows keep their tokens, each with its version; their keys, values and states are
-computed again by the new weights, or kept (`rollout.kv_after_update`).
+computed again by the new weights, and those of sessions dropped, or both kept (`rollout.kv_after_update`).
 """
 
 import logging
@@ -131,11 +131,11 @@ class TorchEngine:
                         self.batch.images.clear()
             self._torn = False
             self.version = version
-            self.sessions.clear()
-            for row in self.batch.rows:
-                row.pending.kept = None
-                row.pending.keeps = not self.keep_kv
-            self._stale = not self.keep_kv
+            if not self.keep_kv:
+                self.sessions.clear()
+                for row in self.batch.rows:
+                    row.pending.kept = None
+                self._stale = True
 
     def join_weight_group(self, group: WeightGroup) -> None:
         if self._weight_group is not None:

@@ -16,6 +16,8 @@ from rlinf_vl.engines.torch.softmax import Partial, partial, summed
 #: Tokens of a page of what is sampled, and of a prompt's.
 PAGE = {"cpu": 16, "cuda": 64}
 PROMPT_PAGE = {"cpu": 32, "cuda": 256}
+#: If more than this share of rows has several pages, the others are merged with them, though they have nothing to merge.
+MOSTLY = 0.5
 #: Keys and values up to which pages that nobody has any more stay for others.
 SPARE_BYTES = 2**26
 
@@ -47,11 +49,11 @@ class Pages:
         self._in_order = True  # page i is all that row i has
         self._owner = self._start = none  # row of each page, and position of its first token there
         self._first = self._last = none  # page of each row
-        self._long = self._long_table = none  # rows of several pages [M]; their pages [M, K], any number where absent
+        self._long = self._long_table = none  # rows of several pages [M], or all; their pages [M, K], any where absent
         self._absent = none.bool()  # [M, K]
         self._row_lengths = self._offset = none  # [S]: of each row, and where in its last page the newest token stands
         self._width = 0  # tokens of a page that attention looks at
-        self._mask = none.bool()
+        self._mask = none.float()
 
     def add(self, rows: int) -> None:
         """Rows that have nothing yet."""
@@ -90,14 +92,14 @@ class Pages:
         self._free = np.setdiff1d(np.arange(self._capacity), pages)
         self._moved = True
 
-    def read(self, row: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [L, end - start, H_kv, D] of a row's tokens `start` … `end`."""
-        first = start // self.size
-        pages = torch.from_numpy(self._table[row, first : -(-end // self.size)]).to(self._device)
-        part = slice(start - first * self.size, end - first * self.size)
-        keys = self._keys.index_select(1, pages).permute(0, 1, 4, 2, 3).flatten(1, 2)
-        values = self._values.index_select(1, pages).transpose(2, 3).flatten(1, 2)
-        return keys[:, part], values[:, part]
+    def read(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Keys and values [L, 2, ends[i] - starts[i], H_kv, D] of tokens `starts[i]` … `ends[i]` of these rows."""
+        wanted = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        pages = [self._table[row, tokens // self.size] for row, tokens in zip(rows, wanted, strict=True)]
+        places = [tokens % self.size for tokens in wanted]
+        at, place = (torch.from_numpy(np.concatenate(x)).to(self._device) for x in (pages, places))
+        both = self._keys[:, at, :, :, place], self._values[:, at, :, place]  # [·, L, H_kv, D]
+        return torch.stack(both, dim=2).permute(1, 2, 0, 3, 4).split(list(map(len, wanted)), dim=2)
 
     def begin_step(self) -> None:
         """Make room for one more token per row."""
@@ -135,11 +137,14 @@ class Pages:
         of_pages = partial(q if self._in_order else q[self._owner], keys, values, self._mask, scaling)
         if self._in_order:
             return of_pages
+        if not len(self._long):
+            return Partial(*(x[self._first] for x in of_pages))
+        whole = summed(Partial(*(x[self._long_table] for x in of_pages)), self._absent)
+        if len(self._long) == len(self._first):
+            return whole
         of_rows = Partial(*(x[self._first] for x in of_pages))
-        if len(self._long):
-            whole = summed(Partial(*(x[self._long_table] for x in of_pages)), self._absent)
-            for x, long in zip(of_rows, whole, strict=True):
-                x[self._long] = long
+        for x, long in zip(of_rows, whole, strict=True):
+            x[self._long] = long
         return of_rows
 
     @property
@@ -178,7 +183,8 @@ class Pages:
         """Of the pages' tokens, those behind their rows' ends."""
         self._width = min(self.size, int(self.lengths.max(initial=0)))
         left = self._row_lengths[self._owner] - self._start
-        self._mask = (torch.arange(self._width, device=self._device) >= left[:, None])[:, None, None]
+        beyond = torch.arange(self._width, device=self._device) >= left[:, None]
+        self._mask = torch.zeros(beyond.shape, device=self._device).masked_fill_(beyond, -torch.inf)[:, None, None]
 
     def _look_up(self) -> None:
         """What attention needs to know of the table, on the device."""
@@ -190,6 +196,8 @@ class Pages:
         owner, start = np.zeros((2, self._used), np.int64)
         owner[pages], start[pages] = rows, numbers * self.size
         long = np.flatnonzero(counts > 1)
+        if len(long) > MOSTLY * len(counts):
+            long = np.arange(len(counts))
         arrays = (
             owner,
             start,

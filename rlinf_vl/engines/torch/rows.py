@@ -20,7 +20,6 @@ class Pending:
     kept: Kept | None = None
     patches: dict[str, np.ndarray] = field(default_factory=dict)
     routes: np.ndarray | None = None  # [P, L·k], of the prompt
-    keeps: bool = True  # what was computed, in its sessions; not if the weights have changed since it was prefilled
 
 
 @dataclass

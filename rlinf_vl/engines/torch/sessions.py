@@ -45,6 +45,9 @@ class Kept:
         answer lost its thoughts in the history. At least one token of the request is left to compute. None: nothing. With states
         it is all or nothing, as they can't be cut."""
         n = min(len(self.ids), len(request.ids) - 1)
+        shown = tuple(image.hash for image in request.images[: len(self.images)])
+        if n == len(self.ids) and shown == self.images and np.array_equal(self.ids, request.ids[:n]):
+            return self if n else None
         differing = np.flatnonzero(self.ids[:n] != request.ids[:n])
         n = int(differing[0]) if len(differing) else n
         placeholders = np.flatnonzero(request.ids == image_token_id)

@@ -17,13 +17,13 @@ class Partial(NamedTuple):
 
 
 def partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> Partial:
-    """q [n, H_kv, Q, D], k and v [n, H_kv, K, D]; `mask`: True where a key does not count, broadcast to [n, H_kv, Q, K]."""
+    """q [n, H_kv, Q, D], k and v [n, H_kv, K, D]; `mask`: -inf where a key does not count, else 0, broadcast to [n, H_kv, Q, K]."""
     if q.dtype == torch.float32:
         scores = (q * scaling) @ k.transpose(-1, -2)
     else:  # a scaled query would be rounded
         scores = product(q, k.transpose(-1, -2)).mul_(scaling)
     if mask is not None:
-        scores = scores.masked_fill_(mask, -torch.inf)
+        scores = scores.add_(mask)
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp_()
     return Partial(product(weights.to(v.dtype), v), weights.sum(-1, keepdim=True), top)

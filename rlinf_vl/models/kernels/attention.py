@@ -52,50 +52,55 @@ class _Part:
     keys: torch.Tensor | slice
     padding: torch.Tensor | None = None  # for a batch, bool [n, 1, L, 1]
     real: torch.Tensor | None = None  # for a batch, int64: which of its n · L rows aren't padding
+    real_keys: torch.Tensor | None = None
+    mask: torch.Tensor | None = None  # -inf for keys that are padding, else 0, [n, 1, 1, U]; None: no query sees any
+
+    @property
+    def places(self) -> tuple[tuple[torch.Tensor | slice, torch.Tensor | None], ...]:
+        """Where gradients of queries, keys and values belong, for `_put`."""
+        keys = self.keys, self.real_keys
+        return (self.rows, self.real), keys, keys
 
 
 class FlashCpu:
     """PyTorch's flash attention for the CPU.
 
-    Short causal sequences (up to `BATCHED`) of similar length are attended as one right-padded batch: no real query sees
-    the padding behind it, so no mask is needed. Lengths within a factor `SLACK` share a batch, so the padding is bounded.
+    Sequences of up to `BATCHED` queries whose numbers of keys lie within a factor `SLACK` are attended as one right-padded batch.
     A longer one is worth a call of its own, which needs no copies.
     """
 
-    BATCHED, SLACK = 48, 1.3  # measured
+    BATCHED, SLACK = 32, 1.3  # measured
     many = False
 
     def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
         self.causal = causal
-        lengths = np.diff(cu_q)
+        lengths, n_keys = np.diff(cu_q), np.diff(cu_k)
         filled = np.flatnonzero(lengths)
+        order = filled[np.lexsort((-n_keys[filled], lengths[filled] <= self.BATCHED))]
         self.parts: list[_Part] = []
-        if not causal:
-            self.parts = [_Part(slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])) for i in filled]
-            return
-        order = filled[np.argsort(-lengths[filled], kind="stable")]
         first = 0
         while first < len(order):
-            longest, last = int(lengths[order[first]]), first + 1
-            if longest <= self.BATCHED:
-                last = first + int(np.searchsorted(-lengths[order[first:]] * self.SLACK, -longest, side="right"))
+            last = first + 1
+            if lengths[order[first]] <= self.BATCHED:
+                last = first + int(np.searchsorted(-n_keys[order[first:]] * self.SLACK, -n_keys[order[first]], "right"))
             members = order[first:last]
             if len(members) == 1:
-                rows = slice(int(cu_q[members[0]]), int(cu_q[members[0] + 1]))
-                self.parts.append(_Part(rows, rows))
+                rows, keys = (slice(int(cu[members[0]]), int(cu[members[0] + 1])) for cu in (cu_q, cu_k))
+                self.parts.append(_Part(rows, keys))
             else:
-                offsets = np.arange(longest)[None, :]
-                padding = torch.from_numpy(offsets >= lengths[members][:, None])
-                rows = torch.from_numpy(np.minimum(cu_q[members][:, None] + offsets, cu_q[-1] - 1))
-                real = (~padding).flatten().nonzero().squeeze(1)
-                self.parts.append(_Part(rows, rows, padding[:, None, :, None], real))
+                rows, padding, real = _padded(cu_q, members)
+                keys, key_padding, real_keys = (rows, padding, real) if cu_k is cu_q else _padded(cu_k, members)
+                mask = None
+                if not causal and key_padding.any():
+                    mask = torch.zeros(key_padding.shape).masked_fill_(key_padding, -torch.inf)[:, None, None]
+                self.parts.append(_Part(rows, keys, padding[:, None, :, None], real, real_keys, mask))
             first = last
 
     def forward(self, q, k, v, scale):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         for part in self.parts:
             inputs = _heads(q, part.rows), _heads(k, part.keys), _heads(v, part.keys)
-            attended, part_lse = _flash_cpu(*inputs, 0.0, self.causal, scale=scale)
+            attended, part_lse = _flash_cpu(*inputs, 0.0, self.causal, attn_mask=part.mask, scale=scale)
             if len(self.parts) == 1 and part.real is None:
                 return attended[0].transpose(0, 1), part_lse[0].t()
             _put(out, part.rows, part.real, attended.transpose(1, 2))
@@ -111,9 +116,9 @@ class FlashCpu:
             g, part_lse = _heads_of_queries(grad, lse, part)
             places = (q, part.rows), (k, part.keys), (v, part.keys), (out, part.rows)
             inputs = g, *(_heads(x, rows) for x, rows in places), part_lse.squeeze(3)
-            made = _flash_cpu_backward(*inputs, 0.0, self.causal, scale=scale)
-            for total, rows, x in zip(grads, (part.rows, part.keys, part.keys), made, strict=True):
-                _put(total, rows, part.real, x.transpose(1, 2))
+            made = _flash_cpu_backward(*inputs, 0.0, self.causal, attn_mask=part.mask, scale=scale)
+            for total, where, x in zip(grads, part.places, made, strict=True):
+                _put(total, *where, x.transpose(1, 2))
         dq, dk, dv = (x.to(dtype) for x in grads)
         return dq, dk, dv
 
@@ -136,13 +141,25 @@ class AmxCpu(FlashCpu):
                 p = torch.baddbmm(s, queries.float(), k_part.float().transpose(1, 2), beta=-1, alpha=scale).exp_()
             if self.causal:
                 p.view(-1, k_part.shape[1], k_part.shape[1]).tril_()
+            if part.mask is not None:
+                p.view(len(part.mask), -1, *p.shape[1:]).masked_fill_(part.mask.isinf(), 0.0)
             p = p.to(q.dtype)
             ds = p * torch.baddbmm(d, g, v_part.transpose(1, 2), beta=-1, alpha=scale)
             made = torch.bmm(ds, k_part), torch.bmm(ds.transpose(1, 2), queries), torch.bmm(p.transpose(1, 2), g)
-            for total, rows, x in zip(grads, (part.rows, part.keys, part.keys), made, strict=True):
+            for total, (rows, real), x in zip(grads, part.places, made, strict=True):
                 length = rows.stop - rows.start if isinstance(rows, slice) else rows.shape[1]
-                _put(total, rows, part.real, x.view(-1, total.shape[1], length, total.shape[2]).transpose(1, 2))
+                _put(total, rows, real, x.view(-1, total.shape[1], length, total.shape[2]).transpose(1, 2))
         return grads
+
+
+def _padded(cu: np.ndarray, members: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sequences of `cu` as a right-padded batch: rows int64 [n, L], any for padding; what is padding, bool [n, L]; which of the
+    n · L rows are not."""
+    lengths = np.diff(cu)[members]
+    offsets = np.arange(lengths.max())
+    padding = torch.from_numpy(offsets >= lengths[:, None])
+    rows = torch.from_numpy(np.minimum(cu[members][:, None] + offsets, cu[-1] - 1))
+    return rows, padding, (~padding).flatten().nonzero().squeeze(1)
 
 
 def _by_key_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 quarter of a training step."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,18 @@ def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         return iter([tensors])
     rows = max(1, BLOCK // tensors[0].shape[-1])
     return zip(*(x.split(rows) for x in tensors), strict=True)
+
+
+class _Forgetful:
+    """The context of a forward that has no backward."""
+
+    def save_for_backward(self, *_: torch.Tensor) -> None:
+        pass
+
+
+def _applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """`function.apply`, which takes as long as two small operations; without it where autograd does not record."""
+    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_Forgetful(), *inputs)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -65,7 +78,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     x [..., H], weight [H] → [..., H], in x's dtype.
     """
-    return _RmsNorm.apply(x, weight, eps)
+    return _applied(_RmsNorm, x, weight, eps)
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
@@ -94,7 +107,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     x [..., H, D]; cos and sin [..., 1, R], the same in both halves. What is behind the first R of D columns stays.
     """
-    return _Rotate.apply(x, cos, sin)
+    return _applied(_Rotate, x, cos, sin)
 
 
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -116,7 +129,7 @@ class _SwiGlu(torch.autograd.Function):
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) · up (Shazeer 2020), any shape; backward computes silu(gate) again."""
-    return _SwiGlu.apply(gate, up)
+    return _applied(_SwiGlu, gate, up)
 
 
 class _Projections(torch.autograd.Function):
@@ -168,5 +181,5 @@ def _transposed(x: torch.Tensor) -> torch.Tensor:
 def projections(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
     """Each linear layer applied to x [..., H]."""
     if all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
-        return _Projections.apply(x, *(layer.weight for layer in layers))
+        return _applied(_Projections, x, *(layer.weight for layer in layers))
     return tuple(layer(x) for layer in layers)

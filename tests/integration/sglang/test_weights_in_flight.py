@@ -131,32 +131,49 @@ def test_half_an_update_samples_nothing(engine, toy, versions):
 
 
 def test_kept_tokens_are_those_of_decoding_with_swapped_weights(engine, toy, versions, monkeypatch):
-    """Against transformers' incremental decoding, whose weights are swapped where the versions say it."""
+    """Against transformers' incremental decoding, whose weights are swapped where the versions say it; then in a second turn, for
+    which nothing of the first is computed again."""
     weights, models = versions
-    monkeypatch.setattr(engine, "settings", replace(engine.settings, keep_kv=True))
+    settings = replace(engine.settings, keep_kv=True)
+    for part in (engine, engine.requests):
+        monkeypatch.setattr(part, "settings", settings)
     request = toy.request(1, 8, seed=90, max_new_tokens=250, stop_ids=())
+    request = replace(request, sessions=tuple(f"kept {i}" for i in range(8)))
     (done,) = updated(engine, [request], weights[:1])
-    model = copy.deepcopy(toy.model)
-    swapped = [sample for sample in done.samples if set(sample.versions) == {0, 1}]
+    swapped = [i for i, sample in enumerate(done.samples) if set(sample.versions) == {0, 1}]
     assert swapped
-    for sample in swapped[:2]:
-        model.load_state_dict(models[0].state_dict())
+    shown = [5, 6, 7]
+    seconds = [
+        replace(
+            request,
+            ids=np.concatenate([request.ids, done.samples[i].ids, np.array(shown, np.int32)]),
+            sampling=replace(request.sampling, max_new_tokens=20),
+            seeds=(i,),
+            sessions=(f"kept {i}",),
+        )
+        for i in swapped[:2]
+    ]
+    model = copy.deepcopy(toy.model)
+    for second, i, answer in zip(seconds, swapped[:2], engine.generate(seconds), strict=True):
         model.model.rope_deltas = None
-        prompt = torch.from_numpy(request.ids)[None].long()
-        with torch.no_grad():
-            out = model(
-                input_ids=prompt,
-                pixel_values=torch.from_numpy(toy.pixels(request.images[0])),
-                image_grid_thw=torch.from_numpy(request.image_grids.astype(np.int64)),
-                mm_token_type_ids=(prompt == toy.processor.image_token_id).int(),
-                use_cache=True,
-            )
+        new = torch.from_numpy(request.ids)[None].long()
+        inputs = {
+            "pixel_values": torch.from_numpy(toy.pixels(request.images[0])),
+            "image_grid_thw": torch.from_numpy(request.image_grids.astype(np.int64)),
+            "mm_token_type_ids": (new == toy.processor.image_token_id).int(),
+        }
+        past = None
+        for before, sample in (([], done.samples[i]), (shown, answer.samples[0])):
+            new = new if past is None else torch.tensor([[*new[0].tolist(), *before]])
             for t, (token, version) in enumerate(zip(sample.ids.tolist(), sample.versions.tolist(), strict=True)):
-                if t:
-                    if version != sample.versions[t - 1]:
-                        model.load_state_dict(models[version].state_dict())
-                    last = torch.tensor([[sample.ids[t - 1]]], dtype=torch.int64)
-                    out = model(input_ids=last, past_key_values=out.past_key_values, use_cache=True)
+                model.load_state_dict(models[version].state_dict())
+                with torch.no_grad():
+                    out = model(input_ids=new, past_key_values=past, use_cache=True, **inputs)
                 logits = out.logits[0, -1].float()
                 logits[torch.from_numpy(toy.banned)] = -torch.inf
                 assert abs(float(logits.log_softmax(-1)[token]) - sample.logprobs[t]) < TOLERANCE, (t, version)
+                past, inputs, new = out.past_key_values, {}, torch.tensor([[token]])
+        whole = toy.of_tokens(second, answer.samples[0], model=models[1])
+        assert np.abs(whole - answer.samples[0].logprobs).max() > 10 * TOLERANCE, "then there is nothing to tell apart"
+    engine.end_sessions(request.sessions)
+    assert not engine.requests._begun

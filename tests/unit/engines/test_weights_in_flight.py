@@ -148,24 +148,25 @@ def test_adapters_alone_are_swapped(engine_of, monkeypatch):
     assert_explained(asked, done, by_version)
 
 
-def kept_logprobs(family, by_version, request, sample):
-    """Transformers' own incremental decoding of a sample, one token at a time, by the weights of each token's version."""
+def kept_logprobs(family, by_version, request, sample, following=()):
+    """Transformers' own incremental decoding of a sample, one token at a time, by the weights of each token's version; then of
+    others, each with the ids that stand before it, which are computed by the weights of its first token."""
     model = tiny_model(family=family)
-    model.load_state_dict(by_version[int(sample.versions[0])].state_dict())
     nothing = Sample(sample.ids[:0], sample.logprobs[:0], sample.versions[:0], "")
-    ids, inputs = transformers_inputs(TokenSequence.of_sample(request, nothing))
+    new, inputs = transformers_inputs(TokenSequence.of_sample(request, nothing))
     model.model.rope_deltas = None
-    found = []
+    found, past, last = [], None, []
     with torch.no_grad():
-        out = model(input_ids=ids, use_cache=True, **inputs)
-        for t, (token, version) in enumerate(zip(sample.ids.tolist(), sample.versions.tolist(), strict=True)):
-            if t:
+        for shown, drawn in (((), sample), *following):
+            new = torch.tensor([[*last, *shown]], dtype=torch.int64) if past is not None else new
+            for token, version in zip(drawn.ids.tolist(), drawn.versions.tolist(), strict=True):
                 model.load_state_dict(by_version[version].state_dict())
-                last = torch.tensor([[sample.ids[t - 1]]], dtype=torch.int64)
-                out = model(input_ids=last, past_key_values=out.past_key_values, use_cache=True)
-            logits = out.logits[0, -1].float()
-            logits[torch.from_numpy(banned())] = -torch.inf
-            found.append(float(logits.log_softmax(-1)[token]))
+                out = model(input_ids=new, past_key_values=past, use_cache=True, **inputs)
+                logits = out.logits[0, -1].float()
+                logits[torch.from_numpy(banned())] = -torch.inf
+                found.append(float(logits.log_softmax(-1)[token]))
+                past, inputs, last = out.past_key_values, {}, [token]
+                new = torch.tensor([last], dtype=torch.int64)
     return np.array(found)
 
 
@@ -174,9 +175,7 @@ def test_kept_rows_are_those_of_decoding_with_swapped_weights(engine_of, family,
     engine, by_version, asked = engine_of(family=family, keep_kv=True), models(family), requests(2)
     done = updated(engine, asked, by_version, (3, 12), monkeypatch)
     prompts = sum(len(request.ids) for request in asked)
-    assert engine.prefilled_tokens == prompts and engine.sessions.bytes == 0, (
-        "it computed something again, or kept it for later"
-    )
+    assert engine.prefilled_tokens == prompts, "it computed something again"
     for request, completion in zip(asked, done, strict=True):
         for sample in completion.samples:
             expected = kept_logprobs(family, by_version, request, sample)
@@ -184,6 +183,25 @@ def test_kept_rows_are_those_of_decoding_with_swapped_weights(engine_of, family,
     swapped = done[0].samples[0]
     whole = transformers_logprobs(by_version[2], answered(asked[0], [swapped]), 0).detach().numpy()
     assert np.abs(whole - swapped.logprobs)[swapped.versions == 2].max() > 1e-3, "then there is nothing to tell apart"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_kept_serves_the_next_turn(engine_of, family, monkeypatch):
+    """An update within the first answer, one between the turns, one within the second: the next turn computes only what is new."""
+    engine, by_version, asked = engine_of(family=family, keep_kv=True), models(family, 4), requests(2)[:1]
+    (done,) = updated(engine, asked, by_version, (5,), monkeypatch)
+    engine.load_weights(weights_of(by_version[2]), 2)
+    before, sample, shown = engine.prefilled_tokens, done.samples[1], (5, 6, 7)
+    ids = np.concatenate([asked[0].ids, sample.ids, np.array(shown, np.int32)])
+    request = Request(ids, asked[0].images, asked[0].image_grids, LONG, (9,), asked[0].sessions[1:])
+    following = updated(engine, [request], [*by_version[:1], by_version[3]], (6,), monkeypatch)[0].samples[0]
+    following = replace(following, versions=np.where(following.versions == 1, 3, following.versions))
+    assert set(sample.versions) == {0, 1} and set(following.versions) == {2, 3}
+    assert engine.prefilled_tokens - before == 1 + len(shown)
+    expected = kept_logprobs(family, by_version, asked[0], sample, [(shown, following)])
+    np.testing.assert_allclose(np.concatenate([sample.logprobs, following.logprobs]), expected, atol=3e-5)
+    engine.end_sessions(asked[0].sessions)
+    assert engine.sessions.bytes == 0
 
 
 def test_updates_come_at_any_time_and_soon(engine_of):

@@ -113,12 +113,12 @@ def test_bfloat16_is_as_close_as_bfloat16_allows(row, kernel, kv_heads):
         assert (a.float() - b).norm() <= 0.01 * against.norm() + 1e-3
 
 
+@pytest.mark.parametrize("lengths", [[6, 3, 40], [10, 9, 8, 40, 11, 9], [4] * 5], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_token_of_an_image_sees_the_whole_image(dtype):
-    lengths = [6, 3, 40]
+def test_every_token_of_an_image_sees_the_whole_image(dtype, lengths):
     q, k, v = inputs(sum(lengths), 4, 4, dtype=dtype)
     plan = SegmentAttention(np.cumsum([0, *lengths]), causal=False, dtype=dtype)
-    segment = torch.from_numpy(np.repeat(np.arange(3), lengths))
+    segment = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
     expected = scaled_dot_product_attention(*exact, attn_mask=segment[:, None] == segment[None, :], scale=SCALE)
     ours = plan.attend(0, q, k, v, SCALE).transpose(1, 2).float()
@@ -126,6 +126,27 @@ def test_every_token_of_an_image_sees_the_whole_image(dtype):
     wanted = [expected, *torch.autograd.grad(expected, exact, grad)]
     for a, b in zip([ours, *torch.autograd.grad(ours, (q, k, v), grad)], wanted, strict=True):
         assert (a.float() - b).norm() <= {torch.float32: 1e-5, torch.bfloat16: 0.01}[dtype] * b.norm()
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("kernel", [n for n in (*HERE, *(f"{name} bf16" for name in HALF)) if "varlen" not in n])
+def test_queries_over_keys_of_their_own(kernel, scale):
+    """As continued requests are prefilled: few queries each, over many keys, of similar numbers or not."""
+    dtype = torch.bfloat16 if kernel.endswith("bf16") else torch.float32
+    cu_q, cu_k = np.cumsum([0, 3, 5, 4, 60, 4, 1]), np.cumsum([0, 20, 18, 17, 30, 5, 19])
+    q = inputs(cu_q[-1], 4, 4, scale=scale, dtype=dtype)[0][0].transpose(0, 1).detach()
+    k, v = (x[0].transpose(0, 1).detach() for x in inputs(cu_k[-1], 4, 2, scale=scale, dtype=dtype)[1:])
+    grad = torch.randn_like(q)
+    found = []
+    for name, tensors in ((kernel.split()[0], (q, k, v)), ("matmul", [x.float() for x in (q, k, v)])):
+        made = KERNELS[name][0](cu_q, cu_k, False, "cpu")
+        out, lse = made.forward(*tensors, SCALE)
+        found.append([out, lse, *made.backward(grad.to(out.dtype), *tensors, out, lse, SCALE)])
+    assert all(torch.isfinite(x).all() for x in found[0])
+    for ours, exact in list(zip(*found, strict=True))[
+        : 2 if scale > 1 else None
+    ]:  # large scores leave gradients of rounding
+        assert (ours.float() - exact).norm() <= (0.02 if dtype == torch.bfloat16 else 2e-5) * exact.norm()
 
 
 @pytest.mark.parametrize("prefix", [[-1, 0, -1, 2, 0], [-1, 0, 0, 1, 1], [-1, 2, 0, 0, 0]])
