@@ -65,11 +65,11 @@ def stopping(engine, steps, monkeypatch):
     return stops()
 
 
-def updated(engine, asked, by_version, steps, monkeypatch):
-    """Answers to requests, with weights 1, 2, … loaded after these decoding steps."""
+def updated(engine, asked, by_version, steps, monkeypatch, first=1):
+    """Answers to requests, with weights `first`, `first` + 1, … loaded after these decoding steps."""
     stops = stopping(engine, steps, monkeypatch)
     futures = engine.submit(asked)
-    for version, _ in enumerate(stops, 1):
+    for version, _ in enumerate(stops, first):
         engine.load_weights(weights_of(by_version[version]), version)
     return [future.result(timeout=60) for future in futures]
 
@@ -194,8 +194,7 @@ def test_what_was_kept_serves_the_next_turn(engine_of, family, monkeypatch):
     before, sample, shown = engine.prefilled_tokens, done.samples[1], (5, 6, 7)
     ids = np.concatenate([asked[0].ids, sample.ids, np.array(shown, np.int32)])
     request = Request(ids, asked[0].images, asked[0].image_grids, LONG, (9,), asked[0].sessions[1:])
-    following = updated(engine, [request], [*by_version[:1], by_version[3]], (6,), monkeypatch)[0].samples[0]
-    following = replace(following, versions=np.where(following.versions == 1, 3, following.versions))
+    following = updated(engine, [request], by_version, (6,), monkeypatch, first=3)[0].samples[0]
     assert set(sample.versions) == {0, 1} and set(following.versions) == {2, 3}
     assert engine.prefilled_tokens - before == 1 + len(shown)
     expected = kept_logprobs(family, by_version, asked[0], sample, [(shown, following)])
