@@ -241,7 +241,7 @@ class SglangEngine:
             self._torn = False
             self.version = version
             requests.updates += 1
-            if not requests.asking:  # only to make room: old entries are never found again
+            if not requests.asking and not requests.begun:  # only to make room: old entries are never found again
                 self.host.run(self.host.manager.flush_cache).result()
             if resumes:
                 self.resume()

@@ -40,6 +40,7 @@ class Requests:
         in_flight: samples that SGLang has, or will be asked for again.
         updates: how often weights have come; each has a prefix cache of its own, and with `keep_kv` episodes stay with theirs.
         towers: how often weights of the vision tower have come.
+        begun: with `keep_kv`, `updates` when the first request of each session came that has not ended.
     """
 
     host: Host
@@ -68,7 +69,7 @@ class Requests:
         self.towers = 0
         self.asking = 0  # messages that SGLang has not answered
         self._parks = 0  # how often it was to give back what it is drawing
-        self._begun: dict[str, int] = {}  # `updates` when the first request of a session came
+        self.begun: dict[str, int] = {}
         #: What waits for the end of a pause: with the tokens that it has drawn.
         self._parked: list[tuple[int, asyncio.Future[None]]] = []
         self._answered = asyncio.Event()
@@ -116,7 +117,7 @@ class Requests:
 
     def end_sessions(self, names: Sequence[str]) -> None:
         for name in names:
-            self._begun.pop(name, None)
+            self.begun.pop(name, None)
 
     async def park(self) -> None:
         """Have SGLang give back all that it is drawing. It must not be held, and is asked for no more while `paused`."""
@@ -140,7 +141,7 @@ class Requests:
         """Which update's prefix cache is this request's."""
         if not self.settings.keep_kv:
             return self.updates
-        return min((self._begun.setdefault(name, self.updates) for name in request.sessions), default=self.updates)
+        return min((self.begun.setdefault(name, self.updates) for name in request.sessions), default=self.updates)
 
     async def _tell_waiting(self) -> None:
         async with self._room:

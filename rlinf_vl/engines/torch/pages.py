@@ -16,8 +16,6 @@ from rlinf_vl.engines.torch.softmax import Partial, partial, summed
 #: Tokens of a page of what is sampled, and of a prompt's.
 PAGE = {"cpu": 16, "cuda": 64}
 PROMPT_PAGE = {"cpu": 32, "cuda": 256}
-#: If more than this share of rows has several pages, the others are merged with them, though they have nothing to merge.
-MOSTLY = 0.5
 #: Keys and values up to which pages that nobody has any more stay for others.
 SPARE_BYTES = 2**26
 
@@ -49,7 +47,7 @@ class Pages:
         self._in_order = True  # page i is all that row i has
         self._owner = self._start = none  # row of each page, and position of its first token there
         self._first = self._last = none  # page of each row
-        self._long = self._long_table = none  # rows of several pages [M], or all; their pages [M, K], any where absent
+        self._long = self._long_table = none  # rows of several pages [M]; their pages [M, K], any number where absent
         self._absent = none.bool()  # [M, K]
         self._row_lengths = self._offset = none  # [S]: of each row, and where in its last page the newest token stands
         self._width = 0  # tokens of a page that attention looks at
@@ -137,14 +135,11 @@ class Pages:
         of_pages = partial(q if self._in_order else q[self._owner], keys, values, self._mask, scaling)
         if self._in_order:
             return of_pages
-        if not len(self._long):
-            return Partial(*(x[self._first] for x in of_pages))
-        whole = summed(Partial(*(x[self._long_table] for x in of_pages)), self._absent)
-        if len(self._long) == len(self._first):
-            return whole
         of_rows = Partial(*(x[self._first] for x in of_pages))
-        for x, long in zip(of_rows, whole, strict=True):
-            x[self._long] = long
+        if len(self._long):
+            whole = summed(Partial(*(x[self._long_table] for x in of_pages)), self._absent)
+            for x, long in zip(of_rows, whole, strict=True):
+                x[self._long] = long
         return of_rows
 
     @property
@@ -196,8 +191,6 @@ class Pages:
         owner, start = np.zeros((2, self._used), np.int64)
         owner[pages], start[pages] = rows, numbers * self.size
         long = np.flatnonzero(counts > 1)
-        if len(long) > MOSTLY * len(counts):
-            long = np.arange(len(counts))
         arrays = (
             owner,
             start,

@@ -176,4 +176,4 @@ def test_kept_tokens_are_those_of_decoding_with_swapped_weights(engine, toy, ver
         whole = toy.of_tokens(second, answer.samples[0], model=models[1])
         assert np.abs(whole - answer.samples[0].logprobs).max() > 10 * TOLERANCE, "then there is nothing to tell apart"
     engine.end_sessions(request.sessions)
-    assert not engine.requests._begun
+    assert not engine.requests.begun
