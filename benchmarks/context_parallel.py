@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.packing.parts import row_part
 from rlinf_vl.preflight.trace import LiveBytes
+from rlinf_vl.transport.rendezvous import find, listen
 from rlinf_vl.types import MicroBatch
 
 FAMILY, MERGE = FAMILIES["qwen3_vl"], 2
@@ -67,9 +67,9 @@ def row(tokens: int, vocabulary: int) -> MicroBatch:
     )
 
 
-def work(rank: int, size: int, port: int, folder: str, options: argparse.Namespace, out) -> None:
+def work(rank: int, size: int, address: tuple[str, int], folder: str, options: argparse.Namespace, out) -> None:
     torch.set_num_threads(1)
-    join_ranks("cpu", rank, size, ("127.0.0.1", port))
+    join_ranks("cpu", rank, size, find(address))
     mesh = Mesh.make("cpu", context=size)
     model = load_model(folder, FAMILY, torch.float32)
     model.get_submodule(FAMILY.vision_tower).requires_grad_(False)
@@ -117,10 +117,8 @@ def measure(size: int, folder: str, options: argparse.Namespace) -> tuple[float,
     """(loss, bytes kept, bytes at most, seconds), the largest of any rank."""
     context = mp.get_context("spawn")
     out = context.Queue()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    ranks = [context.Process(target=work, args=(r, size, port, folder, options, out)) for r in range(size)]
+    store, address = listen("127.0.0.1")  # `store`: listens while it is referenced
+    ranks = [context.Process(target=work, args=(r, size, address, folder, options, out)) for r in range(size)]
     for process in ranks:
         process.start()
     found = [out.get(timeout=3600) for _ in ranks]

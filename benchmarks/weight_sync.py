@@ -69,6 +69,9 @@ class Trainer:
         for _, value in self.weights:
             value.view(-1)[torch.randint(50, ()) :: 50] += 1e-3
 
+    def listen(self) -> tuple[str, int]:
+        return self.sender.listen()
+
     def join(self, group: WeightGroup) -> None:
         self.sender.join(group)
 
@@ -157,9 +160,9 @@ def main() -> None:
     for strategy in SENDERS:
         ray.get([trainer.use.remote(strategy), *(worker.process.remote() for worker in workers)])  # all have started
         if strategy == "broadcast":
-            with_port = WeightGroup("127.0.0.1", _free_port(), "benchmark", "gloo", 1 + args.workers, 0)
-            joins = [w.join_weight_group.remote(replace(with_port, rank=1 + i)) for i, w in enumerate(workers)]
-            ray.get([trainer.join.remote(with_port), *joins])
+            group = WeightGroup(*ray.get(trainer.listen.remote()), "benchmark", "gloo", 1 + args.workers, 0)
+            joins = [w.join_weight_group.remote(replace(group, rank=1 + i)) for i, w in enumerate(workers)]
+            ray.get([trainer.join.remote(group), *joins])
         first[strategy] = sync(trainer, workers, strategy, check=True)
         sync(trainer, workers, strategy, check=False)  # a warm-up
         for _ in range(args.repeats):
@@ -201,14 +204,6 @@ def main() -> None:
     Console().print(table)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return s.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class ActorGroup:
     def start(self, total_steps: int) -> None:
         """Join the ranks and load the model, for a run of so many steps."""
         processes = self.wait(self._processes, beating=False)  # a process that still imports answers no heartbeat
-        (address,) = self.wait([self.ranks[0].address.remote()])
+        (address,) = self.wait([self.ranks[0].listen.remote()])
         size = len(self.ranks)
         shard = size if self._strategy == "fsdp2" else ranks_per_node([node for node, _ in processes])
         started = self.wait([rank.start.remote(address, size, shard, total_steps) for rank in self.ranks])

@@ -18,6 +18,7 @@ from rlinf_vl.models.families import submodules
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import is_quantized
 from rlinf_vl.models.policy import PolicyModel, is_trained
+from rlinf_vl.transport.rendezvous import Store
 
 #: Parameters up to which a model is one FSDP unit: gathering it at once takes less memory than anything else, and less time than a
 #: round trip for each block.
@@ -26,14 +27,13 @@ ONE_UNIT = 2**24
 GATHERED_BYTES = 2**25
 
 
-def join_ranks(device: str, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None) -> None:
-    """Make the process group of all ranks, which meet at rank 0's `address`; a single rank needs none. Collective."""
+def join_ranks(device: str, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
+    """Make the process group of all ranks, which meet in `store`; a single rank needs none. Collective."""
     if device == "cuda":
         torch.cuda.set_device(0)  # a rank's process sees its own GPU only
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",  # ranks also reduce counts, which are CPU tensors
-        init_method="tcp://{}:{}".format(*address) if address else None,
-        store=None if address else dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+        store=store or dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=size,
         timeout=timedelta(minutes=30),

@@ -1,7 +1,6 @@
 """One rank of the actor group: a Ray actor around a `Trainer`, which fetches what it trains on and sends its weights."""
 
 import logging
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -24,6 +23,7 @@ from rlinf_vl.observe.spans import flush_spans, profiler, record_spans, span
 from rlinf_vl.runtime.ray_process import freeze_loaded, own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport.groups import fetch_surviving
+from rlinf_vl.transport.rendezvous import Store, find, listen
 from rlinf_vl.transport.sender import Sender
 from rlinf_vl.transport.strategies import SENDERS
 from rlinf_vl.types import Group, Prices
@@ -42,6 +42,7 @@ class ActorRank:
         self.model_path = model_path
         self.device = device
         self.rank = rank
+        self.store: Store | None = None
         self.groups: dict[int, Group] = {}
         record_spans(run_folder(config), f"actor {rank}")
 
@@ -50,17 +51,16 @@ class ActorRank:
         """(node id, process id) of this rank. Answers while the process lives and runs, whatever it does."""
         return where()
 
-    def address(self) -> tuple[str, int]:
-        """This node's address and a port that was free a moment ago, for a process group's rendezvous."""
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return ray.util.get_node_ip_address(), s.getsockname()[1]
+    def listen(self) -> tuple[str, int]:
+        """Open the store that all ranks meet in, and return its address."""
+        self.store, address = listen(ray.util.get_node_ip_address())
+        return address
 
     def start(self, address: tuple[str, int], size: int, shard: int, total_steps: int) -> tuple[int, Prices, str]:
         """Join the `size` ranks at `address`, load the model and shard it over `shard` ranks, for a run of `total_steps`.
         Collective. Returns which share of a step's trajectories this rank trains on, what things cost in this model, and a table
         of what is trained."""
-        join_ranks(self.device, self.rank, size, address)
+        join_ranks(self.device, self.rank, size, self.store or find(address))
         mesh = Mesh.make(self.device, context=self.config.actor.context_parallel_size, shard=shard)
         self.trainer = load_trainer(self.config, self.model_path, mesh, total_steps)
         policy, trained = self.trainer.policy, self.trainer.trains_vision

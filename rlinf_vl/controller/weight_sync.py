@@ -103,7 +103,7 @@ class WeightSync:
     def _join(self) -> None:
         """Make a new process group of rank 0 and every engine: at first, and after a worker was replaced."""
         sender, workers = self._actors.ranks[0], self._pool.workers
-        ((host, port),) = self._actors.wait([sender.address.remote()])
+        ((host, port),) = self._actors.wait([sender.call.remote("sender.listen")])
         firsts = list(
             accumulate(self._pool.engine_slots, initial=1)
         )  # the first rank of each engine, and how many there are

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import ray
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from rlinf_vl.transport.buckets import Label, WeightsDiffer, flatten
+from rlinf_vl.transport.rendezvous import Store, find, listen
 from rlinf_vl.transport.sender import Sender
 
 #: How long a member waits for the others.
@@ -21,7 +23,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """A group to join: `rank` 0 is the sender, who listens at host:port. `name` was never used before."""
+    """A group to join: `rank` 0 is the sender, whose store listens at host:port. `name` was never used before."""
 
     host: str
     port: int
@@ -31,11 +33,9 @@ class WeightGroup:
     rank: int
 
 
-def join(group: WeightGroup) -> dist.ProcessGroup:
-    """Join; returns when all members have. The process may have a default group or none."""
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in __all__
-        group.host, group.port, group.world_size, is_master=group.rank == 0, timeout=TIMEOUT, wait_for_workers=False
-    )
+def join(group: WeightGroup, store: Store | None = None) -> dist.ProcessGroup:
+    """Join; returns when all members have. `store`: the sender's own. The process may have a default group or none."""
+    store = store or find((group.host, group.port), TIMEOUT)
     made, _ = c10d._new_process_group_helper(  # torch has no public call for a group outside of the default one
         group.world_size,
         group.rank,
@@ -86,12 +86,18 @@ class BroadcastSender(Sender):
     """Rank 0 broadcasts, and copies what it sends to host memory for workers that replace dead ones."""
 
     group: dist.ProcessGroup | None = field(default=None, init=False)
+    store: Store | None = field(default=None, init=False)
+
+    def listen(self) -> tuple[str, int]:
+        """Rank 0 only: open the store that the next group meets in, and return its address."""
+        self.store, address = listen(ray.util.get_node_ip_address(), TIMEOUT)
+        return address
 
     def join(self, group: WeightGroup) -> None:
         """Rank 0 only: join `group` in place of the group joined before, if there is one."""
         if self.group is not None:
             leave(self.group)
-        self.group = join(group)
+        self.group = join(group, self.store)
 
     def make_labels(self, check: bool) -> Sequence[Label]:
         labels = super().make_labels(check)

@@ -27,14 +27,14 @@ from rlinf_vl.runtime.launch import _own_sessions, ray_cluster
 def test_a_cluster_that_is_gone_is_refused_at_once_by_the_name_of_its_setting(
     override, environment, named, monkeypatch
 ):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value.replace("PORT", port))
-    config = load_config("toy-grpo-cpu", [override.replace("PORT", port)])
-    with pytest.raises(ConfigError, match=named), ray_cluster(config):
-        raise AssertionError("it joined nothing")
+    with socket.socket() as silent:  # its port is taken, and nothing listens there
+        silent.bind(("127.0.0.1", 0))
+        port = str(silent.getsockname()[1])
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value.replace("PORT", port))
+        config = load_config("toy-grpo-cpu", [override.replace("PORT", port)])
+        with pytest.raises(ConfigError, match=named), ray_cluster(config):
+            raise AssertionError("it joined nothing")
 
 
 def test_the_processes_of_a_private_cluster_are_out_of_reach_of_signals_for_our_group():

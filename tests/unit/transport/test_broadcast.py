@@ -1,13 +1,12 @@
 """A process alone in its weight group: it can leave it, in either way, and join the next one."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from rlinf_vl.transport.broadcast import WeightGroup, join, leave
+from rlinf_vl.transport.rendezvous import listen
 
 
 @pytest.fixture
@@ -21,10 +20,8 @@ def default_group():
 def test_a_group_that_was_left_leaves_nothing_behind(default_group, monkeypatch, backend):
     """With `nccl` the way out is another: an abort, that waits for nobody."""
     for number in range(2):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        group = join(WeightGroup("127.0.0.1", port, f"weights-{number}", "gloo", 1, 0))
+        store, (host, port) = listen("127.0.0.1")
+        group = join(WeightGroup(host, port, f"weights-{number}", "gloo", 1, 0), store)
         dist.broadcast(torch.ones(3), src=0, group=group)
         with monkeypatch.context() as m:
             m.setattr(dist, "get_backend", lambda _: backend)
