@@ -27,7 +27,7 @@ from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.rollout.player import Player
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.toy.model import toy_checkpoint_path
+from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.types import Group, Message, Problem, SamplingParams
 
 FAULTS = ("crash", "hang", "picture")

@@ -81,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         if arguments.shape == "toy":
-            from rlinf_vl.toy.model import toy_checkpoint_path
+            from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
             model = toy_checkpoint_path()
         else:

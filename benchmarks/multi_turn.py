@@ -152,7 +152,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     path = args.model
     if path == "toy":
-        from rlinf_vl.toy.model import toy_checkpoint_path
+        from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
         path = str(toy_checkpoint_path())
     processor = Processor(path, family_of("qwen3_vl"), max_pixels=2 * args.image**2)

@@ -81,7 +81,7 @@ def main() -> None:
 
     path = args.model
     if path == "toy":
-        from rlinf_vl.toy.model import toy_checkpoint_path
+        from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
         path = str(toy_checkpoint_path())
     family = family_of("qwen3_vl")

@@ -22,8 +22,8 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.toy.drawings import toy_rows
-from rlinf_vl.toy.model import toy_checkpoint_path
 from rlinf_vl.types import Group, ImageRef, Request, SamplingParams, TokenSequence, Trajectory, Turn
 
 

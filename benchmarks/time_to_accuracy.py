@@ -43,7 +43,7 @@ from rlinf_vl.observe.spans import read_spans
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.row_check import processor_of
 from rlinf_vl.runtime.files import read_lines
-from rlinf_vl.toy.model import toy_checkpoint_path
+from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
 PEER = Path(__file__).parent / "peers/trl_accuracy.py"
 NAME = "toy-grpo-cpu"

@@ -93,7 +93,7 @@ def _run_verb(arguments: argparse.Namespace) -> int:
 
             print(script(arguments.shell))
         case "toy":
-            from rlinf_vl.toy.model import toy_checkpoint_path
+            from rlinf_vl.toy.checkpoint import toy_checkpoint_path
             from rlinf_vl.toy.task import toy_dataset_path, toy_of
 
             print(toy_of(arguments.name).summary())

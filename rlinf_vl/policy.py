@@ -22,7 +22,7 @@ from rlinf_vl.preflight.hub import HUB_NAME
 from rlinf_vl.rollout.observation import observe
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.runtime.checkpoints import STATE_FILE, checkpoints
-from rlinf_vl.toy.model import toy_checkpoint_path
+from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.types import Message, Problem, Request, SamplingParams
 
 #: Prompts decoded at once.

@@ -195,7 +195,7 @@ def _data_files(config: Config) -> dict[str, dict[str, Path]]:
 
 def prepare_toys(config: Config) -> str:
     """Make the data and checkpoint of the embedded tasks that the config names; returns the model's path."""
-    from rlinf_vl.toy.model import toy_checkpoint_path
+    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
     from rlinf_vl.toy.task import toy_dataset_path
 
     for path in TOYS.keys() & {*config.data.train_data_paths, *config.data.val_data_paths}:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -11,20 +11,15 @@ import torch
 import torch.distributed as dist
 
 from rlinf_vl.actor.mesh import reshard_all
+from rlinf_vl.actor.messages import Advantages, RankMiniBatch
 from rlinf_vl.models.families import VisionFeatures
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch
 
 T = TypeVar("T")
-#: Of each turn of a trajectory, by its group's number and its index: Σ KL of its sampled tokens; and of the KL from each of them on
-#: to the trajectory's end, the sum and the sum of squares.
-TurnKl = dict[tuple[int, int], list[tuple[float, float, float]]]
-#: Of each turn of each trajectory of each group, by the group's number.
-Advantages = Mapping[int, Sequence[Sequence[float]]] | Sequence[Sequence[Sequence[float]]]
 
 
 def prefetched(items: Iterable[T]) -> Iterator[T]:
@@ -45,15 +40,6 @@ def turn_kl(kl: np.ndarray, batch: MicroBatch, turns: int) -> tuple[np.ndarray, 
     later = whole[ends] - whole + kl
     sums = (np.bincount(batch.turns, values, turns).tolist() for values in (kl, later, later**2))
     return later, list(zip(*sums, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class RankMiniBatch:
-    """What one rank trains on in one optimizer step."""
-
-    micro_batches: tuple[tuple[Item, ...], ...]  #: trajectories, by group and index
-    run_vision: tuple[bool, ...]  #: of each micro-batch, whether any rank has images in it
-    denominator: int  #: of the loss, a count over all ranks
 
 
 class BatchMaker:

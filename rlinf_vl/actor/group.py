@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from rlinf_vl.actor.batches import RankMiniBatch, TurnKl
+from rlinf_vl.actor.messages import RankMiniBatch, TurnKl
 from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import RunError

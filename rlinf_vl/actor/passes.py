@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rlinf_vl.actor.batches import Advantages, BatchMaker, RankMiniBatch
+from rlinf_vl.actor.batches import BatchMaker
+from rlinf_vl.actor.messages import Advantages, RankMiniBatch
 from rlinf_vl.actor.terms import Passes
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.data.corruption import Corruption

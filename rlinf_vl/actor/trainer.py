@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlinf_vl.actor import checkpoint
-from rlinf_vl.actor.batches import Advantages, BatchMaker, RankMiniBatch, TurnKl, turn_kl
+from rlinf_vl.actor.batches import BatchMaker, turn_kl
 from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all, whole_tensors
+from rlinf_vl.actor.messages import Advantages, Logprobs, RankMiniBatch, TurnKl
 from rlinf_vl.actor.offload import Offload
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
 from rlinf_vl.actor.passes import FurtherPasses, reference_logprobs
@@ -42,8 +43,6 @@ Groups = Mapping[int, Group]
 #: Reads a model in a dtype, on the CPU.
 Load = Callable[[torch.dtype], PolicyModel]
 Teacher = tuple[Load, Collator]
-#: Group → index of a trajectory in it → float32 [sampled tokens].
-Logprobs = dict[int, dict[int, np.ndarray]]
 
 
 class Trainer:

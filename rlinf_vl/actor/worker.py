@@ -1,26 +1,25 @@
-"""One rank of the actor group: a Ray actor around a `Trainer`, which fetches what it trains on and sends its weights."""
+"""One rank of the actor group: a Ray actor around a `Trainer`, which fetches what it trains on and sends its weights.
 
+What takes seconds to import, the rank's process imports when it begins: the controller names this class, and needs neither
+transformers nor FSDP.
+"""
+
+import importlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 import torch.distributed as dist
 
-from rlinf_vl.actor.batches import Advantages, RankMiniBatch, TurnKl
-from rlinf_vl.actor.load import load_trainer
-from rlinf_vl.actor.mesh import Mesh, join_ranks
-from rlinf_vl.actor.optimizer import parts_table
-from rlinf_vl.actor.trainer import Logprobs, Trainer
+from rlinf_vl.actor.messages import Advantages, Logprobs, RankMiniBatch, TurnKl
 from rlinf_vl.config.schema import Config
-from rlinf_vl.models.families.family import same_name
-from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.observe.spans import flush_spans, profiler, record_spans, span
-from rlinf_vl.runtime.ray_process import freeze_loaded, own_process, where
+from rlinf_vl.runtime.ray_process import freeze_loaded, own_process, quick_imports, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport.groups import fetch_surviving
 from rlinf_vl.transport.rendezvous import Store, find, listen
@@ -28,15 +27,20 @@ from rlinf_vl.transport.sender import Sender
 from rlinf_vl.transport.strategies import SENDERS
 from rlinf_vl.types import Group, Prices
 
+if TYPE_CHECKING:
+    from rlinf_vl.actor.trainer import Trainer
+
 log = logging.getLogger(__name__)
 
 
 class ActorRank:
-    trainer: Trainer  # from `start` on
+    trainer: "Trainer"  # from `start` on
     sender: Sender  # from `set_weight_sync` on
 
     def __init__(self, config: Config, model_path: str, device: str, rank: int) -> None:
         own_process(config.cluster.cpu_threads, device)
+        with quick_imports():
+            importlib.import_module("rlinf_vl.actor.load")
         torch.manual_seed(config.runner.seed)
         self.config = config
         self.model_path = model_path
@@ -60,6 +64,10 @@ class ActorRank:
         """Join the `size` ranks at `address`, load the model and shard it over `shard` ranks, for a run of `total_steps`.
         Collective. Returns which share of a step's trajectories this rank trains on, what things cost in this model, and a table
         of what is trained."""
+        from rlinf_vl.actor.load import load_trainer
+        from rlinf_vl.actor.mesh import Mesh, join_ranks
+        from rlinf_vl.actor.optimizer import parts_table
+
         join_ranks(self.device, self.rank, size, self.store or find(address))
         mesh = Mesh.make(self.device, context=self.config.actor.context_parallel_size, shard=shard)
         self.trainer = load_trainer(self.config, self.model_path, mesh, total_steps)
@@ -107,6 +115,9 @@ class ActorRank:
 
     def set_weight_sync(self, strategy: str, bucket_bytes: int) -> None:
         """Make the sender of this strategy (`rlinf_vl.transport.strategies`). Collective."""
+        from rlinf_vl.models.families.family import same_name
+        from rlinf_vl.models.loading import DTYPES
+
         rollout = self.config.rollout
         names = self.trainer.policy.family.engine_names if rollout.rollout_backend == "sglang" else same_name
 

@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     model = config.rollout.model.model_path if counts_tokens else None
     path = model
     if model in TOYS:
-        from rlinf_vl.toy.model import toy_checkpoint_path
+        from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
         path = str(toy_checkpoint_path(model))
     workers = arguments.workers or len(os.sched_getaffinity(0))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import ray
 
-from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.code import is_code, load_code
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.algorithm import ADVANTAGES

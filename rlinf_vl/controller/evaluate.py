@@ -14,7 +14,6 @@ import ray
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import check_errors
 from rlinf_vl.controller.draw import make_tasks
-from rlinf_vl.controller.export import export_checkpoint
 from rlinf_vl.controller.run_data import check_rows
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.data.bad_rows import BadRows
@@ -66,6 +65,8 @@ def exported(checkpoint: Folder, folder: Path, dtype: str) -> Iterator[str]:
     Raises:
         RunError: it can't be read.
     """
+    from rlinf_vl.controller.export import export_checkpoint
+
     with tempfile.TemporaryDirectory(dir=folder, prefix=".model-") as made:
         try:
             export_checkpoint(checkpoint, Path(made), dtype)

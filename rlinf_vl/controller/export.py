@@ -45,7 +45,7 @@ def restore(source: Folder) -> Restored:
     model_config = config.rollout.model
     path = model_config.model_path
     if path in TOYS:
-        from rlinf_vl.toy.model import toy_checkpoint_path
+        from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
         path = str(toy_checkpoint_path(path))
     trust = model_config.trust_remote_code

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlinf_vl.actor.batches import RankMiniBatch
+from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.parts import Learner
 from rlinf_vl.controller.run_log import RunLog

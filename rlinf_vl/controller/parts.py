@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import ray
 
-from rlinf_vl.actor.batches import RankMiniBatch, TurnKl
+from rlinf_vl.actor.messages import RankMiniBatch, TurnKl
 from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.types import GroupSummary, Prices
 

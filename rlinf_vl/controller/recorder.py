@@ -1,5 +1,6 @@
 """Recording trajectories: which groups, and when these may be released. `TrajectoryWriter` writes them."""
 
+import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlinf_vl.code import is_code
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.trajectory_writer import Batch, TrajectoryWriter
-from rlinf_vl.models.families import family_of
 from rlinf_vl.runtime.ray_process import kill
 from rlinf_vl.types import GroupSummary
 
@@ -116,7 +117,21 @@ class Recorder:
 def _writer(config: Config, run_dir: Path, model_path: str) -> tuple[Any, ray.ObjectRef]:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor: Any = ray.remote(num_cpus=0)(TrajectoryWriter)
-    model, files = config.rollout.model, config.runner.code_files
-    family = family_of(model.model_type, model_path, model.trust_remote_code, config.actor.model.vlm.paths, files)
-    writer = actor.options(scheduling_strategy=here).remote(config, run_dir, model_path, family.image_token)
+    writer = actor.options(scheduling_strategy=here).remote(
+        config, run_dir, model_path, image_token(config, model_path)
+    )
     return writer, writer.process.remote()
+
+
+def image_token(config: Config, model_path: str) -> str | int:
+    """The placeholder of an image token: its id, which the checkpoint's config.json has; where it has none, the text that the
+    family has, which takes seconds to import."""
+    model, about = config.rollout.model, Path(model_path) / "config.json"
+    if not is_code(model.model_type) and about.exists():
+        found = json.loads(about.read_text()).get("image_token_id")
+        if isinstance(found, int):
+            return found
+    from rlinf_vl.models.families import family_of
+
+    paths, files = config.actor.model.vlm.paths, config.runner.code_files
+    return family_of(model.model_type, model_path, model.trust_remote_code, paths, files).image_token

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlinf_vl.actor.batches import RankMiniBatch, TurnKl
+from rlinf_vl.actor.messages import RankMiniBatch, TurnKl
 from rlinf_vl.algorithms import advantages, discounted_returns, gigpo_advantages, token_moments, turn_advantages
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.errors import RunError

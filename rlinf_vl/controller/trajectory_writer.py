@@ -22,7 +22,7 @@ Batch = tuple[str, dict[int, ray.ObjectRef], Sequence[Sequence[Sequence[float]]]
 class TrajectoryWriter:
     """The Ray actor: the run's trajectory files, and the samples that trackers show."""
 
-    def __init__(self, config: Config, run_dir: Path, model_path: str, image_token: str) -> None:
+    def __init__(self, config: Config, run_dir: Path, model_path: str, image_token: str | int) -> None:
         runner = config.runner
         self._run_dir = run_dir
         self._store = TrajectoryStore(run_dir, model_path, image_token, int(runner.trajectories.max_gb * 2**30))

@@ -12,9 +12,11 @@ from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import nearest
 from rlinf_vl.types import Problem
 
+#: The environment that ends after one answer, and begins without waiting for anything.
+SINGLE = "single_turn"
 #: Name (rollout.env_class) → where its class is, imported when asked for.
 ENVIRONMENTS = {
-    "single_turn": "rlinf_vl.envs.single_turn:SingleTurn",
+    SINGLE: "rlinf_vl.envs.single_turn:SingleTurn",
     "picture_tool": "rlinf_vl.envs.picture_tool:PictureTool",
     "geometry_tool": "rlinf_vl.envs.geometry_tool:GeometryTool",
     "gymnasium": "rlinf_vl.envs.gymnasium:Gymnasium",

@@ -59,7 +59,8 @@ the other; each of `TokenSequence.columns` is a further one, under its own name.
 class TrajectoryStore:
     """The folder: rows by step, images by hash, up to `max_bytes` in all."""
 
-    def __init__(self, run_dir: Path, model_path: str, image_token: str, max_bytes: int) -> None:
+    def __init__(self, run_dir: Path, model_path: str, image_token: str | int, max_bytes: int) -> None:
+        """`image_token`: the placeholder of an image token, as text or by its id."""
         self._run_dir = run_dir
         self._max_bytes = max_bytes
         self._folder = run_dir / "trajectories"
@@ -71,8 +72,9 @@ class TrajectoryStore:
         self._paths = {file.stem: f"images/{file.name}" for file in images.glob("[!.]*")}
         local = Path(model_path) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(local)) if local.exists() else Tokenizer.from_pretrained(model_path)
-        self._image = re.compile(f"({re.escape(image_token)})+")
-        self._image_id = self._tokenizer.token_to_id(image_token)
+        text = self._tokenizer.id_to_token(image_token) if isinstance(image_token, int) else image_token
+        self._image = re.compile(f"({re.escape(text)})+" if text else "(?!)")
+        self._image_id = image_token if isinstance(image_token, int) else self._tokenizer.token_to_id(image_token)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
         self._piece = cache(lambda token: self._tokenizer.decode([token], skip_special_tokens=False))

@@ -6,6 +6,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ import psutil
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_of, slots_named
 from rlinf_vl.config.schema import Config
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.engines.sglang.machine import cuda_environment, missing_tools
@@ -109,8 +111,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def refuse(config: Config) -> None:
-    """Raise ConfigError with every line of `check` on this machine that fails."""
-    failed = [f"{line.subject}: {line.said}" for line in check(look(config), config) if line.status == "fail"]
+    """Raise ConfigError with every line of `check` on this machine that fails. What is said of the weights, which takes seconds to
+    find out, is left out where it can't fail: full weights, and room for them whatever they are."""
+    machine = look(config)
+    roomy = not config.actor.model.is_lora and machine.run_disk >= _most_checkpoint_bytes(
+        config.rollout.model.model_path
+    )
+    lines = check(machine, config, weights=not roomy)
+    failed = [f"{line.subject}: {line.said}" for line in lines if line.status == "fail"]
     if failed:
         raise ConfigError(*failed)
 
@@ -151,10 +159,11 @@ def look(config: Config | None = None) -> Machine:
     )
 
 
-def check(machine: Machine, config: Config | None = None) -> list[Line]:
-    """What is to be said of the machine, for `config` if there is one; of GPUs where the config, or the machine, has them."""
+def check(machine: Machine, config: Config | None = None, weights: bool = True) -> list[Line]:
+    """What is to be said of the machine, for `config` if there is one, and for the `weights` of its model; of GPUs where the
+    config, or the machine, has them."""
     found = [line for judged in CHECKS for line in judged(machine, config)]
-    return found if config is None else [*found, *_of_model(machine, config)]
+    return found if config is None else [*found, *_of_processes(machine, config, weights)]
 
 
 def _versions(machine: Machine, config: Config | None) -> Iterator[Line]:
@@ -217,12 +226,8 @@ def _on_gpus(machine: Machine, config: Config | None) -> bool:
     return device == "cuda" or (device == "auto" and bool(machine.gpus))
 
 
-def _of_model(machine: Machine, config: Config) -> Iterator[Line]:
-    """What depends on the model and on how many processes there are."""
-    from rlinf_vl.models.loading import DTYPES
-    from rlinf_vl.models.lora import AdapterError
-    from rlinf_vl.preflight.model import Model
-
+def _of_processes(machine: Machine, config: Config, weights: bool) -> Iterator[Line]:
+    """What depends on how many processes there are, and on the `weights` of the model."""
     cuda = config.cluster.device == "cuda" or bool(machine.gpus)
     nodes, slots = config.cluster.num_nodes, max(1, len(machine.gpus) if cuda else machine.cores)
     try:
@@ -237,6 +242,17 @@ def _of_model(machine: Machine, config: Config) -> Iterator[Line]:
     threads = (ranks + engines) * (config.cluster.cpu_threads or 1)
     said = f"{machine.cores} for {ranks + engines} actors and {threads} of their threads (cluster.cpu_threads)"
     yield line("cores", said, threads > machine.cores and "actors take turns; take more cores or fewer slots", "warn")
+    if weights:
+        yield from _of_weights(machine, config, ranks, engines)
+
+
+def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> Iterator[Line]:
+    """What depends on the model, with so many actor ranks and engines on a machine."""
+    from rlinf_vl.models.loading import DTYPES
+    from rlinf_vl.models.lora import AdapterError
+    from rlinf_vl.preflight.model import Model
+
+    nodes = config.cluster.num_nodes
     try:
         model = Model(config)
     except AdapterError as error:
@@ -267,6 +283,16 @@ def _of_model(machine: Machine, config: Config) -> Iterator[Line]:
     yield line("cache", f"{_size(machine.cache_disk)} free for the cache", way_out, "warn")
     if model.family.vision_tower:
         yield _image_tokens(config, model.shape.vision_config)
+
+
+def _most_checkpoint_bytes(model_path: str) -> float:
+    """No checkpoint of a run that begins with this model, all of whose weights may be trained, takes more; infinite for a model
+    that isn't on this machine as a folder of safetensors."""
+    if model_path in TOYS:
+        return GIB
+    folder = Path(model_path)
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    return 2 * 12 * stored or math.inf  # 12 for each, and half a byte at least stores it
 
 
 def _checkpoint_disk(config: Config) -> Path:

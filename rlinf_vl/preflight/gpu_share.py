@@ -6,8 +6,6 @@ import ray
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.ledger import Hardware, ledger
-from rlinf_vl.preflight.model import Model
 from rlinf_vl.runtime.launch import Reservation
 
 log = logging.getLogger(__name__)
@@ -24,6 +22,9 @@ def settle_gpu_share(config: Config, model_path: str, reservation: Reservation) 
         if automatic:
             rollout.gpu_memory_utilization = 0.6
         return
+    from rlinf_vl.preflight.ledger import Hardware, ledger
+    from rlinf_vl.preflight.model import Model
+
     look = ray.remote(max_calls=1)(_gpu_bytes)  # in a process that ends: the GPU is the actors'
     given = [
         look.options(**options).remote()

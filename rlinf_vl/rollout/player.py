@@ -18,6 +18,7 @@ from rlinf_vl.data.corruption import Corruption, Shown
 from rlinf_vl.data.unusable import TRAJECTORY_TOO_LONG, ImageError, RowError, kind_and_reason
 from rlinf_vl.engines.base import Engine, EngineDied
 from rlinf_vl.envs import EnvMaker, StepResult
+from rlinf_vl.envs.registry import SINGLE
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.spans import span
 from rlinf_vl.rewards import GradingError
@@ -43,8 +44,6 @@ from rlinf_vl.types import (
 
 log = logging.getLogger(__name__)
 
-#: The environment that ends after one answer, and begins without waiting for anything.
-SINGLE = "single_turn"
 #: A group's first requests wait for members as long again as its first member took to start, and at least so many seconds.
 PATIENCE_S = 0.2
 #: Seconds that a trajectory waits for its environment to be closed, which then goes on without it.

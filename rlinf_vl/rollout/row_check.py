@@ -8,13 +8,13 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
 from rlinf_vl.data.unusable import ANSWER_UNUSABLE, ENVIRONMENT_UNUSABLE, RowError
 from rlinf_vl.envs import EnvMaker
+from rlinf_vl.envs.registry import SINGLE
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rewards.named import NAMED
 from rlinf_vl.rewards.processes import Limits
 from rlinf_vl.rewards.scoring import Scorer, make_scorer
-from rlinf_vl.rollout.player import SINGLE
 from rlinf_vl.rollout.prompts import Prompts
 from rlinf_vl.types import Problem, Request
 

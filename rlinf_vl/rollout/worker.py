@@ -1,4 +1,8 @@
-"""A rollout worker: a Ray actor with an engine, the data, a player (`rlinf_vl.rollout.player`) and the groups that it made."""
+"""A rollout worker: a Ray actor with an engine, the data, a player (`rlinf_vl.rollout.player`) and the groups that it made.
+
+What takes seconds to import, the worker's process imports when it begins: the controller names this class, and needs neither an
+engine nor transformers.
+"""
 
 import asyncio
 import logging
@@ -7,27 +11,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from transformers import AutoConfig
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, open_datasets
 from rlinf_vl.data.unusable import QUARANTINED, RowError
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
-from rlinf_vl.engines.make import make_engine, warm_up
-from rlinf_vl.envs.registry import ENVIRONMENTS
-from rlinf_vl.models.loading import DTYPES, weight_shapes
+from rlinf_vl.envs.registry import ENVIRONMENTS, SINGLE
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rollout.busy import LapClock
-from rlinf_vl.rollout.player import SINGLE, Episode, Opening, Player
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.row_check import RowCheck, env_maker_of, processor_of, scorer_of
 from rlinf_vl.rollout.submission import Task
-from rlinf_vl.rollout.thoughts import ThoughtBudget
-from rlinf_vl.runtime.ray_process import freeze_loaded, own_process, where
+from rlinf_vl.runtime.ray_process import freeze_loaded, own_process, quick_imports, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
@@ -36,6 +33,9 @@ from rlinf_vl.transport.delta import Delta
 from rlinf_vl.transport.groups import GroupStore
 from rlinf_vl.transport.strategies import STORED, received
 from rlinf_vl.types import Group, GroupSummary, Problem, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from rlinf_vl.rollout.player import Opening
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,12 @@ class RolloutRank:
         logging.getLogger("ray._raylet").setLevel(logging.CRITICAL)
         record_spans(run_folder(config), f"rollout {number}")
         own_process(config.cluster.cpu_threads, device)
+        with quick_imports():
+            from rlinf_vl.engines.make import make_engine, warm_up
+            from rlinf_vl.rollout.player import Player
+            from rlinf_vl.rollout.renderer import Renderer
+            from rlinf_vl.rollout.row_check import env_maker_of, processor_of, scorer_of
+            from rlinf_vl.rollout.thoughts import ThoughtBudget
         self.config = config
         self.model_path = model_path
         self.device = device
@@ -108,6 +114,8 @@ class RolloutRank:
         """Which of `rows` can be used, graded, and have a prompt within data.max_prompt_length, expanded ids counted, or cut to that
         (data.overlong; one that is to be dropped is bad where data.filter_prompt_by_length is false); and by row a number that
         stands for each of its images."""
+        from rlinf_vl.rollout.row_check import RowCheck
+
         images: dict[int, set[int]] = {}
 
         def see(row: int, problem: Problem, request: Request | None) -> None:
@@ -155,13 +163,17 @@ class RolloutRank:
         prefilled = self.prefilled_tokens - before
         return replace(summary, engine_seconds=self.clock.lap(), prefilled_tokens=prefilled), reference
 
-    async def _play(self, opened: list[Opening], task: Task, problem: Problem | Exception) -> Group:
+    async def _play(self, opened: "list[Opening]", task: Task, problem: Problem | Exception) -> Group:
         opening = await self._open(opened, task, problem)
         self.player.submit([opening])
         return await self.player.play(task.group_id, opening)
 
-    async def _open(self, opened: list[Opening], task: Task, problem: Problem | Exception, **patience: Any) -> Opening:
+    async def _open(
+        self, opened: "list[Opening]", task: Task, problem: Problem | Exception, **patience: Any
+    ) -> "Opening":
         """Start a task's environments; a row that can't be read makes an opening of episodes that failed."""
+        from rlinf_vl.rollout.episode import Episode, Opening
+
         sampling = self.sampling[task.split]
         if isinstance(problem, Problem):
             how = task.seeds, sampling, task.group_seed, task.corruption
@@ -233,6 +245,10 @@ class RolloutRank:
         fault of order shows there."""
         if self.device != "cuda":
             return MEMORY_TAGS
+        from transformers import AutoConfig
+
+        from rlinf_vl.models.loading import DTYPES, weight_shapes
+
         model = self.config.rollout.model
         config = AutoConfig.from_pretrained(self.model_path, trust_remote_code=model.trust_remote_code)
         weights = sum(map(math.prod, weight_shapes(config, self.processor.family, model.trust_remote_code).values()))

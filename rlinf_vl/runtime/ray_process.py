@@ -9,8 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -56,6 +56,17 @@ def own_process(cpu_threads: int | None, device: str) -> None:
         threads = threads_beside(len(os.sched_getaffinity(0)), int(gpus))
     os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # of its children, too
     torch.set_num_threads(threads)
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import without garbage collection: torch and transformers make half a million objects that stay, and to look through them
+    again and again takes a sixth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def freeze_loaded() -> None:

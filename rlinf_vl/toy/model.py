@@ -24,7 +24,6 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils.logging import disable_progress_bar
 
-from rlinf_vl.data.cache import build_once, cache_root, source_version
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.loading import save_model
 from rlinf_vl.toy import files, task
@@ -33,8 +32,6 @@ from rlinf_vl.types import Message
 
 logger = logging.getLogger(__name__)
 
-#: Seed of the checkpoint that the examples start from: an ordinary one among those tried, not the best.
-DEFAULT_SEED = 1
 LEARNING_RATE = 2e-3
 #: Steps over which the learning rate rises at the start and falls to 0 at the end.
 WARMUP_STEPS = 30
@@ -217,7 +214,7 @@ def warm_start(
 
 def build_toy_checkpoint(
     out_dir: str | os.PathLike[str],
-    seed: int = DEFAULT_SEED,
+    seed: int = task.DEFAULT_SEED,
     progress: bool = True,
     *,
     toy: str = "toy",
@@ -252,16 +249,3 @@ def build_toy_checkpoint(
     text = f"# Toy checkpoint\n\n{made_for.summary()}\n\n{made}, {model.num_parameters():,} parameters in float32.\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
     logger.info("%s checkpoint made: %s", toy, made)
-
-
-def toy_checkpoint_path(
-    toy: str = "toy",
-    *,
-    seed: int = DEFAULT_SEED,
-    cache_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True,
-) -> Path:
-    """Folder of a task's checkpoint of a seed, built on first use under `cache_root(cache_dir)`."""
-    version = source_version(*task.toy_of(toy).sources, task.__file__, files.__file__, __file__)
-    target = cache_root(cache_dir) / f"{toy}-{version}" / f"checkpoint-seed{seed}"
-    return build_once(target, lambda folder: build_toy_checkpoint(folder, seed, progress, toy=toy))

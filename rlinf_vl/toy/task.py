@@ -14,6 +14,8 @@ from rlinf_vl.data.cache import build_once, cache_root, source_version
 from rlinf_vl.types import Message
 
 Split = Literal["train", "val"]
+#: Seed of the checkpoint that the examples start from: an ordinary one among those tried, not the best.
+DEFAULT_SEED = 1
 
 
 @dataclass(frozen=True, slots=True)

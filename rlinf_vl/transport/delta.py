@@ -18,8 +18,6 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlinf_vl.transport.sender import ObjectStoreSender, Offer
 
@@ -33,6 +31,10 @@ _BLOCKS = {8: (np.uint8, np.uint16), 16: (np.uint16, np.uint32)}
 
 def local_part(name: str, value: torch.Tensor) -> Part:
     """This rank's part of a weight: each element is in the part of exactly one rank. FSDP2 cuts dimension 0."""
+    # Imported here: whoever receives needs none of it, nor the second that it takes.
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     if not isinstance(value, DTensor):
         return name, value.shape, 0, value.reshape(-1)[: value.numel() if dist.get_rank() == 0 else 0]
     mesh, placements = value.device_mesh, value.placements

@@ -33,8 +33,8 @@ from unit.models.test_delta import ROWS as DELTA_ROWS
 from unit.models.test_delta import by_path
 from unit.models.test_delta import inputs as delta_inputs
 
-from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.mesh import Mesh, join_ranks
+from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.config.schema import ActorConfig
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.engines.torch.sampling import Sampler, uniforms

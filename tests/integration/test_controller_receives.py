@@ -38,7 +38,7 @@ def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch)
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest
-    from rlinf_vl.toy.model import toy_checkpoint_path
+    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
     overrides = [
         "runner.max_steps=1",

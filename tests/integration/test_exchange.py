@@ -119,7 +119,7 @@ def test_a_hundred_steps_leave_nothing_behind(tmp_path, monkeypatch):
     from rlinf_vl.rollout.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest
-    from rlinf_vl.toy.model import toy_checkpoint_path
+    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
     overrides = [
         "runner.max_steps=100",

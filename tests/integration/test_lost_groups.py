@@ -43,7 +43,7 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.rollout.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
-    from rlinf_vl.toy.model import toy_checkpoint_path
+    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
     overrides = [
         "cluster.component_placement={actor: 0, rollout: 0}",

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from tiny import answered
 
-from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.mesh import Mesh, join_ranks
+from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.config import load_config
 from rlinf_vl.controller.mismatch import EngineMismatch, Score, judge, pick
 from rlinf_vl.engines.torch.engine import TorchEngine

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tiny import group, pixels, tiny_collator, tiny_policy
 
-from rlinf_vl.actor.batches import BatchMaker, RankMiniBatch, prefetched
+from rlinf_vl.actor.batches import BatchMaker, prefetched
+from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.config.schema import FsdpConfig, MixedPrecisionConfig
 from rlinf_vl.models.loading import freeze
 from rlinf_vl.models.vision_cache import VisionCache

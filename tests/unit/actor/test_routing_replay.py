@@ -5,8 +5,8 @@ import pytest
 import torch
 from tiny import answered
 
-from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.load import load_trainer
+from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.config import load_config
 from rlinf_vl.engines.make import make_engine
 from rlinf_vl.models.families import family_of

@@ -9,8 +9,8 @@ import torch
 from tiny import group, pixels, tiny_collator, tiny_policy, tiny_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlinf_vl.actor.batches import RankMiniBatch
 from rlinf_vl.actor.loss import micro_batch_loss
+from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.actor.terms import Passes
 from rlinf_vl.algorithms import AGGREGATION_MODES, IMPORTANCE_LEVELS
 from rlinf_vl.config.presets import with_presets

@@ -47,6 +47,9 @@ def test_rows_hold_what_was_sampled(model, run):
     group = replace(tiny.group(rng, [(1, 2), (2, 1)], [3, 5], "train-7-0"), labels=labels)
     group = pickle.loads(pickle.dumps(group))
     store = TrajectoryStore(run, model, IMAGE, 10**9)
+    by_id = TrajectoryStore(run, model, store._tokenizer.token_to_id(IMAGE), 10**9)
+    assert (by_id._image, by_id._image_id) == (store._image, store._image_id)
+    assert TrajectoryStore(run, model, 10**6, 10**9)._image.sub("!", "text") == "text", "no token of this tokenizer"
     store.add(7, "train", group, ((0.5,), (-0.5,)), {1: np.arange(5, dtype=np.float32)})
     store.write(7)
     first, second = rows(run, 7)

@@ -166,6 +166,25 @@ def test_a_run_is_refused_before_its_folder_is_filled(tmp_path, monkeypatch, cap
         doctor.refuse(parse_config("toy-grpo-cpu"))
 
 
+def test_a_run_with_room_for_any_checkpoint_starts_without_a_look_at_its_weights(tmp_path, monkeypatch):
+    """The bound: 12 bytes for each number, of which a byte of the checkpoint has two at most."""
+    from tiny import tiny_model
+
+    tiny_model().save_pretrained(tmp_path)
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    looked = []
+    monkeypatch.setattr(doctor, "_of_weights", lambda *how: looked.append(how) or ())
+    for free, lora, looks in ((24 * size, False, 0), (24 * size - 1, False, 1), (24 * size, True, 1)):
+        monkeypatch.setattr(doctor, "_free", lambda path, free=free: free)
+        overrides = [f"rollout.model.model_path={tmp_path}", f"actor.model.is_lora={lora}"]
+        looked.clear()
+        doctor.refuse(parse_config("toy-grpo-cpu", overrides))
+        assert len(looked) == looks, (free, lora)
+    looked.clear()
+    doctor.refuse(parse_config("toy-grpo-cpu", ["rollout.model.model_path=someone/on-the-hub"]))
+    assert looked, "nothing is known of its size"
+
+
 def test_the_verb(monkeypatch, capsys):
     assert main(["doctor", "toy-grpo-cpu", "runner.max_steps=3"]) == 0
     said = capsys.readouterr().out

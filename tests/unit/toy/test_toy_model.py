@@ -14,6 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from rlinf_vl.toy import drawings as task
 from rlinf_vl.toy import files as toy_files
 from rlinf_vl.toy import model as toy
+from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.toy.task import toy_of
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -236,8 +237,8 @@ def test_checkpoint_path_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Path(folder).mkdir()
 
     monkeypatch.setattr(toy, "build_toy_checkpoint", build)
-    path = toy.toy_checkpoint_path(seed=5, cache_dir=tmp_path, progress=False)
-    assert path == toy.toy_checkpoint_path(seed=5, cache_dir=tmp_path)
+    path = toy_checkpoint_path(seed=5, cache_dir=tmp_path, progress=False)
+    assert path == toy_checkpoint_path(seed=5, cache_dir=tmp_path)
     assert path.is_dir() and built == [("toy", 5, False)]
 
 
