@@ -2,6 +2,7 @@
 
 import copy
 import io
+import time
 from functools import partial
 
 import numpy as np
@@ -137,3 +138,14 @@ def engine_of(toy, **settings):
     return SglangEngine(
         Settings(model_path=toy.path, **made), toy.family, banned=toy.banned, pixels=toy.pixels, request_timeout_s=120
     )
+
+
+def drawing(engine, samples, timeout_s=60):
+    """Wait until SGLang draws so many samples."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        (load,) = engine.host.manager.load_snapshot_reader.read_all()
+        if load.num_running_reqs >= samples:
+            return
+        time.sleep(0.01)
+    raise AssertionError("SGLang does not draw")

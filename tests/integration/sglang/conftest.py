@@ -3,8 +3,11 @@ minute, and a gigabyte per process."""
 
 import importlib.util
 
+import numpy as np
 import pytest
 from sglang_toy import Toy, engine_of
+
+from rlinf_vl.engines.sglang.messages import BAN
 
 
 def pytest_collection_modifyitems(items):
@@ -34,3 +37,15 @@ def engine(running, toy):
     yield running
     if running.version and running.host.end is None:
         running.load_weights([toy.weights()], version=0)
+
+
+@pytest.fixture
+def endless(running, toy, monkeypatch):
+    """No sample ends before its length: an end id, at which SGLang stops whatever a request says, is banned as images' ids are."""
+    banned = toy.banned.copy()
+    banned[list(toy.processor.stop_ids)] = True
+    monkeypatch.setattr(toy, "banned", banned)
+    bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), BAN)
+    monkeypatch.setattr(running.requests, "bans", bans)
+    yield
+    running.resume()

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from sglang_toy import drawing
 
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.engines.make import warm_up
@@ -148,13 +149,12 @@ def test_some_values_of_weights_are_written_over(engine, toy, part):
     assert moved > 0.01
 
 
-def test_weights_change_in_the_middle_of_a_generation(engine, toy):
+def test_weights_change_in_the_middle_of_a_generation(engine, toy, endless):
     """Each token carries the weights that sampled it, and the old weights' cache serves no later request."""
     requests = [toy.request(1, 8, seed=s, max_new_tokens=400, stop_ids=()) for s in range(2)]
     other, changed = toy.perturbed("language_model")
     futures = engine.submit(requests)
-    time.sleep(0.5)
-    assert not any(f.done() for f in futures)
+    drawing(engine, 4)
     engine.load_weights([changed], version=4)
     after = engine.submit([toy.request(1, 2, seed=0)])[0].result(60)
     spans = [s.versions for f in futures for s in f.result(120).samples]
@@ -218,14 +218,14 @@ def test_release_and_restore_memory(engine, toy, caplog):
     np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample), atol=TOLERANCE)
 
 
-def test_timeout_and_cancellation_abort(engine, toy, monkeypatch):
+def test_timeout_and_cancellation_abort(engine, toy, monkeypatch, endless):
     monkeypatch.setattr(engine.requests, "timeout_s", 0.1)
     timed = engine.submit([toy.request(1, 16, max_new_tokens=450)])[0]
     with pytest.raises(TimeoutError, match="0.1 s"):
         timed.result(30)
     monkeypatch.setattr(engine.requests, "timeout_s", 60)
     cancelled = engine.submit([toy.request(1, 16, max_new_tokens=450)])[0]
-    time.sleep(0.3)
+    drawing(engine, 4)
     assert cancelled.cancel()
     engine.release_memory()  # waits until SGLang is idle, and fails if it never is
     engine.restore_memory()

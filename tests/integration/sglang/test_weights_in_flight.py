@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from sglang_toy import drawing
 
-from rlinf_vl.engines.sglang.messages import BAN
 from rlinf_vl.types import Request
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("endless")]
 TOLERANCE = 1e-4
 
 
@@ -21,29 +21,6 @@ def versions(toy):
     _, one = toy.perturbed("language_model", scale=0.1)
     two = toy.perturbed("language_model", scale=0.1, seed=4)[1] | toy.perturbed("visual", scale=0.5)[1]
     return [one, two], [toy.model, toy.with_weights(one), toy.with_weights(one | two)]
-
-
-@pytest.fixture(autouse=True)
-def endless(running, toy, monkeypatch):
-    """No sample ends before its length: an end id, at which SGLang stops whatever a request says, is banned as images' ids are."""
-    banned = toy.banned.copy()
-    banned[list(toy.processor.stop_ids)] = True
-    monkeypatch.setattr(toy, "banned", banned)
-    bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), BAN)
-    monkeypatch.setattr(running.requests, "bans", bans)
-    yield
-    running.resume()
-
-
-def drawing(engine, samples, timeout_s=60):
-    """Wait until SGLang draws so many samples."""
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
-        (load,) = engine.host.manager.load_snapshot_reader.read_all()
-        if load.num_running_reqs >= samples:
-            return
-        time.sleep(0.01)
-    raise AssertionError("SGLang does not draw")
 
 
 def explained(toy, models, request, sample):
