@@ -46,7 +46,7 @@ def rollout(
         dropped = [summary for _, (summary, _) in drawn.dropped]
         tasks, results = map(list, zip(*drawn.kept, strict=True))
         n = len(tasks)
-        if ahead.version == step - 1:
+        if ahead.way.version == step - 1:
             tasks += guard.anew(step, tasks, [summary for summary, _ in results])
         results += pool.submit(tasks[n:]).results() if tasks[n:] else []
         while True:

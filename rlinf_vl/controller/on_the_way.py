@@ -1,0 +1,119 @@
+"""Groups on their way: asked for, and not yet trained. `Ahead` says how many, and which of them a step takes."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import ray
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.draw import make_tasks
+from rlinf_vl.controller.parts import Pool
+from rlinf_vl.controller.run_data import RunData
+from rlinf_vl.data.corruption import corruption_at
+from rlinf_vl.rollout.submission import Event, Resent, Submission, Task
+from rlinf_vl.types import GroupSummary
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A group that was asked for, and is not trained yet."""
+
+    task: Task
+    label: tuple[int, int]  # the step and the number in its id
+    epoch: int
+    version: int  # that engines had then
+    result: tuple[GroupSummary, ray.ObjectRef] | None = None
+
+    @property
+    def oldest(self) -> int:
+        """The version of the oldest weights that its tokens are from, or can be."""
+        sampled = self.result[0].min_version if self.result else -1
+        return sampled if sampled >= 0 else self.version
+
+
+class OnTheWay:
+    """
+    Attributes:
+        version: that of the engines' weights.
+        asked: by id, the groups asked for that nobody has taken; `flying`: those of them that are under way.
+        idle: seconds since somebody set it to 0 in which no group was under way.
+    """
+
+    def __init__(self, config: Config, pool: Pool, data: RunData) -> None:
+        self.version = 0
+        self.asked: dict[str, Asked] = {}
+        self.flying: dict[str, Asked] = {}
+        self.idle = 0.0
+        self._config = config
+        self._pool = pool
+        self._data = data
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._submissions: list[Submission] = []
+        self._next_label = (0, 0)
+
+    def ask_again(self, open: Sequence[Sequence[int]]) -> None:
+        """Ask for the groups that a checkpoint says were open: (step and number of its id, row, epoch) of each."""
+        asked = []
+        for step, number, row, epoch in open:
+            asked += self._make(step, number, [row], epoch)
+            self._next_label = max(self._next_label, (step, number + 1))
+        self._submit(asked)
+
+    def ask(self, step: int, n: int) -> None:
+        """Ask for groups of the next `n` rows, in the name of this step."""
+        if n > 0:
+            epoch, rows = self._data.sampler.next_rows(n)
+            first = self._next_label[1] if self._next_label[0] == step else 0
+            self._next_label = step, first + n
+            self._submit(self._make(step, first, rows, epoch))
+
+    def _make(self, step: int, first: int, rows: Sequence[int], epoch: int) -> list[Asked]:
+        algorithm, seed = self._config.algorithm, self._config.runner.seed
+        corruption = corruption_at(algorithm.image_corruption, step / self._data.total_steps)
+        tasks = make_tasks("train", rows, algorithm.group_size, seed, step, corruption, first)
+        return [Asked(task, (step, k), epoch, self.version) for k, task in enumerate(tasks, first)]
+
+    def _submit(self, asked: Sequence[Asked]) -> None:
+        if asked:
+            self.asked |= {one.task.group_id: one for one in asked}
+            self.flying |= {one.task.group_id: one for one in asked}
+            ended = [s.ended for s in self._submissions if s.ended is not None]
+            if ended and len(ended) == len(self._submissions):
+                self.idle += time.monotonic() - max(ended)
+            self._submissions = [s for s in self._submissions if s.ended is None]
+            self._submissions.append(self._pool.submit([one.task for one in asked], self._events))
+
+    def receive(self) -> None:
+        """Wait a moment for a group, and note it."""
+        for event in self._submissions[-1].wait():
+            if isinstance(event, Resent):
+                for group_id in event.group_ids & self.asked.keys():
+                    self.asked[group_id].result = None
+                    self.flying[group_id] = self.asked[group_id]
+            elif isinstance(event, tuple):
+                if asked := self.asked.get(event[0].id):
+                    asked.result = event
+                    self.flying.pop(event[0].id, None)
+                else:  # it was dropped, or is trained and came again
+                    self._pool.release([event[0]])
+
+    def receive_all(self) -> None:
+        """Note what has come, without waiting."""
+        while not self._events.empty():
+            self.receive()
+
+    def drop(self, groups: Iterable[Asked]) -> None:
+        """Take no more interest in these groups, and release those that have come."""
+        groups = list(groups)
+        for asked in groups:
+            del self.asked[asked.task.group_id]
+            self.flying.pop(asked.task.group_id, None)
+        self._pool.release([asked.result[0] for asked in groups if asked.result])
+
+    def close(self) -> None:
+        """Abandon what is under way, and release what has come."""
+        for submission in self._submissions:
+            submission.close()
+        self.drop(self.asked.values())
