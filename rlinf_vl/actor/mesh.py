@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from rlinf_vl.models.families import submodules
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import is_quantized
 from rlinf_vl.models.policy import PolicyModel, is_trained
-from rlinf_vl.transport.rendezvous import Store
+from rlinf_vl.transport.rendezvous import TIMEOUT, Store
 
 #: Parameters up to which a model is one FSDP unit: gathering it at once takes less memory than anything else, and less time than a
 #: round trip for each block.
@@ -36,7 +35,7 @@ def join_ranks(device: str, rank: int = 0, size: int = 1, store: Store | None = 
         store=store or dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=size,
-        timeout=timedelta(minutes=30),
+        timeout=TIMEOUT,
     )
 
 

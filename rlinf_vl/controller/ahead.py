@@ -59,10 +59,7 @@ class Ahead:
         """Wait for the groups that this step trains on, and ask for those of later ones."""
         size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling
         self.way.receive_all()
-        level = {
-            "schedule/finished": len(self.way.asked) - len(self.way.flying),
-            "schedule/under_way": len(self.way.flying),
-        }
+        level = {"schedule/finished": self.way.finished, "schedule/under_way": len(self.way.flying)}
         self.way.ask(step, self._wanted_before(step))
         rounds, tied = 1, list[Asked]()
         while (chosen := self._choose(step, tied, last_round=rounds >= dynamic.max_rounds)) is None:
@@ -145,7 +142,7 @@ class Ahead:
         room = self._room(step, 1)
         if self._schedule == "async":
             return room
-        return min(room, self._config.data.rollout_batch_size - (len(self.way.asked) - len(self.way.flying)))
+        return min(room, self._config.data.rollout_batch_size - self.way.finished)
 
     def _room(self, step: int, drawn: int) -> int:
         """How many more groups can be trained in time, and before the run ends; `drawn`: 1 if this step has its own, else 0."""
@@ -158,7 +155,7 @@ class Ahead:
         fill up what lacks."""
         size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling.enable
         flying = self.way.flying.values()
-        if flying and (self._schedule == "sync" or len(self.way.asked) - len(flying) < size):
+        if flying and (self._schedule == "sync" or self.way.finished < size):
             return None  # it is asked for every group that comes: this must not look at all of them
         if dynamic:
             found = [asked for asked in self.way.asked.values() if asked.result and ties(asked.result[0])]

@@ -53,6 +53,11 @@ class OnTheWay:
         self._submissions: list[Submission] = []
         self._next_label = (0, 0)
 
+    @property
+    def finished(self) -> int:
+        """How many of `asked` have come."""
+        return len(self.asked) - len(self.flying)
+
     def ask_again(self, open: Sequence[Sequence[int]]) -> None:
         """Ask for the groups that a checkpoint says were open: (step and number of its id, row, epoch) of each."""
         asked = []

@@ -48,4 +48,5 @@ def endless(running, toy, monkeypatch):
     bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), BAN)
     monkeypatch.setattr(running.requests, "bans", bans)
     yield
-    running.resume()
+    if running.host.end is None:
+        running.resume()

@@ -155,6 +155,7 @@ def test_weights_change_in_the_middle_of_a_generation(engine, toy, endless):
     other, changed = toy.perturbed("language_model")
     futures = engine.submit(requests)
     drawing(engine, 4)
+    assert not any(f.done() for f in futures)
     engine.load_weights([changed], version=4)
     after = engine.submit([toy.request(1, 2, seed=0)])[0].result(60)
     spans = [s.versions for f in futures for s in f.result(120).samples]
@@ -339,11 +340,11 @@ def test_a_stopped_scheduler_is_not_alive(running):
     assert running.alive()
 
 
-def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(running, toy):
+def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(running, toy, endless):
     """The last test: the engine does not survive it."""
     pids = running.host.processes.pids
     futures = running.submit([toy.request(1, 8, seed=s, max_new_tokens=450) for s in range(8)])
-    time.sleep(0.5)
+    drawing(running, 4)
     scheduler = next(p for p in pids if "scheduler" in " ".join(psutil.Process(p).cmdline()))
     os.kill(scheduler, signal.SIGKILL)
     start = time.monotonic()
