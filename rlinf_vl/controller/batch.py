@@ -54,7 +54,7 @@ def rollout(
             summaries = scored[:n]
             generated = summaries + dropped
             check_errors(generated, log)
-            plan = plan_of(summaries, config, learner)
+            plan = plan_of(step, summaries, config, learner)
             to_score = guard.plan(step, scored)
             lost = learner.fetch_groups([*plan.minibatches, *to_score], groups)
             if not lost:
@@ -67,11 +67,12 @@ def rollout(
     return Rollout(summaries, groups[:n], plan, scored, to_score, metrics, generated, drawn.ledger)
 
 
-def plan_of(summaries: Sequence[GroupSummary], config: Config, learner: Learner) -> StepPlan:
+def plan_of(step: int, summaries: Sequence[GroupSummary], config: Config, learner: Learner) -> StepPlan:
     runner = config.runner
     return plan_step(
         summaries,
         config.algorithm,
+        shuffle_key=f"minibatches {runner.seed} {step}",
         ranks=learner.data_size,
         budget=runner.max_tokens_per_mbs,
         micro_batch_size=None if runner.enable_dynamic_batch_size else config.actor.micro_batch_size,

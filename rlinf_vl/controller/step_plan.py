@@ -1,5 +1,6 @@
 """From a rollout's summaries to what each rank trains: a pure function of numbers, no tokens and no tensors on devices."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -140,6 +141,20 @@ def item_of(group: int, index: int, summary: GroupSummary) -> Item:
     return Item(group, index, prompt, summary.tokens[index] - prompt, summary.response_tokens[index], summary.patches)
 
 
+def minibatch_groups(n_groups: int, n_minibatches: int, shuffle_key: str | None) -> list[np.ndarray]:
+    """Return the group numbers of each mini-batch, int64 arrays of about equal length.
+
+    Groups come sorted by the step that requested them. Split in that order, the first optimizer step would get all stale
+    groups, which are the long ones, too. So they are shuffled, with `shuffle_key` as the seed: the same key gives the same
+    split, in a resumed run as well. None keeps their order.
+    """
+    groups = np.arange(n_groups)
+    if n_minibatches > 1 and shuffle_key is not None:
+        seed = int.from_bytes(hashlib.blake2b(shuffle_key.encode(), digest_size=8).digest(), "little")
+        groups = np.random.default_rng(seed).permutation(n_groups)
+    return [np.sort(minibatch) for minibatch in np.array_split(groups, n_minibatches)]
+
+
 def plan_step(
     summaries: Sequence[GroupSummary],
     algorithm: AlgorithmConfig,
@@ -150,18 +165,19 @@ def plan_step(
     share_prompts: bool = True,
     prices: Prices = Prices(),  # noqa: B008 (frozen)
     estimator: Estimator | None = None,
+    shuffle_key: str | None = None,
 ) -> StepPlan:
     """Split a rollout into mini-batches of whole groups, and each into micro-batches for every rank.
 
     The loss denominators are global: all response tokens of the mini-batch for `token-mean`, all its sequences for the
-    `seq-*` modes, trajectories or their turns (times max_new_tokens for `seq-mean-token-sum-norm`). `share_prompts` and `prices` are
-    `plan_micro_batches`', `estimator` is `advantages_of`'s. With a KL in the reward, the advantages are not yet those to train on
-    (`with_kl`).
+    `seq-*` modes, trajectories or their turns (times max_new_tokens for `seq-mean-token-sum-norm`). `shuffle_key` is
+    `minibatch_groups`', `share_prompts` and `prices` are `plan_micro_batches`', `estimator` is `advantages_of`'s.
+    With a KL in the reward, the advantages are not yet those to train on (`with_kl`).
     """
     minibatches, plans = [], []
-    for part in np.array_split(np.arange(len(summaries)), algorithm.n_minibatches):
+    for groups in minibatch_groups(len(summaries), algorithm.n_minibatches, shuffle_key):
         items = [
-            item_of(int(g), i, summaries[g]) for g in part for i in trainable(summaries[g], algorithm.overlong.filter)
+            item_of(int(g), i, summaries[g]) for g in groups for i in trainable(summaries[g], algorithm.overlong.filter)
         ]
         plan = plan_micro_batches(
             items, ranks=ranks, budget=budget, size=micro_batch_size, share_prompts=share_prompts, prices=prices

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from rlinf_vl.config.presets import with_presets
@@ -128,6 +129,43 @@ def test_minibatches_hold_whole_groups_and_everything_once():
         assert len({len(mini.micro_batches) for mini in ranks}) == 1
         seen += [(item.group, item.index) for item in items]
     assert sorted(seen) == [(g, i) for g in range(4) for i in range(3) if (g, i) not in {(2, 1), (3, 2)}]
+
+
+def stale_and_fresh(n_stale, n_fresh):
+    """Groups sorted as a step has them: the carried-over ones, old and long, before the fresh ones."""
+    stale = [replace(summary(f"old{i}", [1.0, 0.0], [30, 30]), min_version=0) for i in range(n_stale)]
+    fresh = [replace(summary(f"new{i}", [1.0, 0.0], [3, 3]), min_version=4) for i in range(n_fresh)]
+    return stale + fresh
+
+
+def versions_by_minibatch(groups, step):
+    versions = []
+    for ranks in step.minibatches:
+        items = [item for mini in ranks for micro in mini.micro_batches for item in micro]
+        versions.append([groups[item.group].min_version for item in items])
+    return versions
+
+
+def test_each_optimizer_step_has_its_share_of_the_carried_over_groups():
+    groups = stale_and_fresh(16, 48)
+    shares = np.zeros(4)
+    for step_number in range(50):
+        step = plan(groups, n_minibatches=4, budget=400, shuffle_key=f"minibatches 1 {step_number}")
+        shares += [np.mean(np.equal(versions, 0)) for versions in versions_by_minibatch(groups, step)]
+    # 1/4 of all groups are stale. The standard error of a mini-batch's mean share over 50 shuffles is 0.014.
+    np.testing.assert_allclose(shares / 50, 0.25, atol=0.06)
+
+
+def test_the_shuffle_of_minibatches_is_the_steps_own_and_repeatable():
+    groups = stale_and_fresh(16, 48)
+    first, again, next_step = (
+        plan(groups, n_minibatches=4, budget=400, shuffle_key=key).minibatches for key in ("1 7", "1 7", "1 8")
+    )
+    assert first == again != next_step
+    trained = {item.group for ranks in first for mini in ranks for micro in mini.micro_batches for item in micro}
+    assert trained == set(range(64))
+    whole = plan(groups, budget=400, shuffle_key="1 7").minibatches
+    assert whole == plan(groups, budget=400).minibatches  # one mini-batch has nothing to shuffle
 
 
 def test_a_step_where_a_minibatch_has_nothing_to_train():
