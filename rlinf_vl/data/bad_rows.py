@@ -41,6 +41,7 @@ def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
     """
     errors = [error for summary in summaries for error in summary.errors]
     faults = [error for error in errors if error and _is_fault(error)]
+    faults += [fault for summary in summaries for fault in summary.penalized]
     if not faults:
         return None
     line = f"{len(faults)} of {len(errors)} trajectories failed, by no fault of their rows: {_frequent(faults)}"

@@ -91,20 +91,22 @@ _COMBINE: dict[str, Callable[[Any, Any], Scalar]] = {
 def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict[str, float]:
     """The reward, rollout and data metrics of one batch of groups, generated in `seconds`.
 
-    docs/metrics.md defines them. Trajectories with an error count in `rollout/errors`, tokens per second, weight versions and
-    bytes; the other metrics are over those without. What has nothing to be computed from (no groups, no versions, no time) is
-    left out.
+    docs/metrics.md defines them. Trajectories with an error count in `rollout/errors`, tokens per second, weight
+    versions and bytes; the other metrics are over those without, penalized ones included. What has nothing to be
+    computed from (no groups, no versions, no time) is left out.
     """
     kept = [(s, i) for s in summaries for i, error in enumerate(s.errors) if error is None]
     rewards_of = [{s.rewards[i] for i, error in enumerate(s.errors) if error is None} for s in summaries]
     images = {name: size for s in summaries for name, size in s.image_bytes.items()}
     kinds = [error.partition(": ")[0] for s in summaries for error in s.errors if error is not None]
+    penalized = sum(len(s.penalized) for s in summaries)
     metrics: dict[str, float] = {
         "reward/zero_std_groups": sum(len(rewards) == 1 for rewards in rewards_of),
         "reward/ungradable": sum(s.ungradable for s in summaries),
-        "rollout/errors": len(kinds),
+        "rollout/errors": len(kinds) + penalized,
         "rollout/engine_errors": kinds.count(ENGINE_FAULT),
-        "rollout/env_errors": kinds.count(ENVIRONMENT_FAULT),
+        "rollout/env_errors": kinds.count(ENVIRONMENT_FAULT) + penalized,
+        "rollout/penalized": penalized,
         "rollout/empty": sum(s.response_tokens[i] == 0 for s, i in kept),
         "data/object_store_bytes": sum(s.object_bytes for s in summaries),
         "data/unique_bytes": sum(s.array_bytes for s in summaries) + sum(images.values()),

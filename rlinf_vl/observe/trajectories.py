@@ -140,7 +140,7 @@ class TrajectoryStore:
             "metrics": json.dumps(t.metrics),
             "correct": None if t.error else t.correct,
             "corrupted": t.corrupted,
-            "error": t.error,
+            "error": t.error or t.penalized or None,
             "finish_reason": t.status,
             "weight_versions": arrays.pop("versions", np.zeros(0, np.int32)),
         } | arrays

@@ -70,6 +70,7 @@ class Played:
     ungraded: str = ""  # why there is no verdict on it
     left: str | None = None  # the answer that the environment leaves to the run's reward functions
     fault: str | None = None  # "kind: reason" why it failed
+    penalized: bool = False  # it failed, and is trained on with the least reward
 
     def add(self, request: Request, sample: Sample, processor: Processor, piece: bool = False) -> None:
         """Add an answer, or a further piece of the last. Where its prompt goes on from the last sequence, so does that; otherwise
@@ -130,8 +131,16 @@ class Played:
         self.parts |= score.parts | ({UNGRADABLE: float(len(score.ungraded))} if score.ungraded else {})
         self.correct, self.ungraded = score.correct, "; ".join(score.ungraded)
 
-    def trajectory(self, logprobs: bool) -> Trajectory:
+    def trajectory(self, logprobs: bool, reward_min: float) -> Trajectory:
+        """Return the finished trajectory; `reward_min` is the reward of one that is penalized."""
         sequences = tuple(s if logprobs else replace(s, logprobs=None) for s in self.sequences)
+        if self.fault is not None and self.penalized:
+            # What its turns have earned is forfeit: the last one carries the whole reward.
+            rewards = [0.0] * (len(self.turns) - 1) + [reward_min]
+            turns = tuple(replace(turn, reward=reward) for turn, reward in zip(self.turns, rewards, strict=True))
+            return Trajectory(
+                sequences, turns, reward_min, {}, "error", metrics=self.metrics, cuts=self.cuts, penalized=self.fault
+            )
         if self.fault is not None:
             return Trajectory(sequences, tuple(self.turns), 0.0, {}, "error", False, self.fault, cuts=self.cuts)
         reward = sum(turn.reward for turn in self.turns)

@@ -56,13 +56,14 @@ class Player:
     Attributes:
         make_env: (problem, seed, group_seed) → a new environment.
         seq_length: most tokens of an episode; `max_prompt_length`: most tokens that it may begin with.
-        reward_min: reward of a response that can't be graded.
+        reward_min: reward of an episode whose response can't be graded, or that is penalized.
         score: the scores of a group's answers to a problem, of those that environments leave to the run's reward functions.
         return_logprobs: whether trajectories have the engine's logprobs.
         max_turns: most answers of an episode.
         max_concurrent: most episodes under way; a group that starts takes places for all its members at once.
         turn_timeout_s, episode_timeout_s: for a call of an environment, and for an episode from its start to its end.
         alive_timeout_s, thought_budget: of `Answers`.
+        penalize_faults: whether an episode whose environment failed is trained on, with `reward_min`, or masked (`rollout.faults`).
         overlong: what becomes of a prompt beyond `max_prompt_length`, and of an observation that leaves no room: `data.overlong`.
     """
 
@@ -81,6 +82,7 @@ class Player:
     episode_timeout_s: float | None = None
     thought_budget: ThoughtBudget | None = None
     overlong: str = "drop"
+    penalize_faults: bool = False
     score: Callable[[Problem, Sequence[Answer]], Awaitable[Sequence[Score]]] | None = None
 
     @cached_property
@@ -173,7 +175,7 @@ class Player:
             for running in (*plays, *opening.answers):
                 running.cancel()
             await asyncio.gather(*plays, return_exceptions=True)
-        trajectories = [p.trajectory(self.return_logprobs) for p in played]
+        trajectories = [p.trajectory(self.return_logprobs, self.reward_min) for p in played]
         pairs = zip(opening.episodes, trajectories, strict=True)
         trajectories = [episode.shown.undone(t) if episode.shown else t for episode, t in pairs]
         sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
@@ -221,6 +223,8 @@ class Player:
                 error = self._fault(opening.problem, f"did not answer within {self.calls.timeout_s:g} s")
             log.warning("%s: %s", opening.problem.id, described(error))
             played.fault = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
+            environment_failed = played.fault.startswith(f"{ENVIRONMENT_FAULT}: ")
+            played.penalized = self.penalize_faults and environment_failed and bool(played.turns)
         finally:
             await self._end(episode)
         return played
@@ -346,7 +350,9 @@ class Player:
             return await episode.stage.ask("step", answer, heard)
         except GradingError as error:
             log.info("%s: no verdict, so the answer is wrong: %s", problem.id, error)
-            return heard(StepResult((), self.reward_min, True, {"reward_parts": {UNGRADABLE: 1.0}}))
+            # The episode is worth `reward_min` in all, whatever its earlier turns were paid.
+            paid = sum(turn.reward for turn in played.turns[:-1])
+            return heard(StepResult((), self.reward_min - paid, True, {"reward_parts": {UNGRADABLE: 1.0}}))
         except (RolloutFault, CallTimeout):
             raise
         except Exception as error:

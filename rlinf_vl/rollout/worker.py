@@ -90,6 +90,7 @@ class RolloutRank:
             turn_timeout_s=config.rollout.turn_timeout,
             episode_timeout_s=config.rollout.episode_timeout,
             overlong=config.data.overlong,
+            penalize_faults=config.rollout.faults == "penalize",
             score=scorer,
             thought_budget=ThoughtBudget(self.renderer, thinking.budget) if thinking.budget else None,
         )

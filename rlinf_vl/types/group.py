@@ -103,7 +103,9 @@ class Group:
                 places = tuple((number[image.hash], grid) for image, grid in sequence.images)
                 sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
             turns = tuple(map(astuple, t.turns))
-            facts = t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics, t.cuts, t.corrupted, t.ungraded
+            facts = (
+                t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics, t.cuts, t.corrupted, t.ungraded, t.penalized
+            )  # fmt: skip
             rows.append((sequences, turns, *facts))
         buffer = np.concatenate(
             [np.zeros(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in self._arrays())]
@@ -184,6 +186,7 @@ class GroupSummary:
     corrupted: tuple[bool, ...] = ()  # `Trajectory.corrupted` of each
     version_tokens: dict[int, int] = field(default_factory=dict)  # sampled tokens by the version of their weights
     parts: tuple[dict[str, float], ...] = ()  # `Trajectory.reward_parts` of each, but for `UNGRADABLE`
+    penalized: tuple[str, ...] = ()  # `Trajectory.penalized` of those that have one
 
     @classmethod
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
@@ -221,6 +224,7 @@ class GroupSummary:
             turn_thoughts=tuple(t.turn_thoughts for t in group.trajectories),
             cuts=tuple(t.cuts for t in group.trajectories),
             corrupted=tuple(t.corrupted for t in group.trajectories),
+            penalized=tuple(t.penalized for t in group.trajectories if t.penalized),
             parts=tuple(
                 {name: part for name, part in t.reward_parts.items() if name != UNGRADABLE} for t in group.trajectories
             ),

@@ -130,6 +130,9 @@ class Trajectory:
     #: the images as they are, on which it is trained; their logprobs are those that it was sampled with.
     corrupted: bool = False
     ungraded: str = ""  # why reward functions came to no verdict on its answer, and score it 0
+    #: "environment: reason" if its environment failed and it is trained on with the least reward (`rollout.faults: penalize`);
+    #: `error` is None then.
+    penalized: str = ""
 
     def __post_init__(self) -> None:
         for turn in self.turns:

@@ -84,3 +84,8 @@ class RolloutConfig:
     """Seconds that an environment has for one call (start, step, close). One that takes longer is an error of its trajectory."""
     episode_timeout: float | None = key(None, POSITIVE)
     """Seconds that an episode may take, waiting for the engine included; one that takes longer is an error. null: no limit."""
+    faults: str = key("mask", ("mask", "penalize"))
+    """What a trajectory counts whose environment failed or ran out of time. mask: it is left out, also of its group's baseline.
+    Longer episodes fail more often, so this favours short ones. penalize: it gets reward.reward_min_val and is trained on
+    with the turns that it has, so the policy learns to avoid what fails, its own doing or not. Faults of the engine, of rows
+    and of reward functions are always masked."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from episodes import encoded, picture, said
 
+from rlinf_vl.controller.step_plan import trainable
 from rlinf_vl.data.bad_rows import BadRows, NoVerdicts, TooManyFaults, check_faults, no_verdicts
 from rlinf_vl.data.corruption import Corruption
 from rlinf_vl.data.unusable import ImageError, RowError
@@ -293,6 +294,70 @@ def test_a_failure_in_a_later_turn_leaves_what_was_sampled(processor, env_class)
     (trajectory,) = group.trajectories
     assert summary.errors == ("engine: OSError: gone",) and trajectory.reward == 0.0 and trajectory.status == "error"
     assert len(trajectory.turns) == 1 and trajectory.sequences[0].loss_mask.any() and closed_once(env_class, 1)
+
+
+def test_an_answer_without_a_verdict_after_a_paid_turn_is_worth_the_least_reward_once(processor, env_class):
+    """A tool environment pays reward_min for a call, so that the episode is worth that until it answers."""
+    env_class.script = (StepResult((said("42"),), -0.5, False), GradingTimeout("no verdict in 0.5 s"))
+    _, summary = play(player_of(processor, Scripted(processor, ["call", "18"]), env_class))
+    assert summary.turn_rewards == ((-0.5, 0.0),) and summary.rewards == (-0.5,)
+    env_class.script = (StepResult((said("42"),), 0.25, False), GradingTimeout("no verdict in 0.5 s"))
+    _, summary = play(player_of(processor, Scripted(processor, ["call", "18"]), env_class))
+    assert summary.turn_rewards == ((0.25, -0.75),) and summary.rewards == (-0.5,)
+
+
+@pytest.mark.parametrize("fault", [OSError("the simulator crashed"), "slow"])
+def test_faults_of_environments_can_be_penalized(processor, env_class, fault):
+    """Two turns were answered when the environment fails. Masked, the trajectory is in no average and not trained on."""
+    env_class.script = (StepResult((said("go on"),), 0.5, False), fault)
+    if fault == "slow":
+        step = env_class.step
+
+        def slow_step(self, response):
+            result = step(self, response)
+            if result == "slow":
+                threading.Event().wait(2)
+            return result
+
+        env_class.step = slow_step
+    for penalize in (False, True):
+        player = player_of(
+            processor, Scripted(processor, ["What", "x"]), env_class, penalize_faults=penalize, turn_timeout_s=0.3
+        )
+        group, summary = play(player, 2)
+        metrics = summarize_rollout([summary], 1.0)
+        assert metrics["rollout/errors"] == metrics["rollout/env_errors"] == 2
+        assert metrics["rollout/penalized"] == 2 * penalize
+        assert trainable(summary) == ([0, 1] if penalize else [])
+        with pytest.raises(TooManyFaults, match="2 of 2 trajectories failed"):
+            check_faults([summary])
+        if penalize:
+            assert summary.rewards == (-0.5, -0.5) and summary.turn_rewards == ((0.0, -0.5),) * 2
+            assert summary.errors == (None, None) and summary.correct == (False, False)
+            assert metrics["reward/mean"] == -0.5 and summary.statuses == ("error",) * 2
+            assert all(reason.startswith("environment: 'scripted' ") for reason in summary.penalized)
+            assert [t.penalized for t in pickle.loads(pickle.dumps(group)).trajectories] == list(summary.penalized)
+        else:
+            assert all(error.startswith("environment: 'scripted' ") for error in summary.errors)
+
+
+@pytest.mark.parametrize("case", ["start", "engine", "reward function"])
+def test_faults_that_no_answer_led_to_are_masked_even_where_faults_are_penalized(processor, env_class, case):
+    engine = Scripted(processor)
+    if case == "start":
+        env_class.start = lambda self, problem: 1 / 0
+    elif case == "engine":
+        env_class.script = (StepResult((said("go on"),), 0.5, False),) * 2
+        engine = Scripted(processor, ["What", OSError("gone")])
+    else:
+        env_class.script = (StepResult((), 0.0, True, {"answer": "18"}),)
+
+    async def failing_score(problem, answers):
+        return [Score(0.0, {}, False, fault="raised KeyError") for _ in answers]
+
+    player = player_of(processor, engine, env_class, penalize_faults=True, score=failing_score)
+    _, summary = play(player)
+    assert summary.errors[0] is not None and summary.penalized == () and trainable(summary) == []
 
 
 @pytest.mark.parametrize("fails", [None, "make", "start", "step", "close"])
