@@ -1,6 +1,7 @@
 """A run's files of JSON lines: one line for each step, of which a resumed run drops the later ones; and the log of events."""
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -51,11 +52,13 @@ class EventLog:
     def __init__(self, run_dir: str | Path) -> None:
         self._file = LineFile(Path(run_dir) / "events.jsonl")
         self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()  # the controller's thread and the supervisor's both add events
 
     def add(self, step: int, kind: str, message: str, level: int = logging.WARNING) -> None:
         """Log an event at `level` and write it down; `summary` counts events by `kind`."""
         logger.log(level, "step %d: %s", step, message)
-        self._counts[kind] += 1
+        with self._lock:
+            self._counts[kind] += 1
         self._file.append({"time": round(time.time(), 3), "step": step, "kind": kind, "message": message})
 
     def count(self, kind: str) -> int:
@@ -63,4 +66,6 @@ class EventLog:
         return self._counts[kind]
 
     def summary(self) -> str:
-        return ", ".join(f"{n} × {kind.replace('_', ' ')}" for kind, n in sorted(self._counts.items()))
+        with self._lock:
+            counts = sorted(self._counts.items())
+        return ", ".join(f"{n} × {kind.replace('_', ' ')}" for kind, n in counts)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,34 +87,41 @@ def _append(path: Path, lines: Sequence[str], durable: bool) -> None:
 
 class LineFile:
     """A file of JSON lines whose writer goes on while the disk is full or away: lines that can't be written are kept, and
-    written before the next ones. The first of each such time is a warning."""
+    written before the next ones. The first of each such time is a warning. Threads may share it: each line is written once.
+    """
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
         """`durable`: lines are on the disk when `append` returns, or kept."""
         self.path = path
         self._durable = durable
+        # Between writing the kept lines and clearing them, another thread's line would be lost or written twice.
+        self._lock = threading.RLock()
         self._kept: list[str] = []
         self._replaces = False  # the file's content is to be replaced by the lines that are kept
         self._failed = False  # the last time
 
     def append(self, *rows: Mapping[str, Any]) -> None:
         """As `append_lines`, without OSError."""
-        self._kept += [_line(row) for row in rows]
-        self._try(f"{len(self._kept)} line(s) are kept until it can")
+        lines = [_line(row) for row in rows]
+        with self._lock:
+            self._kept += lines
+            self._try(f"{len(self._kept)} line(s) are kept until it can")
 
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Make these the only rows of the file, which may not be there."""
-        self._kept, self._replaces = [_line(row) for row in rows], True
-        self._try("lines that are to go are still there")
+        with self._lock:
+            self._kept, self._replaces = [_line(row) for row in rows], True
+            self._try("lines that are to go are still there")
 
     def flush(self) -> None:
         """Write what is kept; OSError if it can't be written."""
-        if self._replaces:
-            with write_aside(self.path) as aside:
-                _append(aside, self._kept, self._durable)
-        elif self._kept:
-            _append(self.path, self._kept, self._durable)
-        self._kept, self._replaces = [], False
+        with self._lock:
+            if self._replaces:
+                with write_aside(self.path) as aside:
+                    _append(aside, self._kept, self._durable)
+            elif self._kept:
+                _append(self.path, self._kept, self._durable)
+            self._kept, self._replaces = [], False
 
     def _try(self, meanwhile: str) -> None:
         try:

@@ -1,10 +1,13 @@
 """Files of JSON lines: taken back by step, and whole whatever happened to them."""
 
 import json
+import threading
+import time
 
 import pytest
 
 from rlinf_vl.observe.lines import EventLog, StepLines
+from rlinf_vl.runtime import files
 
 
 def lines_of(path):
@@ -59,3 +62,28 @@ def test_events_that_can_not_be_written_are_still_told(tmp_path, caplog):
     events = EventLog(tmp_path / "absent")
     events.add(1, "checkpoint_failed", "the disk is full")
     assert events.count("checkpoint_failed") == 1 and "the disk is full" in caplog.text
+
+
+def test_threads_that_add_events_lose_none_and_write_none_twice(tmp_path, monkeypatch):
+    """A slow disk leaves time for the other thread between a line's arrival and the end of its writing."""
+    append = files._append
+
+    def slow_append(*arguments):
+        time.sleep(0.002)
+        append(*arguments)
+
+    monkeypatch.setattr(files, "_append", slow_append)
+    events = EventLog(tmp_path)
+
+    def add_many(kind):
+        for number in range(25):
+            events.add(number, kind, f"{kind} {number}")
+
+    threads = [threading.Thread(target=add_many, args=(kind,)) for kind in ("trained", "watched", "saved")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    written = [(row["kind"], row["step"]) for row in lines_of(tmp_path / "events.jsonl")]
+    assert sorted(written) == sorted((kind, n) for kind in ("trained", "watched", "saved") for n in range(25))
+    assert events.summary() == "25 × saved, 25 × trained, 25 × watched"
