@@ -16,6 +16,7 @@ Invariants:
 - With `drop` it waits for B groups only, and groups that are then overdue are dropped.
 """
 
+import heapq
 import logging
 import math
 import time
@@ -53,7 +54,7 @@ class Ahead:
     def begin(self, version: int, open: Sequence[Sequence[int]]) -> None:
         """Engines have the weights of step `version`; ask again for the groups that a checkpoint says were open."""
         self.way.version = version
-        self.way.ask_again(open)
+        self.way.ask_again(open, self._room(version + 1, 0))
 
     def draw(self, step: int) -> Drawn:
         """Wait for the groups that this step trains on, and ask for those of later ones."""
@@ -74,11 +75,11 @@ class Ahead:
         late, taken = set(tied), set(chosen)
         filling = [asked for asked in chosen if asked in late]
         dropped = [asked for asked in tied if asked not in taken]
-        for asked in chosen:
-            self.way.asked.pop(asked.task.group_id, None)
+        self.way.take([asked for asked in chosen if asked not in late])
         if self._schedule == "sync":
-            dropped += self.way.asked.values()
-            self.way.asked = {}
+            unused = list(self.way.asked.values())
+            self.way.take(unused)
+            dropped += unused
         if dynamic.enable:
             metrics |= {"rollout/rounds": rounds, "rollout/generated_groups": len(chosen) + len(dropped)}
             metrics["rollout/tied_groups_trained"] = len(filling)
@@ -101,14 +102,15 @@ class Ahead:
 
     def trained(self) -> list[list[int]]:
         """Once a step is trained on what it drew: (step and number of its id, row, epoch) of each group that is left."""
-        return [[*asked.label, asked.task.row, asked.epoch] for asked in self.way.asked.values()]
+        asked = [[*asked.label, asked.task.row, asked.epoch] for asked in self.way.asked.values()]
+        return asked + [list(group) for group in self.way.backlog]
 
     def sync(self, version: int) -> dict[str, float]:
         """Send the learner's weights to all engines; with `one_step_off`, when no group is under way that the next step must take,
         so that such a group is from one version."""
         if self._schedule == "one_step_off":
             with self._log.timed("wait"):
-                while any(self._due(asked) <= version + 1 for asked in self.way.flying.values()):
+                while self._flying_due(version + 1):
                     self.way.receive()
         metrics = self._sync(version)
         self.way.version = version
@@ -122,7 +124,15 @@ class Ahead:
 
     def _due(self, asked: Asked) -> int:
         """The last step that can train on the group."""
-        return asked.oldest + 1 + self._staleness
+        return self._due_of(asked.oldest)
+
+    def _due_of(self, version: int) -> int:
+        """Return the last step that can train on a group whose oldest weights have this version."""
+        return version + 1 + self._staleness
+
+    def _flying_due(self, step: int) -> int:
+        """Return how many groups under way must be trained by this step."""
+        return sum(n for version, n in self.way.flying_versions.items() if self._due_of(version) <= step)
 
     def _wanted_before(self, step: int) -> int:
         """How many groups to ask for when this step begins to wait."""
@@ -132,8 +142,7 @@ class Ahead:
         room = self._room(step, 0)
         if self._schedule == "async":
             return room
-        sure = [asked for asked in self.way.asked.values() if asked.result or self._due(asked) <= step]
-        return min(room, size - len(sure))
+        return min(room, size - self.way.finished - self._flying_due(step))
 
     def _wanted_after(self, step: int) -> int:
         """How many groups to ask for when this step has its own."""
@@ -151,26 +160,45 @@ class Ahead:
         return steps * self._config.data.rollout_batch_size - len(self.way.asked)
 
     def _choose(self, step: int, tied: list[Asked], last_round: bool) -> list[Asked] | None:
-        """The groups to train on, if enough are there. With dynamic sampling, those that tie go to `tied`; in the last round they
-        fill up what lacks."""
+        """Return the groups to train on, or None if they are not there yet.
+
+        With dynamic sampling, groups that tie go to `tied`; in the last round they fill up what lacks. This is called for
+        every group that arrives, so it only counts until the groups are there.
+        """
         size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling.enable
-        flying = self.way.flying.values()
+        flying = self.way.flying
         if flying and (self._schedule == "sync" or self.way.finished < size):
-            return None  # it is asked for every group that comes: this must not look at all of them
-        if dynamic:
-            found = [asked for asked in self.way.asked.values() if asked.result and ties(asked.result[0])]
-            for asked in found:
-                tied.append(self.way.asked.pop(asked.task.group_id))
-        order = sorted((a for a in self.way.asked.values() if a.result), key=lambda a: (self._due(a), a.label))
-        if len(order) < size and dynamic and last_round and not flying:
-            order += sorted(tied, key=lambda asked: asked.label)
-        if len(order) < size:
             return None
-        if flying and self._config.runner.stale_groups == "wait":
-            due = [self._due(asked) for asked in (*order[size:], *flying)]
-            if any(sum(d <= last for d in due) > (last - step) * size for last in set(due)):
-                return None
-        return order[:size]
+        if dynamic:
+            tying = [asked for asked in self.way.new_arrivals() if asked.result and ties(asked.result[0])]
+            self.way.take(tying)
+            tied += tying
+        lacking = size - self.way.finished
+        if lacking > 0 and not (dynamic and last_round and not flying and len(tied) >= lacking):
+            return None
+        if flying and self._config.runner.stale_groups == "wait" and not self._rest_is_in_time(step):
+            return None
+        finished = (asked for asked in self.way.asked.values() if asked.result)
+        chosen = heapq.nsmallest(size, finished, key=lambda asked: (self._due(asked), asked.label))
+        return chosen + sorted(tied, key=lambda asked: asked.label)[: size - len(chosen)]
+
+    def _rest_is_in_time(self, step: int) -> bool:
+        """Return whether what this step leaves, having taken the groups that are due first, can be trained in time."""
+        size = self._config.data.rollout_batch_size
+        untaken = size
+        rest: Counter[int] = Counter()
+        for version, n in sorted(self.way.finished_versions.items()):
+            taken = min(n, untaken)
+            untaken -= taken
+            rest[self._due_of(version)] += n - taken
+        for version, n in self.way.flying_versions.items():
+            rest[self._due_of(version)] += n
+        due_so_far = 0
+        for due, n in sorted(rest.items()):
+            due_so_far += n
+            if n and due_so_far > (due - step) * size:
+                return False
+        return True
 
     def _leave_stale(self, step: int) -> list[Asked]:
         """Drop the groups that no later step can train on."""

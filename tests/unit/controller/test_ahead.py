@@ -9,6 +9,7 @@ import pytest
 from unit.controller.fakes import FakeLearner, FakePool, FakeRun
 
 from rlinf_vl.controller.loop import RunState
+from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.rollout.submission import Submission
 from rlinf_vl.runtime.stop_request import Interrupted
 
@@ -127,6 +128,78 @@ def test_a_run_that_is_told_to_stop_asks_again_for_what_was_under_way(tmp_path, 
     assert rows == [row for line in undisturbed for row in line["rows"]]
     groups = [group for line in lines for group in line["groups"]]
     assert len(set(groups)) == len(groups) == 24
+
+
+@pytest.mark.parametrize(("schedule", "staleness"), [("async", 1), ("async", 0), ("one_step_off", 1), ("sync", 0)])
+def test_a_run_resumed_with_less_room_trains_on_every_group_that_was_open(tmp_path, schedule, staleness):
+    """12 groups are open when the run stops: more than a step, or the smaller bound, has room for."""
+    ahead = *PLAIN, "runner.schedule=async", "runner.max_staleness=3", "runner.save_interval=1"
+
+    def strike(calls):
+        if calls == 2:  # the second step's: 16 groups were asked for, 4 of them trained
+            run.stop.number = signal.SIGTERM
+
+    run = FakeRun(tmp_path, *ahead, pool=FakePool(strike))
+    with pytest.raises(Interrupted):
+        run.train()
+    state = RunState.read(tmp_path / f"checkpoints/global_step_{run.checkpoints()[-1]}")
+    assert len(state.open) >= 12
+    # A bound of 0 is what sync is; the schema asks for 1 at least.
+    bound = f"runner.max_staleness={max(1, staleness)}"
+    run = FakeRun(tmp_path, *PLAIN, f"runner.schedule={schedule}", bound, "runner.save_interval=1")
+    if staleness == 0 and schedule == "async":
+        run.config.runner.max_staleness = 0
+    run.train()
+    lines = run.rows("ledger")
+    groups = [group for line in lines for group in line["groups"]]
+    assert {f"train-{step}-{number}" for step, number, _, _ in state.open} <= set(groups)
+    assert len(groups) == len(set(groups)) == 24
+    assert not any(line.get("stale_groups") or line.get("dropped_groups") for line in lines)
+    whole = FakeRun(tmp_path / "whole", *PLAIN)
+    whole.train()
+    trained, undisturbed = ([row for line in one.rows("ledger") for row in line["rows"]] for one in (run, whole))
+    assert sorted(trained) == sorted(undisturbed), "no row of the data is skipped"
+
+
+def work_of_a_step(tmp_path, groups, monkeypatch):
+    """Return how often a run of one step looks at a group's due step, with so many late groups a step."""
+    from rlinf_vl.controller.ahead import Ahead
+
+    looks = 0
+    due_of = Ahead._due_of
+
+    def counted(self, version):
+        nonlocal looks
+        looks += 1
+        return due_of(self, version)
+
+    monkeypatch.setattr(Ahead, "_due_of", counted)
+    keys = "runner.schedule=async", "runner.max_staleness=2", "runner.max_steps=3", "runner.save_interval=-1"
+    run = FakeRun(tmp_path / str(groups), *PLAIN, *keys, "data.rollout_batch_size=4", pool=LateTogether())
+    run.config.data.rollout_batch_size = groups
+    run.data = replace(run.data, sampler=EpochSampler(range(4 * groups), groups, shuffle=True, seed=1), total_steps=3)
+    run.train()
+    monkeypatch.undo()
+    assert len(run.learner.trained) == 3 and all(len(trained) == groups for trained in run.learner.trained)
+    return looks
+
+
+class LateTogether(FakePool):
+    """Those that are asked for first come last, so that a step must wait with far more groups finished than it takes."""
+
+    def submit(self, tasks, events=None):
+        done = super().submit(tasks, SimpleQueue())
+        arrived = [done.events.get() for _ in tasks]
+        submission = Submission(tasks, lambda: None, lambda closed: None, events)
+        submission.arrived = set(done.arrived)
+        for event in (*reversed(arrived), None):
+            submission.events.put(event)
+        return submission
+
+
+def test_the_work_of_choosing_groups_grows_with_their_number_not_its_square(tmp_path, monkeypatch):
+    few, many = (work_of_a_step(tmp_path, groups, monkeypatch) for groups in (32, 256))
+    assert many < 12 * few, (few, many)  # 8 times the groups; squared it would be 64 times the work
 
 
 @pytest.mark.parametrize("schedule", ["one_step_off", "async"])
