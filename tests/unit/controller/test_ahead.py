@@ -162,7 +162,7 @@ def test_a_run_resumed_with_less_room_trains_on_every_group_that_was_open(tmp_pa
 
 
 def work_of_a_step(tmp_path, groups, monkeypatch):
-    """Return how often a run of one step looks at a group's due step, with so many late groups a step."""
+    """Return how often a run of six steps looks at a group's due step, with so many groups a step."""
     from rlinf_vl.controller.ahead import Ahead
 
     looks = 0
@@ -174,27 +174,29 @@ def work_of_a_step(tmp_path, groups, monkeypatch):
         return due_of(self, version)
 
     monkeypatch.setattr(Ahead, "_due_of", counted)
-    keys = "runner.schedule=async", "runner.max_staleness=2", "runner.max_steps=3", "runner.save_interval=-1"
-    run = FakeRun(tmp_path / str(groups), *PLAIN, *keys, "data.rollout_batch_size=4", pool=LateTogether())
+    keys = "runner.schedule=async", "runner.max_staleness=2", "runner.max_steps=6", "runner.save_interval=-1"
+    run = FakeRun(tmp_path / str(groups), *PLAIN, *keys, "data.rollout_batch_size=4", pool=NewestFirst())
     run.config.data.rollout_batch_size = groups
-    run.data = replace(run.data, sampler=EpochSampler(range(4 * groups), groups, shuffle=True, seed=1), total_steps=3)
+    run.data = replace(run.data, sampler=EpochSampler(range(8 * groups), groups, shuffle=True, seed=1), total_steps=6)
     run.train()
     monkeypatch.undo()
-    assert len(run.learner.trained) == 3 and all(len(trained) == groups for trained in run.learner.trained)
+    assert len(run.learner.trained) == 6 and all(len(trained) == groups for trained in run.learner.trained)
     return looks
 
 
-class LateTogether(FakePool):
-    """Those that are asked for first come last, so that a step must wait with far more groups finished than it takes."""
+class NewestFirst(Slow):
+    """Groups arrive one by one, those asked for last before all others. So a step has more finished groups than it takes
+    and waits all the same, for old ones that it must not leave to the next."""
 
-    def submit(self, tasks, events=None):
-        done = super().submit(tasks, SimpleQueue())
-        arrived = [done.events.get() for _ in tasks]
-        submission = Submission(tasks, lambda: None, lambda closed: None, events)
-        submission.arrived = set(done.arrived)
-        for event in (*reversed(arrived), None):
-            submission.events.put(event)
-        return submission
+    def __init__(self):
+        super().__init__(seed=0, late=0.0)
+
+    def arrive(self):
+        if self.waiting:
+            _, _, submission, (summary, group) = self.waiting.pop()
+            submission.events.put((replace(summary, version_tokens={summary.min_version: 1}), group))
+            submission.arrived.add(summary.id)
+            self.alive.add(summary.id)
 
 
 def test_the_work_of_choosing_groups_grows_with_their_number_not_its_square(tmp_path, monkeypatch):
