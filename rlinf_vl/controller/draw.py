@@ -1,8 +1,8 @@
 """Which rows a step trains on: tasks for the rollout workers, and the groups that a step has drawn."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import ray
 
@@ -38,6 +38,12 @@ def make_tasks(
         )
         for k, row in enumerate(rows, first)
     ]
+
+
+def store_only(tasks: Sequence[Task], stored: Collection[int]) -> list[Task]:
+    """Return the tasks so that only the groups of those with these numbers are stored; of the others the summary comes."""
+    numbers = set(stored)
+    return [task if k in numbers else replace(task, summary_only=True) for k, task in enumerate(tasks)]
 
 
 @dataclass(frozen=True, slots=True)

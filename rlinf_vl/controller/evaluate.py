@@ -13,7 +13,7 @@ import ray
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import check_errors
-from rlinf_vl.controller.draw import make_tasks
+from rlinf_vl.controller.draw import make_tasks, store_only
 from rlinf_vl.controller.run_data import check_rows
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.data.bad_rows import BadRows
@@ -125,17 +125,15 @@ def evaluate(
 
 
 def _answers(pool: RolloutPool, log: RunLog, tasks: list) -> list[GroupSummary]:
-    """What was sampled for each task, in their order. Groups that are not recorded are released as they come."""
+    """Return what was sampled for each task, in their order. Only groups that are recorded are stored."""
     numbers = {task.group_id: k for k, task in enumerate(tasks)}
     chosen = log.recorder.choose("val", 0, len(tasks))
     found: dict[int, GroupSummary] = {}
     groups: dict[int, ray.ObjectRef] = {}
-    for summary, group in pool.submit(tasks):
+    for summary, group in pool.submit(store_only(tasks, chosen)):
         k = numbers[summary.id]
-        if k in chosen:
+        if group is not None:
             groups[k] = group
-        else:
-            pool.release([summary])
         found[k] = summary
         log.progress.phase("evaluating", done=len(found), total=len(tasks))
         if len(found) * 10 // len(tasks) > (len(found) - 1) * 10 // len(tasks):

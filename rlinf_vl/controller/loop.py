@@ -118,7 +118,8 @@ def train(
                 metrics["actor/restarts"] = log.count("actors_restarted")
                 gpu.to_ranks(learner)
                 metrics |= guard.check(step, batch.scored, batch.to_score)
-                synced = due(runner.weight_sync_interval, step, total)
+                # Engines get the weights that a validation is about, whatever the interval says.
+                synced = data.is_due(runner.weight_sync_interval, step) or validator.is_due(step)
                 early = synced and not gpu.shared and not validator.running and runner.schedule != "one_step_off"
                 then = partial(sync.begin, step) if early else lambda: None
                 metrics |= update(step, batch, config, pool, learner, log, then)
@@ -130,10 +131,10 @@ def train(
                 count_bad_steps(state, runner.max_bad_steps, saver.newest, log)
                 validator.finish()
                 metrics |= gpu.to_engines(learner, partial(ahead.sync, step) if synced else None)
-                if due(runner.val_check_interval, step, total):
+                if validator.is_due(step):
                     metrics |= validator.begin(step)
                 state.validating = validator.running
-                if due(runner.save_interval, step, total):
+                if data.is_due(runner.save_interval, step):
                     saver.save(state.content(log.timings), last=step == total)
             saver.collect()
             validator.end_step(step, metrics | log.timings)
@@ -164,11 +165,6 @@ def interrupted(
     where = "auto" if saver.newest != start else start
     how = f"resume from {saver.newest} with runner.resume_dir={where}" if saver.newest else "nothing was trained yet"
     log.event("interrupted", f"{request}; {how}")
-
-
-def due(interval: int, step: int, total: int) -> bool:
-    """True after every `interval` steps and after the last one; never if `interval` is not positive."""
-    return interval > 0 and (step % interval == 0 or step == total)
 
 
 def resume(

@@ -63,10 +63,11 @@ class Recorder:
         logprobs: Sequence[ray.ObjectRef] = (),
     ) -> list[GroupSummary]:
         """Record the chosen groups with this step's file; returns the others: release them."""
+        recorded = set(chosen)
         if chosen:
             self._batches.setdefault(step, []).append((split, {g: groups[g] for g in chosen}, advantages, logprobs))
             self._groups.setdefault(step, []).extend(summaries[g] for g in chosen)
-        return [summary for g, summary in enumerate(summaries) if g not in chosen]
+        return [summary for g, summary in enumerate(summaries) if g not in recorded]
 
     def end_step(self, step: int) -> list[GroupSummary]:
         """Start writing the step's file, after that of the step before; returns the groups of that one: release them."""

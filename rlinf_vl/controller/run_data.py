@@ -32,6 +32,10 @@ class RunData:
     bad_rows: BadRows
     counts: dict[str, float] = field(default_factory=dict)
 
+    def is_due(self, interval: int, step: int) -> bool:
+        """Return True after every `interval` steps and after the last one; False if `interval` is not positive."""
+        return interval > 0 and (step % interval == 0 or step == self.total_steps)
+
 
 def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress: RunProgress) -> RunData:
     """Wait for the workers, and let them check the rows of each split. Bad rows are left out, and recorded in `run_dir`.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import check_errors, count_bad_rows
-from rlinf_vl.controller.draw import make_tasks
+from rlinf_vl.controller.draw import make_tasks, store_only
 from rlinf_vl.controller.parts import Pool
 from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
@@ -29,11 +29,16 @@ class Validator:
         self._accuracies = accuracies
         self._step = 0
         self._submission: Submission | None = None  # of the validation under way
+        self._recorded: list[int] = []  # which of its groups are recorded
         self._line: Mapping[str, float] = {}  # of its step, if that has ended
 
     @property
     def running(self) -> bool:
         return self._submission is not None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether this step's weights are to be validated. Engines must have them then."""
+        return bool(self._data.val_rows) and self._data.is_due(self._config.runner.val_check_interval, step)
 
     def begin(self, step: int) -> dict[str, float]:
         """Validate the weights that engines have, those of this step. Returns the metrics, if it is waited for."""
@@ -41,7 +46,9 @@ class Validator:
         if not self._data.val_rows or runner.val_check_interval < 0:
             return {}
         self._step = step
-        self._submission = self._pool.submit(make_tasks("val", self._data.val_rows, 1, runner.seed, step))
+        tasks = make_tasks("val", self._data.val_rows, 1, runner.seed, step)
+        self._recorded = self._log.recorder.choose("val", step, len(tasks))
+        self._submission = self._pool.submit(store_only(tasks, self._recorded))
         waits = runner.schedule == "sync" or step == self._data.total_steps
         return self._end(self._submission) if waits else {}
 
@@ -80,19 +87,22 @@ class Validator:
             results = submission.results()
         self._submission = None
         summaries, groups = map(list, zip(*results, strict=True))
-        chosen = log.recorder.choose("val", step, len(groups))
-        self._pool.release(log.recorder.record("val", step, summaries, groups, chosen))
+        log.recorder.record("val", step, summaries, groups, self._recorded)  # the others were not stored
         check_errors(summaries, log)
         count_bad_rows("val", summaries, self._data, step)
-        correct = [c for s in summaries for c, error in zip(s.correct, s.errors, strict=True) if error is None]
+        # A failed answer is a wrong one: left out, it would favour what survives, such as short episodes.
+        n_problems = sum(len(s.errors) for s in summaries)
+        n_errors = sum(error is not None for s in summaries for error in s.errors)
+        n_right = sum(sum(s.correct) for s in summaries)
         lengths = [n for s in summaries for n in s.response_tokens]
-        accuracy = self._accuracies[step] = sum(correct) / max(1, len(correct))
-        logger.info("step %d: val/accuracy %.3f on %d problems", step, accuracy, len(correct))
+        accuracy = self._accuracies[step] = n_right / max(1, n_problems)
+        logger.info("step %d: val/accuracy %.3f on %d problems, %d failed", step, accuracy, n_problems, n_errors)
         measured = env_metrics(summaries) | part_metrics(summaries)
         return {"val/" + name: value for name, value in measured.items()} | {
             "val/accuracy": accuracy,
-            "val/problems": len(correct),
-            "val/errors": len(results) - len(correct),
+            "val/accuracy_answered": n_right / max(1, n_problems - n_errors),
+            "val/problems": n_problems,
+            "val/errors": n_errors,
             "val/ungradable": sum(s.ungradable for s in summaries),
             "val/response_length_mean": sum(lengths) / max(1, len(lengths)),
         }

@@ -1,8 +1,8 @@
 """What an evaluation says: pass@k with standard errors, in all, by columns of the rows and by number of turns.
 
 Samples of one problem are not independent, problems are: every mean is one over problems of what a problem's samples give, and its
-standard error is theirs, s / √N (Miller 2024, "Adding Error Bars to Evals", section 2.2, clusters of one size). A trajectory
-with an error is no answer: it is counted, and left out.
+standard error is theirs, s / √N (Miller 2024, "Adding Error Bars to Evals", section 2.2, clusters of one size). In pass@k a
+trajectory with an error is a wrong answer, since leaving it out would favour what survives; the other means leave it out.
 """
 
 import math
@@ -70,7 +70,7 @@ def _natural(item: tuple[str, Any]) -> tuple[bool, float, str]:
 def _figures(summaries: Sequence[GroupSummary], samples: int) -> dict[str, Any]:
     answered = [[i for i, error in enumerate(s.errors) if error is None] for s in summaries]
     pairs = [(s, places) for s, places in zip(summaries, answered, strict=True) if places]
-    right = [(len(places), sum(s.correct[i] for i in places)) for s, places in pairs]
+    right = [(len(s.errors), sum(s.correct[i] for i in places)) for s, places in zip(summaries, answered, strict=True)]
     each = [(s, i) for s, places in pairs for i in places]
     ks = sorted({2**e for e in range(samples.bit_length()) if 2**e <= samples} | {samples})
     return {

@@ -18,6 +18,7 @@ class Task:
     `group_seed`: what the environments of the group have in common is drawn from it.
     `own_images`: no other row is known to show the images of this one.
     `fault`: why it is not to be answered; "": it is.
+    `summary_only`: the group itself is not wanted: it is not stored, and its reference is None.
     `corruption`: how images are corrupted for some of the samples, drawn from `group_seed`; None: for none.
     """
 
@@ -29,6 +30,7 @@ class Task:
     group_seed: int = 0
     fault: str = ""
     corruption: Corruption | None = None
+    summary_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -125,10 +125,10 @@ class RolloutRank:
         check = RowCheck(self.config, self.player.prompts, self.player.make_env)
         return await asyncio.to_thread(check.filter, self.datasets[split], rows, see), images
 
-    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[list[tuple[GroupSummary, ray.ObjectRef]]]:
+    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[list[tuple[GroupSummary, ray.ObjectRef | None]]]:
         """Answer tasks: summaries of groups, and references to them, as they finish; those at a time that have finished since the
         last ones. Raises EngineDied."""
-        alone = {task.group_id for task in tasks if task.own_images}
+        by_group = {task.group_id: task for task in tasks}
         opened: list[Opening] = []
         running: list[asyncio.Future[Group]] = []
         self.clock.begin()
@@ -148,7 +148,8 @@ class RolloutRank:
             waiting = set(running)
             while waiting:
                 finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                yield [self._stored(play.result(), alone) for play in finished]
+                groups = [play.result() for play in finished]
+                yield [self._stored(group, by_group[group.id]) for group in groups]
         finally:  # the engine died, or nobody wants the rest
             for future in running:
                 future.cancel()
@@ -156,9 +157,11 @@ class RolloutRank:
             await asyncio.gather(*map(self.player.close, opened))
             self.clock.end()
 
-    def _stored(self, group: Group, alone: Collection[str]) -> tuple[GroupSummary, ray.ObjectRef]:
-        """Put a group into the object store; `alone`: the ids of those that share their images with no other."""
-        reference, object_bytes = self.store.put(group, own_images=group.id in alone)
+    def _stored(self, group: Group, task: Task) -> tuple[GroupSummary, ray.ObjectRef | None]:
+        """Put a group into the object store, unless only its summary is wanted, and summarize it."""
+        reference, object_bytes = None, 0
+        if not task.summary_only:
+            reference, object_bytes = self.store.put(group, own_images=task.own_images)
         summary = GroupSummary.of(group, self.processor.image_token_id, object_bytes)
         before, self.prefilled_tokens = self.prefilled_tokens, self.engine.prefilled_tokens
         prefilled = self.prefilled_tokens - before

@@ -109,7 +109,8 @@ class RunnerConfig:
     """What becomes of a group that the next step could not train on within max_staleness: the step waits for it, or trains without
     it, which leaves out long answers."""
     weight_sync_interval: int = key(1, AT_LEAST_1)
-    """Training steps between weight syncs. Above 1 the engine samples from older weights, which TIS corrects for."""
+    """Training steps between weight syncs. Above 1 the engine samples from older weights, which TIS corrects for. A step that is
+    validated is synced, too: validation is always of the step's own weights."""
     mismatch_check_interval: int = key(20, OFF_OR_POSITIVE)
     """Compare engine and trainer logprobs, with images and with blank ones, on the first step and every so many; a blind
     or stale engine stops the run. -1 never checks."""

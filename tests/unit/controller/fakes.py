@@ -78,6 +78,7 @@ class FakePool:
         self.versions: list[int] = []  # of the weights that they were sent
         self.asked: list[list[str]] = []  # group ids, by call
         self.alive: set[str] = set()  # groups that nobody has released
+        self.validated: dict[str, int] = {}  # version of the weights that each validation group is from
         self.changes: dict[str, dict] = {}  # group id → fields of its summary that differ
         self.told: list[str] = []
         self.strike = strike
@@ -94,14 +95,16 @@ class FakePool:
     def submit(self, tasks, events=None):
         self.strike(len(self.asked))
         self.asked.append([task.group_id for task in tasks])
-        self.alive |= set(self.asked[-1])
+        self.alive |= {task.group_id for task in tasks if not task.summary_only}
+        self.validated |= {task.group_id: self.versions[-1] for task in tasks if task.split == "val" and self.versions}
         results = []
         for task in tasks:
             rewards = [round(number(seed, self.weight), 2) for seed in task.seeds]
             version = self.versions[-1] if self.versions else 0
             changes = {"min_version": version, "max_version": version} | self.changes.get(task.group_id, {})
             rewards = list(changes.pop("rewards", rewards))
-            results.append((summary(task.group_id, f"{task.split}:{task.row}", rewards, **changes), task.group_id))
+            group = None if task.summary_only else task.group_id
+            results.append((summary(task.group_id, f"{task.split}:{task.row}", rewards, **changes), group))
         submission = Submission(tasks, lambda: None, lambda submission: None, events)
         submission.arrived = {task.group_id for task in tasks}
         for event in (*results, None):

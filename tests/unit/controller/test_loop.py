@@ -42,6 +42,36 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_validation_is_of_the_weights_of_its_step_whatever_the_interval_of_syncs(folder, schedule):
+    run = FakeRun(
+        folder,
+        f"runner.schedule={schedule}",
+        "runner.weight_sync_interval=4",
+        "runner.max_staleness=4",
+        "runner.val_check_interval=3",
+        "runner.max_steps=7",
+        "runner.mismatch_check_interval=-1",
+    )
+    run.train()
+    assert run.pool.versions == [3, 4, 6, 7]
+    assert run.pool.validated == {f"val-{step}-{k}": step for step in (3, 6, 7) for k in range(8)}
+
+
+def test_failed_answers_count_in_the_accuracy_of_a_validation(folder):
+    """Of 8 problems, 2 fail in their environment: one row's answer can't make up for another's."""
+    run = FakeRun(folder, "runner.max_steps=2")
+    failed = {"errors": ("environment: it hangs",), "rewards": [0.0], "correct": (False,), "statuses": ("error",)}
+    right = {"rewards": [1.0]}
+    for step in (0, 2):
+        run.pool.changes |= {f"val-{step}-{k}": dict(failed if k < 2 else right) for k in range(8)}
+    run.train()
+    for row in run.rows():
+        if "val/accuracy" in row:
+            assert row["val/accuracy"] == 6 / 8 and row["val/accuracy_answered"] == 1.0
+            assert row["val/problems"] == 8 and row["val/errors"] == 2
+
+
 def test_a_run_validates_trains_syncs_saves_and_logs_on_schedule(folder):
     run = FakeRun(folder, "runner.weight_sync_interval=2", "runner.max_steps=5")
     last = run.train()
@@ -50,7 +80,7 @@ def test_a_run_validates_trains_syncs_saves_and_logs_on_schedule(folder):
     assert [step for step, row in rows.items() if "val/accuracy" in row] == [0, 2, 4, 5]
     assert rows[0].keys() == {
         "step",
-        *(f"val/{n}" for n in "accuracy problems errors ungradable response_length_mean".split()),
+        *(f"val/{n}" for n in "accuracy accuracy_answered problems errors ungradable response_length_mean".split()),
     }
     assert run.pool.versions == [2, 4, 5], "engines have the weights of the start before"
     assert run.checkpoints() == [3, 5]

@@ -54,13 +54,14 @@ def groups():
 def test_figures_of_a_small_evaluation():
     columns = {"category": ["area", None, "area", "angle"], "level": [10, 9, 10, 9]}
     made = evaluation(groups(), 4, columns)
+    # The values of the four problems are 1, 1/2, 0 and 0: what failed is wrong.
     assert made["pass@1"] == {
-        "mean": pytest.approx(0.5),
-        "standard_error": pytest.approx(0.5 / math.sqrt(3)),
-        "problems": 3,
+        "mean": pytest.approx(0.375),
+        "standard_error": pytest.approx(math.sqrt(0.6875 / 3) / 2),
+        "problems": 4,
     }
-    assert made["pass@2"]["mean"] == pytest.approx((1 + 5 / 6 + 0) / 3) and made["pass@2"]["problems"] == 3
-    assert made["pass@4"] == {"mean": 1.0, "standard_error": 0.0, "problems": 2}, "the third has three answers"
+    assert made["pass@2"]["mean"] == pytest.approx((1 + 5 / 6 + 0 + 0) / 4) and made["pass@2"]["problems"] == 4
+    assert made["pass@4"]["mean"] == pytest.approx(0.5) and made["pass@4"]["problems"] == 4
     assert made["errors"] == {"environment": 4, "engine": 1} and made["trajectories"] == 11
     assert made["turns"] == {"mean": pytest.approx((1 + 2 + 2 + 3 + 4 + 9) / 11), "max": 3}
     assert made["truncated"] == pytest.approx(1 / 11)
@@ -70,10 +71,11 @@ def test_figures_of_a_small_evaluation():
     tables = made["tables"]
     assert list(tables["category"]) == ["angle", "area", "–"] and list(tables["level"]) == ["9", "10"]
     assert tables["category"]["area"]["pass@1"]["mean"] == pytest.approx(0.5)
-    assert tables["category"]["angle"]["pass@1"] == {"mean": None, "standard_error": None, "problems": 0}
+    assert tables["category"]["angle"]["pass@1"] == {"mean": 0.0, "standard_error": None, "problems": 1}
+    assert tables["category"]["angle"]["reward"] == {"mean": None, "standard_error": None, "problems": 0}
     assert json.loads(json.dumps(made, allow_nan=False)) == made
     lines = render(made).splitlines()
-    assert lines[2].split("|")[1:5] == [" all ", "        3 ", " 0.500 ± 0.289 ", " 0.611 ± 0.309 "]
+    assert lines[2].split("|")[1:4] == [" all ", "        4 ", " 0.375 ± 0.239 "]
     assert any(line.startswith("| angle") and "–" in line for line in lines)
 
 
