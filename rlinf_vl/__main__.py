@@ -61,7 +61,9 @@ def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     from rlinf_vl.runtime.evaluation import evaluation_config
 
     rules = (packages_missing, *RULES)
-    config, checkpoint = evaluation_config(arguments.config, arguments.overrides, arguments.samples, rules)
+    config, checkpoint = evaluation_config(
+        arguments.config, arguments.overrides, arguments.samples, rules, arguments.trust_run_code
+    )
     subject = {
         "config": arguments.config,
         "model": config.rollout.model.model_path,
@@ -106,8 +108,15 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.runtime.checkpoints import folder_at
 
             place, adapters = arguments.output, arguments.adapters
-            asked = {"dtype": arguments.dtype, "push": arguments.push, "private": arguments.private}
-            place = publish(folder_at(arguments.checkpoint), place, adapters=adapters, **asked)
+            place = publish(
+                folder_at(arguments.checkpoint),
+                place,
+                dtype=arguments.dtype,
+                adapters=adapters,
+                push=arguments.push,
+                private=arguments.private,
+                trust_run_code=arguments.trust_run_code,
+            )
             if adapters:
                 log.info("wrote %s, for peft.PeftModel.from_pretrained on the run's base model", place)
                 return 0

@@ -99,14 +99,20 @@ def train(
         stopped_by = rlinf_vl.running.train(made, stop, keep_ray=True)
     if stopped_by == signal.SIGTERM:  # which was for the whole process
         signal.raise_signal(signal.SIGTERM)
-    return Run(run_folder(made))
+    return Run(run_folder(made), trust_run_code=True)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run by its folder: one that `train` has returned, or any other, still going or ended."""
+    """A run by its folder: one that `train` has returned, or any other, still going or ended.
+
+    Attributes:
+        trust_run_code: loading its model may execute the Python that its config.yaml brings along. `train` sets it, whose
+            caller gave that code; a folder that came from elsewhere has it only if its reader says so.
+    """
 
     folder: Path
+    trust_run_code: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))
@@ -133,6 +139,7 @@ class Run:
 
         Raises:
             RunError: the run has no checkpoint.
+            ConfigError: its folder brings Python along, and `trust_run_code` is false.
         """
         from rlinf_vl.controller.export import export_checkpoint
 
@@ -144,7 +151,8 @@ class Run:
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
             with write_aside(path) as aside:
-                export_checkpoint(checkpoint, aside, config_of(checkpoint).rollout.model.precision)
+                precision = config_of(checkpoint).rollout.model.precision
+                export_checkpoint(checkpoint, aside, precision, trust_run_code=self.trust_run_code)
         return path
 
     def report(self, *others: "Run | str | Path", output: str | Path | None = None) -> Path:

@@ -86,7 +86,13 @@ class Policy:
         self._engine.close()
 
 
-def load_policy(folder: "str | Path | Run", *, device: str | None = None, dtype: str | None = None) -> Policy:
+def load_policy(
+    folder: "str | Path | Run",
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    trust_run_code: bool = False,
+) -> Policy:
     """Load a policy to ask it.
 
     Args:
@@ -94,9 +100,12 @@ def load_policy(folder: "str | Path | Run", *, device: str | None = None, dtype:
             or transformers loads, a folder of peft's adapters, a model's name on the hub, or an embedded task's (`toy`).
         device: cpu or cuda; by default cuda where there is one.
         dtype: fp32, bf16 or fp16; by default bf16 on cuda and fp32 on the cpu.
+        trust_run_code: execute the Python that the config.yaml of a run's folder brings along or names: a model family
+            (`rollout.model.model_type`), and with `trust_remote_code` the files of its base model. A `Run` that `train` returned
+            in this process is trusted.
 
     Raises:
-        ConfigError: nothing of that kind is there.
+        ConfigError: nothing of that kind is there, or the folder brings Python along that is not trusted.
     """
     path = Path(folder.folder if isinstance(folder, Run) else folder).expanduser()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,7 +113,8 @@ def load_policy(folder: "str | Path | Run", *, device: str | None = None, dtype:
     more: dict[str, Any] = {}
     thinking = "auto"
     if (path / STATE_FILE).is_file() or checkpoints(path):
-        model, family, base, config = restore(path)
+        trusted = trust_run_code or (isinstance(folder, Run) and folder.trust_run_code)
+        model, family, base, config = restore(path, trusted)
         merge_adapters(model)
         more = {"min_pixels": config.data.image_min_pixels, "max_pixels": config.data.image_max_pixels}
         more["trust_remote_code"] = config.rollout.model.trust_remote_code

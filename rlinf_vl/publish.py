@@ -9,7 +9,8 @@ from upath import UPath
 
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.preflight.hub import HUB_NAME
-from rlinf_vl.runtime.checkpoints import Folder, checkpoint_at, load_state
+from rlinf_vl.runtime.checkpoints import Folder, checkpoint_at, config_of, load_state
+from rlinf_vl.runtime.run_code import refuse_code_of_run
 
 log = logging.getLogger(__name__)
 
@@ -22,22 +23,25 @@ def publish(
     adapters: bool = False,
     push: str | None = None,
     private: bool = False,
+    trust_run_code: bool = False,
 ) -> str:
     """Export a checkpoint with its model card; returns the folder, or the repository's address.
 
     Args:
-        source, dtype, adapters: as in `export_checkpoint`.
+        source, dtype, adapters, trust_run_code: as in `export_checkpoint`.
         output: the folder; None: only the hub gets it.
         push: `owner/name` on the hub, made if it is not there; `private`: made for its owner only.
 
     Raises:
         ConfigError: neither folder nor repository is named, or the hub refuses the repository; told before anything is loaded.
+            The folder brings Python along that is not trusted.
         RunError: the hub can't be reached.
         FileNotFoundError, FileExistsError: as `export_checkpoint`.
     """
     if output is None and push is None:
         raise ConfigError("export: nowhere to write to; name a folder, or --push owner/name for the Hugging Face hub")
     checkpoint = checkpoint_at(source)
+    refuse_code_of_run(config_of(checkpoint), checkpoint.resolve().parents[1], trust_run_code)
     if push:
         push = _make_repository(push, private)
     from rlinf_vl.controller.export import export_checkpoint  # which takes seconds
@@ -45,7 +49,7 @@ def publish(
 
     with ExitStack() as stack:
         folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlinf_vl-export-")))
-        made = export_checkpoint(checkpoint, folder, dtype, adapters)
+        made = export_checkpoint(checkpoint, folder, dtype, adapters, trust_run_code)
         on_hub = not made.base.startswith(("/", ".")) and bool(HUB_NAME.fullmatch(made.base))
         about = {"base": made.base, "on_hub": on_hub, "vision": made.family.vision_tower is not None}
         run_dir = source if (source / "config.yaml").is_file() else checkpoint.resolve().parents[1]

@@ -15,6 +15,7 @@ from rlinf_vl.cli.new import KINDS
 from rlinf_vl.config.aliases import SYSTEMS
 from rlinf_vl.config.keys import config_keys, config_sections
 from rlinf_vl.config.toys import TOYS
+from rlinf_vl.runtime.run_code import OPTION
 
 COMMAND = "rlinf-vl"
 
@@ -64,6 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _config_and_overrides(argument)
     argument("--check", action="store_true", help="only say whether it could run: config, data, model, folders")
 
+    trust_help = "run the Python that the checkpoint's run brings along in its config.yaml"
     argument = verb("eval", "measure a model: pass@k with standard errors, tables, trajectories")
     _config_and_overrides(argument, more="; checkpoint=DIR (a run's folder, or checkpoints/global_step_N) or model=DIR")
     argument("--samples", type=int, default=1, metavar="K", help="answers to each problem (default 1)")
@@ -74,6 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="COLUMN",
         help="a table by this column of the data; may be repeated",
     )
+    argument(OPTION, action="store_true", help=f"{trust_help}, beyond what this config says itself")
 
     argument = verb("toy", "make an embedded task's data and its warm-started checkpoint (cached)")
     argument("name", nargs="?", choices=TOYS, default="toy", help="the task; toy unless named")
@@ -90,6 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument(
         "--adapters", action="store_true", help="write a LoRA run's adapters, for peft, instead of the merged model"
     )
+    argument(OPTION, action="store_true", help=trust_help)
 
     argument = verb("watch", "follow a run on this terminal")
     argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")

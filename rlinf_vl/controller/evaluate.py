@@ -61,6 +61,7 @@ def columns_of(config: Config, wanted: Sequence[str]) -> dict[str, list[Any]]:
 @contextmanager
 def exported(checkpoint: Folder, folder: Path, dtype: str) -> Iterator[str]:
     """The checkpoint as a model folder inside `folder` (which all machines see, as they see the run's), until the context ends.
+    `evaluation_config` has asked for consent to the Python that its run brings along.
 
     Raises:
         RunError: it can't be read.
@@ -69,7 +70,7 @@ def exported(checkpoint: Folder, folder: Path, dtype: str) -> Iterator[str]:
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".model-") as made:
         try:
-            export_checkpoint(checkpoint, Path(made), dtype)
+            export_checkpoint(checkpoint, Path(made), dtype, trust_run_code=True)
         except Exception as error:
             raise RunError(f"checkpoint: {checkpoint} can't be read: {reason_of(error)}") from error
         yield made

@@ -1,9 +1,13 @@
 """A checkpoint of a run → a Hugging Face model folder, with tokenizer, chat template and image processor files; or its adapters."""
 
+import io
+import pickle
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import PreTrainedModel
 
 from rlinf_vl.actor.checkpoint import load_weights_only
@@ -14,6 +18,7 @@ from rlinf_vl.models.families import Family, family_of
 from rlinf_vl.models.loading import DTYPES, copy_processor_files, load_model, save_model
 from rlinf_vl.models.lora import add_adapters, merge_adapters, save_adapters
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, checkpoint_at, config_of, damage
+from rlinf_vl.runtime.run_code import refuse_code_of_run
 
 
 class Restored(NamedTuple):
@@ -25,13 +30,15 @@ class Restored(NamedTuple):
     config: DictConfig  # the run's
 
 
-def restore(source: Folder) -> Restored:
+def restore(source: Folder, trust_run_code: bool = False) -> Restored:
     """Load a checkpoint's model on the CPU.
 
     Args:
         source: a run's folder, which stands for its newest complete checkpoint, or one of its checkpoints/global_step_N.
+        trust_run_code: execute the Python that the folder's config.yaml brings along or names.
 
     Raises:
+        ConfigError: there is such Python, and no trust in it.
         FileNotFoundError: no complete checkpoint is there.
         RunError: its files are not as they were written.
     """
@@ -41,6 +48,8 @@ def restore(source: Folder) -> Restored:
             f"the checkpoint {folder} is damaged ({'; '.join(problems)}); name another one of {folder.parent}"
         )
     config = config_of(folder)
+    refuse_code_of_run(config, folder.resolve().parents[1], trust_run_code)
+    refuse_pickled_code(folder / ACTOR_FOLDER)
     lora = config.actor.model.lora if config.actor.model.is_lora else None
     model_config = config.rollout.model
     path = model_config.model_path
@@ -61,7 +70,59 @@ def restore(source: Folder) -> Restored:
     return Restored(model, family, path, config)
 
 
-def export_checkpoint(source: Folder, output: Path, dtype: str = "bf16", adapters: bool = False) -> Restored:
+#: What the metadata of a checkpoint are made of, by module.
+METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler that knows the classes of a checkpoint's metadata and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in METADATA_CLASSES.get(module, ()):
+            raise RunError(f"it would run {module}.{name}, which no checkpoint of a run needs")
+        return super().find_class(module, name)
+
+
+def refuse_pickled_code(folder: Folder) -> None:
+    """Refuse the weights of a checkpoint whose pickled metadata would execute code when PyTorch reads them.
+
+    Raises:
+        RunError: its `.metadata` names anything but the classes that a run writes, or stores a weight as a pickled object.
+    """
+    path = folder / ".metadata"
+    if not path.is_file():  # which the reader of the weights tells
+        return
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        stored = metadata.state_dict_metadata
+        weights = {name: value for name, value in stored.items() if name.startswith("model.")}
+    except RunError as error:
+        raise RunError(f"{path} was not written by a run: {error}") from None
+    except Exception as error:  # whatever damaged bytes lead to
+        raise RunError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if pickled := [name for name, value in weights.items() if isinstance(value, BytesStorageMetadata)]:
+        raise RunError(f"{path} was not written by a run: {pickled[0]} is a pickled object, and not a tensor")
+
+
+def export_checkpoint(
+    source: Folder, output: Path, dtype: str = "bf16", adapters: bool = False, trust_run_code: bool = False
+) -> Restored:
     """Write the weights of a checkpoint in HF format into the folder `output`, which is empty or absent. Adapters are merged.
     Returns what was written.
 
@@ -69,9 +130,10 @@ def export_checkpoint(source: Folder, output: Path, dtype: str = "bf16", adapter
         source: a run's folder, which stands for its newest complete checkpoint, or one of its checkpoints/global_step_N.
         dtype: fp32, bf16 or fp16.
         adapters: write the adapters instead, float32, in a folder that peft loads.
+        trust_run_code: as in `restore`.
 
     Raises:
-        ConfigError: `adapters` of a run that trained none.
+        ConfigError: `adapters` of a run that trained none; as `restore`.
         FileNotFoundError, FileExistsError: no complete checkpoint is there; `output` is not empty.
     """
     folder = checkpoint_at(source)
@@ -79,7 +141,7 @@ def export_checkpoint(source: Folder, output: Path, dtype: str = "bf16", adapter
         raise FileExistsError(f"{output} exists and is not empty; name another folder, or empty it")
     if adapters and not config_of(folder).actor.model.is_lora:
         raise ConfigError(f"--adapters: the run of {folder} trained none (actor.model.is_lora: false); leave it out")
-    made = restore(folder)
+    made = restore(folder, trust_run_code)
     model, family, base, _ = made
     output.mkdir(parents=True, exist_ok=True)
     if adapters:

@@ -73,6 +73,7 @@ class RunLog:
             config=asdict(self._config),
             resume_step=resume_step,
             files=self._config.runner.code_files,
+            send_code=self._config.runner.logger.send_code,
         )
         distillation = self._config.algorithm.distillation
         by_reward = distillation.teacher_path is None or distillation.reward_weight > 0

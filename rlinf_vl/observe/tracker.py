@@ -303,6 +303,13 @@ class Trackers:
             lane.call(method, *args)
 
 
+def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with the paths of users' files and without their texts, which may be secret."""
+    runner = config.get("runner") or {}
+    paths = dict.fromkeys(runner.get("code_files") or {}, "left out: runner.logger.send_code is false")
+    return {**config, "runner": {**runner, "code_files": paths}} if paths else dict(config)
+
+
 def make_trackers(
     run_dir: str | Path,
     backends: Sequence[str],
@@ -312,11 +319,12 @@ def make_trackers(
     config: Mapping[str, Any] | None = None,
     resume_step: int = -1,
     files: Mapping[str, str] | None = None,
+    send_code: bool = False,
 ) -> Trackers:
     """The trackers that `backends` names (out of `OPENERS`, or code), and metrics.jsonl where scalars are logged.
 
     Args:
-        files: runner.code_files.
+        files: runner.code_files. `send_code`: trackers get their texts, too, with the config.
         config: the resolved configuration, as plain containers, for trackers that show it. None: log samples only; each
             tracker joins what the scalars' tracker has begun when samples are first logged.
         resume_step: the step of the checkpoint that the run goes on from; -1: none. wandb and trackio go on in their run of this
@@ -334,7 +342,8 @@ def make_trackers(
         _import_backend(backend)
     metrics_file = run_dir / "metrics.jsonl"
     resumed = resume_step >= 0 and metrics_file.exists()
-    run = TrackedRun(run_dir, project_name, experiment_name, dict(config), resume_step, resumed)
+    shown_config = dict(config) if send_code else without_code(config)
+    run = TrackedRun(run_dir, project_name, experiment_name, shown_config, resume_step, resumed)
     trackers = Trackers({b: partial(_opener(b, files), run) for b in backends}, StepLines(metrics_file, resume_step))
     trackers.open()
     return trackers

@@ -10,15 +10,17 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.validate import Rule, validate_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, checkpoint_at, config_of, folder_at
+from rlinf_vl.runtime.run_code import refuse_code_of_run
 
 
 def evaluation_config(
-    name: str, overrides: Sequence[str], samples: int, rules: Sequence[Rule]
+    name: str, overrides: Sequence[str], samples: int, rules: Sequence[Rule], trust_run_code: bool = False
 ) -> tuple[Config, Folder | None]:
     """The config of an evaluation, which `rules` check, and the checkpoint that it is about, if it is about one.
 
     Args:
         overrides: those of a run, and `checkpoint=DIR` or `model=DIR`.
+        trust_run_code: the checkpoint's run may bring Python along that the config does not name itself.
 
     Raises:
         ConfigError: with every problem of the config; or what is named can't be evaluated.
@@ -55,7 +57,11 @@ def evaluation_config(
     config.runner.logger.logger_backends = []
     config.runner.experiment_name += "-eval"
     validate_config(config, (lambda _: iter(problems), *rules))
-    return config, _checkpoint(folder_at(named["checkpoint"]), model.model_path) if named["checkpoint"] else None
+    if not named["checkpoint"]:
+        return config, None
+    checkpoint = _checkpoint(folder_at(named["checkpoint"]), model.model_path)
+    refuse_code_of_run(config_of(checkpoint), checkpoint.parents[1], trust_run_code, evaluated_by=config)
+    return config, checkpoint
 
 
 def _checkpoint(source: Folder, model_path: str) -> Folder:

@@ -55,6 +55,8 @@ class LoggerConfig:
     given a `TrackedRun`."""
     project_name: str = "rlinf_vl"
     """Project name given to wandb and trackio."""
+    send_code: bool = False
+    """Send the texts of runner.code_files (your rewards, environments and whatever they import) to trackers with the config."""
 
 
 @dataclass

@@ -222,6 +222,19 @@ def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
     assert [options["resume"] for options in wandb.inits] == [None, "allow", None]
 
 
+@pytest.mark.parametrize("send_code", [False, True])
+def test_users_code_goes_to_no_tracker_unless_asked_for(tmp_path, monkeypatch, send_code):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = {"runner": {"code_files": {"/me/reward.py": "SECRET = 1"}, "seed": 1}, "data": {"seed": 2}}
+    named = NAMES | {"config": config, "send_code": send_code}
+    make_trackers(tmp_path, ["wandb"], **named).close()
+    (sent,) = [options["config"] for options in wandb.inits]
+    assert ("SECRET" in str(sent)) is send_code
+    assert list(sent["runner"]["code_files"]) == ["/me/reward.py"] and sent["data"] == {"seed": 2}
+    assert config["runner"]["code_files"] == {"/me/reward.py": "SECRET = 1"}, "the run's own config is as it was"
+
+
 @pytest.mark.parametrize("mode", ["online", "offline"])
 @pytest.mark.parametrize("primary", [True, False])
 def test_wandb_is_shared_where_it_is_online_and_one_process_leads(tmp_path, monkeypatch, mode, primary):
