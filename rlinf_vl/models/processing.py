@@ -4,21 +4,20 @@ Tokenizer and image processor are loaded apart (transformers' combined processor
 engine and the trainer use this one class with one setting of pixel limits, so both see the same pixels and counts.
 """
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 from transformers import AutoTokenizer
 
 from rlinf_vl.data.images import decode, image_size
+from rlinf_vl.models.byte_cache import ByteCache, text_bytes
 from rlinf_vl.models.families import Family, ImageProcessor
 from rlinf_vl.types import Grid, ImageRef
 
-#: Texts of ids that are kept: an answer is decoded for its environment, for its reward and to be shown.
-TEXTS = 512
+#: Bytes of decoded answers that are kept: an answer is decoded for its environment, for its reward and to be shown.
+TEXT_BYTES = 2**24
 #: Images whose grids are kept: every turn of an episode asks for those of all images so far.
 MAX_GRIDS = 65536
 
@@ -42,7 +41,7 @@ class Processor:
         self.stop_ids = family.stop_ids(self.tokenizer, str(path), trust_remote_code)
         self.merge_size = 1
         self.image_token_id = -1  # no token's, where the family reads no images
-        self._decoded = lru_cache(TEXTS)(self._decode)
+        self._decoded = ByteCache(self._decode, size=text_bytes, max_bytes=TEXT_BYTES)
         self._grids: dict[str, Grid] = {}  # by hash
         self._image_processor: ImageProcessor | None = None
         if not family.vision_tower:
@@ -106,27 +105,13 @@ class Processor:
         return self.tokenizer.decode(np.frombuffer(ids, np.int32).tolist(), skip_special_tokens=True)
 
 
-class PixelCache:
-    """The most recently used images' pixels, by content hash, within a bound of bytes. Callable like `Processor.pixels`, from
-    any thread; threads that miss one image at the same time each compute it, and one result is cached."""
+class PixelCache(ByteCache[ImageRef, np.ndarray]):
+    """The most recently used images' pixels, by content hash. Callable like `Processor.pixels`, from any thread."""
 
     def __init__(self, pixels: Callable[[ImageRef], np.ndarray], max_bytes: int = 2**29) -> None:
-        self._pixels = pixels
-        self._max_bytes = max_bytes
-        self._cached: OrderedDict[str, np.ndarray] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def __call__(self, image: ImageRef) -> np.ndarray:
-        with self._lock:
-            if image.hash in self._cached:
-                self._cached.move_to_end(image.hash)
-                return self._cached[image.hash]
-        made = self._pixels(image)
-        with self._lock:
-            patches = self._cached.setdefault(image.hash, made)
-            if patches is made:
-                self._bytes += patches.nbytes
-            while self._bytes > self._max_bytes and len(self._cached) > 1:
-                self._bytes -= self._cached.popitem(last=False)[1].nbytes
-        return patches
+        super().__init__(
+            pixels,
+            key=attrgetter("hash"),
+            size=lambda image, patches: patches.nbytes,
+            max_bytes=max_bytes,
+        )

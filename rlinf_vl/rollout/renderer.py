@@ -13,21 +13,22 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.models.byte_cache import ByteCache, text_bytes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.types import ImageRef, Message
 
 #: What thoughts stand between in an answer's text.
 THINK, END_THINK = "<think>", "</think>"
-#: Prompts that are kept as text, and what follows on turns as ids.
-RENDERED, FOLLOWING = 512, 256
+#: Bytes of rendered prompts that are kept, and of texts between turns with their ids.
+RENDERED_BYTES, ENCODED_BYTES = 2**26, 2**25
 _QUESTION: list[Message] = [{"role": "user", "content": "a"}]
 
 
@@ -194,11 +195,15 @@ class Renderer:
             written = json.dumps(messages)
         except (TypeError, ValueError):  # the template may know more than JSON
             return self._rendered(messages, **options)
-        return self._rendered_json(written, *options.items())
+        return self._rendered_json((written, *options.items()))
 
     @cached_property
-    def _rendered_json(self) -> Callable[..., str]:
-        return lru_cache(RENDERED)(lambda written, *options: self._rendered(json.loads(written), **dict(options)))
+    def _rendered_json(self) -> ByteCache[tuple[Any, ...], str]:
+        def rendered(argument: tuple[Any, ...]) -> str:
+            written, *options = argument
+            return self._rendered(json.loads(written), **dict(options))
+
+        return ByteCache(rendered, size=text_bytes, max_bytes=RENDERED_BYTES)
 
     def _rendered(self, messages: Sequence[Message], **options: bool) -> str:
         options = self._options | options
@@ -256,9 +261,13 @@ class Renderer:
         return _map_texts(list(messages), lambda text: re.sub("|".join(begins), rf"\g<0>{mark}", text)), mark, spare
 
     @cached_property
-    def _encode_plain(self) -> Callable[[str], tuple[int, ...]]:
+    def _encode_plain(self) -> ByteCache[str, tuple[int, ...]]:
         """Ids of what has no mark. What a game puts between turns is the same again and again, so the last texts' are kept."""
-        return lru_cache(FOLLOWING)(lambda text: tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+        def encoded(text: str) -> tuple[int, ...]:
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        return ByteCache(encoded, size=text_bytes, max_bytes=ENCODED_BYTES)
 
     @cached_property
     def _special(self) -> list[str]:
