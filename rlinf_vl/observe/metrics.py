@@ -107,6 +107,7 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         "rollout/engine_errors": kinds.count(ENGINE_FAULT),
         "rollout/env_errors": kinds.count(ENVIRONMENT_FAULT) + penalized,
         "rollout/penalized": penalized,
+        "rollout/hung_env_calls": max((s.hung_calls for s in summaries), default=0),
         "rollout/empty": sum(s.response_tokens[i] == 0 for s, i in kept),
         "data/object_store_bytes": sum(s.object_bytes for s in summaries),
         "data/unique_bytes": sum(s.array_bytes for s in summaries) + sum(images.values()),

@@ -11,6 +11,8 @@ import inspect
 import logging
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -44,12 +46,12 @@ class Calls:
 
     Attributes:
         timeout_s: seconds that a call may take, once it has begun.
-        hung: calls that were given up and have not returned.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.hung = 0
+        self._given_up = 0  # calls that somebody has stopped waiting for, and that have not returned
+        self._closing: deque[tuple[float, Future]] = deque()  # when each close is overdue, in that order
         self._room = PerLoop(lambda: asyncio.Semaphore(AT_ONCE))
         self._jobs: SimpleQueue[tuple[Future, Callable, tuple]] = SimpleQueue()
         self._idle = 0  # threads that wait for a job which is not in the queue yet
@@ -79,10 +81,27 @@ class Calls:
             in_time = await done(future, self.timeout_s - WAITING_S)
         if not in_time:
             with self._lock:
-                self.hung += 1
+                self._given_up += 1
             future.add_done_callback(self._returned)
             raise CallTimeout
         return future.result()
+
+    @property
+    def hung(self) -> int:
+        """Calls that have not returned within `timeout_s`, closes included. Each keeps a thread."""
+        now = time.monotonic()
+        with self._lock:
+            self._closing = deque(entry for entry in self._closing if not entry[1].done())
+            return self._given_up + sum(overdue < now for overdue, _ in self._closing)
+
+    def begin_close(self, function: Callable) -> Future:
+        """Call an environment's `close`, without waiting. Nobody may ever wait for it, so it is counted here if it hangs."""
+        future = self.begin(function)
+        with self._lock:
+            while self._closing and self._closing[0][1].done():
+                self._closing.popleft()
+            self._closing.append((time.monotonic() + self.timeout_s, future))
+        return future
 
     def begin(self, function: Callable, *arguments: Any) -> Future:
         """Call it, without waiting; from any thread."""
@@ -134,7 +153,7 @@ class Calls:
 
     def _returned(self, _: Future) -> None:
         with self._lock:
-            self.hung -= 1
+            self._given_up -= 1
 
 
 class Places:
@@ -223,7 +242,7 @@ class Stage:
                 env.close()
                 closed.set_result(None)
             else:
-                self._calls.begin(env.close).add_done_callback(report)
+                self._calls.begin_close(env.close).add_done_callback(report)
 
         if self._last is None:
             close(None)

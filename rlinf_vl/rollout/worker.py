@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Calls of environments that may hang, each in a thread, before the worker is replaced.
-MAX_HUNG = 1000
+#: Calls of environments that may hang, each in a thread, before the worker is replaced. Containers often allow 1,000 threads.
+MAX_HUNG = 256
 
 
 class RolloutRank:
@@ -133,8 +133,8 @@ class RolloutRank:
         running: list[asyncio.Future[Group]] = []
         self.clock.begin()
         try:
-            if self.player.calls.hung > MAX_HUNG:
-                raise EngineDied(f"{self.player.calls.hung} calls of its environments hang, each in a thread")
+            if (n_hung := self.player.calls.hung) > MAX_HUNG:
+                raise EngineDied(f"{n_hung} calls of its environments hang, each in a thread")
             problems = await asyncio.to_thread(lambda: list(map(self._problem, tasks)))
             names = {self.player.make_env.name_of(problem) for problem in problems if isinstance(problem, Problem)}
             if names <= {SINGLE} and self.config.rollout.max_concurrent_rollouts is None:
@@ -165,7 +165,8 @@ class RolloutRank:
         summary = GroupSummary.of(group, self.processor.image_token_id, object_bytes)
         before, self.prefilled_tokens = self.prefilled_tokens, self.engine.prefilled_tokens
         prefilled = self.prefilled_tokens - before
-        return replace(summary, engine_seconds=self.clock.lap(), prefilled_tokens=prefilled), reference
+        state = {"prefilled_tokens": prefilled, "hung_calls": self.player.calls.hung}
+        return replace(summary, engine_seconds=self.clock.lap(), **state), reference
 
     async def _play(self, opened: "list[Opening]", task: Task, problem: Problem | Exception) -> Group:
         opening = await self._open(opened, task, problem)

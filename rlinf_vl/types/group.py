@@ -178,6 +178,7 @@ class GroupSummary:
     #: Since its worker's last group: seconds with work for the engine, and all.
     engine_seconds: tuple[float, float] = (0.0, 0.0)
     prefilled_tokens: int = 0  # by its worker's engine, since the worker's last group
+    hung_calls: int = 0  # calls of environments that hung in its worker when it was done
     turn_rewards: tuple[tuple[float, ...], ...] = ()  # of each turn of each
     turn_tokens: tuple[tuple[int, ...], ...] = ()  # sampled in each turn of each
     turn_states: tuple[tuple[str, ...], ...] = ()  # `Turn.state` of each turn of each

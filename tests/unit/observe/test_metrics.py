@@ -168,6 +168,7 @@ def test_rollout_summary_by_hand():
             "rollout/engine_errors": 1,
             "rollout/env_errors": 0,
             "rollout/penalized": 0,
+            "rollout/hung_env_calls": 0,
             "rollout/empty": 1,
             "rollout/tokens_per_second": 30 / 3,
             "rollout/weight_version_min": 2,

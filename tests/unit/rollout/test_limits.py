@@ -4,13 +4,16 @@ import asyncio
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from episodes import AsyncFaulty, Faulty, Maker, Talk, picture, play, said
 
+from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.envs import StepResult
 from rlinf_vl.rollout.player import Player
 from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.worker import MAX_HUNG, RolloutRank
 from rlinf_vl.types import SamplingParams
 
 LIMIT_S = 4.0
@@ -61,6 +64,55 @@ def test_a_step_with_crashing_hanging_and_lying_environments_ends_in_time(toy, k
     assert 0 < player.busy.seconds() < MOST_S
     closed = [not env.open for env in made if env.fault != "hang"]
     assert all(closed) and (kind is Faulty or all(not env.open for env in made))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_close_that_never_returns_is_counted_and_holds_nobody(toy, released, is_async):
+    """3 of 24 environments. A coroutine is cancelled at its limit; a thread stays, and is counted while it does."""
+    never = asyncio.Event
+
+    class Closes(Talk):
+        def __init__(self, seed):
+            super().__init__(seed, turns=2, images=0)
+            self.seed = seed
+
+        def close(self):
+            if self.seed % 8 == 0:
+                released.wait(2 * MOST_S)
+            super().close()
+
+    class ClosesAsync(Closes):
+        async def close(self):
+            if self.seed % 8 == 0:
+                await never().wait()
+
+    player = player_of(toy, ClosesAsync if is_async else Closes, turn_timeout_s=1.5)
+    begun = time.monotonic()
+    groups = play(player, [range(8 * g, 8 * g + 8) for g in range(3)], sampling(toy))
+    assert time.monotonic() - begun < MOST_S
+    assert all(t.error is None for group in groups for t in group.trajectories), "closing late is no error of theirs"
+    deadline = time.monotonic() + MOST_S
+    while player.calls.hung != (0 if is_async else 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert player.calls.hung == (0 if is_async else 3)
+    released.set()
+    while player.calls.hung and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert player.calls.hung == 0, "what returns is no longer counted"
+
+
+def test_a_worker_with_too_many_hung_calls_asks_to_be_replaced():
+    rank = SimpleNamespace(
+        clock=SimpleNamespace(begin=lambda: None, end=lambda: None),
+        player=SimpleNamespace(calls=SimpleNamespace(hung=MAX_HUNG + 1), close=None),
+    )
+
+    async def generate():
+        async for _ in RolloutRank.generate(rank, []):
+            raise AssertionError("it must not begin")
+
+    with pytest.raises(EngineDied, match=f"{MAX_HUNG + 1} calls of its environments hang"):
+        asyncio.run(generate())
 
 
 def test_a_member_that_starts_late_holds_nobody_and_asks_by_itself(toy, released):
