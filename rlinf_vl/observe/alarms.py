@@ -1,7 +1,8 @@
 """Alarms: what runs that collapse show in their metrics first, with what to try.
 
-An alarm is judged on means over `WINDOW` steps against the run's first ones, or against what was before; so it is silent in the
-first 2 × `WINDOW` steps. It is told when it begins, and again only after it was over for more than `WINDOW` steps.
+Most alarms compare means over `WINDOW` steps with the run's first ones, so they are silent in the first 2 × `WINDOW` steps.
+Those of a run that can't learn anything (all groups tie, all answers are cut, none is paid) are judged from step 1 on. An alarm
+is told when it begins, and again only after it was over for more than `WINDOW` steps.
 """
 
 from collections import deque
@@ -52,6 +53,16 @@ class History:
         """Mean over the last steps, but for the `before` very last."""
         rows = list(self.rows)
         return _mean(rows[max(0, len(rows) - before - steps) : len(rows) - before], name)
+
+    @property
+    def compares(self) -> bool:
+        """Whether there are enough steps to compare the last ones with the first."""
+        return len(self.rows) >= 2 * WINDOW
+
+    def always(self, name: str, value: float) -> bool:
+        """Return whether a metric had this value in each of the last `WINDOW` steps, or in all if there are fewer."""
+        recent_rows = list(self.rows)[-WINDOW:]
+        return all(row.get(name) == value for row in recent_rows)
 
     @property
     def learned(self) -> bool:
@@ -127,8 +138,34 @@ def _reward_free(h: History) -> str | None:
 def _groups_tied(h: History) -> str | None:
     if h.groups is None or h.learned:
         return None
+    if not h.compares:
+        all_tied = h.always("reward/zero_std_groups", h.groups)
+        return f"{_since_start(h)} all groups tie: nothing is learned from the reward" if all_tied else None
     share = h.last("reward/zero_std_groups") / h.groups
     return f"{share:.0%} of the groups tie: nearly nothing is learned from the reward" if share >= TIED else None
+
+
+def _all_cut(h: History) -> str | None:
+    if not h.always("rollout/truncated", 1.0):
+        return None
+    return (
+        f"{_recently(h)} every answer was cut at {h.last('rollout/response_length_mean'):.0f} tokens, before it could end: "
+        "a cut answer is graded as wrong"
+    )
+
+
+def _no_reward(h: History) -> str | None:
+    if h.groups is None or not h.always("reward/accuracy", 0.0) or not h.always("reward/std", 0.0):
+        return None
+    return f"{_recently(h)} every answer got the same reward, {h.last('reward/mean'):.3g}, and none was right"
+
+
+def _since_start(h: History) -> str:
+    return "in step 1" if len(h.rows) == 1 else f"in steps 1 to {len(h.rows)}"
+
+
+def _recently(h: History) -> str:
+    return _since_start(h) if len(h.rows) <= WINDOW else f"in the last {WINDOW} steps"
 
 
 def _mismatch(h: History) -> str | None:
@@ -143,14 +180,30 @@ def _mismatch(h: History) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """`judge` says what is wrong, or None."""
+    """One alarm: `judge` says what is wrong, or None; `early` ones are judged from step 1 on."""
 
     kind: str
     judge: Callable[[History], str | None]
     advice: str
+    early: bool = False
 
 
 ALARMS = (
+    Alarm(
+        "answers_cut",
+        _all_cut,
+        "read some answers (report.html): raise algorithm.sampling_params.max_new_tokens and runner.seq_length if they are sound; "
+        "if they repeat themselves or never stop, take an instruct model, or ask for short answers in data.system_prompt",
+        early=True,
+    ),
+    Alarm(
+        "no_reward",
+        _no_reward,
+        "read some answers (report.html) beside their reference answers: if right ones are among them, the reward function can't "
+        "read their form ('rlinf-vl check-reward FILE:NAME' tries it), so ask for that form in data.prompt_suffix; if none is "
+        "right, take easier problems or a better model",
+        early=True,
+    ),
     Alarm(
         "entropy_collapse",
         _entropy_collapse,
@@ -185,7 +238,10 @@ ALARMS = (
     Alarm(
         "groups_tied",
         _groups_tied,
-        "raise algorithm.group_size, take problems of another difficulty, or set algorithm.dynamic_sampling.enable=true",
+        "look at the rewards of a group (report.html): all 0 are problems too hard or a form that the reward can't read, all 1 too "
+        "easy ones, equal answers a sampling temperature too low; raise algorithm.group_size, take problems of another difficulty, "
+        "or set algorithm.dynamic_sampling.enable=true",
+        early=True,
     ),
     Alarm(
         "mismatch_rising",
@@ -215,10 +271,9 @@ class Alarms:
             return []
         self._history.add(metrics)
         self._step += 1
-        if len(self._history.rows) < 2 * WINDOW:
-            return []
-        said = {alarm.kind: alarm.judge(self._history) for alarm in ALARMS}
-        self.active = {kind: what for kind, what in said.items() if what is not None}
+        judged = [alarm for alarm in ALARMS if alarm.early or self._history.compares]
+        verdicts = {alarm.kind: alarm.judge(self._history) for alarm in judged}
+        self.active = {kind: verdict for kind, verdict in verdicts.items() if verdict is not None}
         new = [a for a in ALARMS if a.kind in self.active and self._step - self._held.get(a.kind, -FLAT) > WINDOW]
         self._held |= dict.fromkeys(self.active, self._step)
         return [(alarm.kind, f"{self.active[alarm.kind]}. Try: {alarm.advice}") for alarm in new]

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
 
 from rlinf_vl.observe.notebook import NotebookProgress, in_notebook
 from rlinf_vl.observe.status import StatusFile, last_words
@@ -21,13 +22,16 @@ logger = logging.getLogger(__name__)
 _CONSOLE = Console(stderr=True)
 """The terminal of both the live line and the log: two consoles would tear each other's lines."""
 _SHOWN = (
-    ("reward", ("reward/mean",), "{:.3f}"),
-    ("accuracy", ("reward/accuracy",), "{:.3f}"),
-    ("val", ("val/accuracy",), "{:.3f}"),
-    ("kl", ("actor/ref_kl", "actor/rollout_train_kl"), "{:.2g}"),
-    ("tok/s", ("rollout/tokens_per_second",), "{:,.0f}"),
+    ("reward", "reward/mean", "{:.3f}"),
+    ("accuracy", "reward/accuracy", "{:.3f}"),
+    ("val", "val/accuracy", "{:.3f}"),
+    ("tied", "reward/zero_std_groups", "{:.0f}"),
+    ("cut", "rollout/truncated", "{:.0%}"),
+    ("ref_kl", "actor/ref_kl", "{:.2g}"),
+    ("mismatch", "actor/rollout_train_kl", "{:.2g}"),
+    ("tok/s", "rollout/tokens_per_second", "{:,.0f}"),
 )
-"""Shown name, metrics (the first that a step has is shown), format."""
+"""Shown name, metric, format. One name means one metric."""
 _WINDOW = 20
 """Time left is extrapolated from so many last steps."""
 
@@ -71,6 +75,45 @@ def shown_log() -> Iterator[None]:
             own.setLevel(level)
 
 
+class PhaseClock:
+    """The clock of start-up: how long it and its present phase have taken, until `stop` ends it with the first step."""
+
+    def __init__(self) -> None:
+        self._began = self._phase_began = time.perf_counter()
+        self._phase = ""
+        self._runs = True
+
+    def enter(self, phase: str) -> bool:
+        """Return whether this begins a phase of start-up, whose time counts from now."""
+        if not self._runs or phase == self._phase:
+            return False
+        self._phase, self._phase_began = phase, time.perf_counter()
+        return True
+
+    def stop(self) -> None:
+        self._runs = False
+
+    @property
+    def total_s(self) -> float:
+        return time.perf_counter() - self._began
+
+    @property
+    def shown(self) -> str:
+        """The phase's elapsed seconds, to be written behind its name; "" once start-up is over."""
+        return f" ({time.perf_counter() - self._phase_began:.0f} s)" if self._runs else ""
+
+
+class _PhaseColumn(ProgressColumn):
+    """The phase of a run at the end of its live line, with a clock as long as the run starts."""
+
+    def __init__(self, clock: PhaseClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.fields['phase']}{self._clock.shown}", style="dim")
+
+
 class RunProgress:
     """Progress of a run, on the terminal and in `status`. A context manager: call `begin` once the run's length is known,
     `update` after every step, `phase` when another part of the run begins.
@@ -88,13 +131,14 @@ class RunProgress:
         self._step = 0
         self._console = console or _CONSOLE
         self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
+        self._clock = PhaseClock()
         self._validation: dict[str, float] = {}
         self._live = Progress(
             SpinnerColumn(),
             TextColumn("step {task.completed:.0f}/{task.total:.0f}", markup=False),
             BarColumn(bar_width=20),
             TextColumn("{task.fields[summary]}", markup=False),
-            TextColumn("[dim]{task.fields[phase]}"),
+            _PhaseColumn(self._clock),
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -129,16 +173,22 @@ class RunProgress:
     def begin(self, total_steps: int, start_step: int = 0) -> None:
         """The run has `total_steps`, of which `start_step` were done before it was resumed."""
         self._total, self._step = total_steps, start_step
+        self._clock.stop()
         self._tell(state="running", step=start_step, total_steps=total_steps)
         self._live.update(self._task, total=total_steps, completed=start_step)
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Show what is happening now (generate, train, sync, validate, …) and how much of it is done."""
+        """Show what is happening now (generate, train, sync, validate, …) and how much of it is done.
+
+        During start-up, the seconds of each phase are shown beside it; what is no terminal gets a line for each phase.
+        """
+        if self._clock.enter(name) and not self._console.is_terminal:
+            logger.info("start-up, %.0f s: %s", self._clock.total_s, name)
         self._tell(phase=name, progress=None if total is None else {"done": done, "total": total})
         name = name if total is None else f"{name}: {done} of {total}"
         self._live.update(self._task, phase=name)
         if self._notebook is not None:
-            self._notebook.show(self._step, self._total, name)
+            self._notebook.show(self._step, self._total, f"{name}{self._clock.shown}")
         if not self._console.is_terminal:
             logger.debug("step %d/%d: %s", self._step, self._total, name)
 
@@ -161,9 +211,9 @@ class RunProgress:
     def _figures(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """What is shown of a step, by the names of `_SHOWN`, and the time that is left."""
         figures: dict[str, str] = {}
-        for label, names, form in _SHOWN:
-            if known := [metrics[name] for name in names if name in metrics]:
-                figures[label] = form.format(float(known[0]))
+        for label, name, form in _SHOWN:
+            if name in metrics:
+                figures[label] = form.format(float(metrics[name]))
         seconds = metrics.get("time/step")
         if len(self._ends) > 1:  # the mean from end to end, so without start-up
             seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

@@ -291,6 +291,17 @@ def test_parts_smoothing_and_what_stays_constant(browser, research):
     assert browser.problems == []
 
 
+def test_a_reward_that_stays_zero_keeps_its_chart(browser, tmp_path):
+    run_dir = tmp_path / "flat"
+    run_dir.mkdir()
+    rows = [{"step": n, "reward/mean": 0.0, "reward/std": 0.0, "rollout/truncated": 1.0} for n in range(1, 5)]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    browser.open(build_report([run_dir]))
+    titles = browser.run("[...document.querySelectorAll('#curves > .charts h3')].map((title) => title.textContent)")
+    assert titles == ["Reward"]
+    assert "Truncated responses: 1" in browser.run("document.getElementById('constant-curves').textContent")
+
+
 def test_how_the_run_ended_stands_on_top(browser, research):
     browser.open(research)
     first = browser.run("document.querySelector('#summary .run').firstElementChild.innerText")

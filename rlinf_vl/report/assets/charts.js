@@ -13,8 +13,9 @@ function drawCharts({ runs, charts, phases, own_rewards: ownRewards }) {
   charts = [...charts, ...partCharts(runs, ownRewards), ...[...measured].sort().map((name) => ({ title: `Environment: ${name}`, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
   const shown = ["val/accuracy_error", "val/problems", ...charts.flatMap((spec) => Object.keys(spec.lines))];
   const drawn = charts.map((spec) => [spec, linesOf(spec, runs)]).filter(([, lines]) => lines.length);
-  const figures = drawn.filter(([, lines]) => !isConstant(lines)).map(([spec, lines]) => chart(spec, lines));
-  const constant = drawn.filter(([, lines]) => isConstant(lines));
+  const isFolded = ([spec, lines]) => !spec.always && isConstant(lines);
+  const figures = drawn.filter((entry) => !isFolded(entry)).map(([spec, lines]) => chart(spec, lines));
+  const constant = drawn.filter(isFolded);
   for (const run of runs) {
     const names = [...phases, "other"].filter((name) => run.metrics[`time/${name}`]?.[1].some((v) => v > 0));
     const title = runs.length > 1 ? `Time by phase: ${run.name}` : "Time by phase";

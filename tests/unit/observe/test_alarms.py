@@ -57,6 +57,30 @@ def test_an_alarm_is_raised_once_by_what_it_is_for(kind, last):
     assert all(step > 20 for step, _ in found)
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "look_at"),
+    [
+        ("groups_tied", {"reward/zero_std_groups": GROUPS}, "sampling temperature"),
+        ("answers_cut", {"rollout/truncated": 1.0}, "max_new_tokens"),
+        ("no_reward", {"reward/mean": 0.0, "reward/std": 0.0, "reward/accuracy": 0.0}, "check-reward"),
+        ("no_reward", {"reward/mean": -1.0, "reward/std": 0.0, "reward/accuracy": 0.0}, "data.prompt_suffix"),
+    ],
+)
+def test_a_run_that_can_learn_nothing_is_told_so_after_its_first_step(kind, values, look_at):
+    alarms = Alarms(GROUPS)
+    row = STILL | values
+    ((told_kind, message),) = alarms.check(row)
+    assert told_kind == kind and "in step 1" in message and look_at in message.partition("Try: ")[2]
+    assert not any(alarms.check(row) for _ in range(40)), "told once"
+    assert kind in alarms.active
+
+
+def test_a_first_step_that_learns_or_has_learned_all_raises_nothing():
+    assert told([STILL | {"reward/std": 0.0, "rollout/truncated": 0.99, "reward/zero_std_groups": GROUPS - 1}]) == []
+    solved = {"reward/mean": 1.0, "reward/std": 0.0, "reward/accuracy": 1.0, "reward/zero_std_groups": GROUPS}
+    assert told([STILL | solved] * 3) == []
+
+
 def test_each_alarm_says_what_to_try():
     alarms = Alarms(GROUPS)
     ((kind, message),) = [said for row in ending(**{"rollout/truncated": 0.8}) for said in alarms.check(row)]

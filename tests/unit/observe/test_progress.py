@@ -42,9 +42,48 @@ def test_elsewhere_each_step_is_one_log_line(caplog):
         run.phase("train")
         run.update(2, METRICS)
     first, second = caplog.messages
-    assert first == "step 1/4  reward 0.500  accuracy 0.250  val 0.750  kl 0.0012  tok/s 12,346  left 0:00:06"
+    assert first == "step 1/4  reward 0.500  accuracy 0.250  val 0.750  mismatch 0.0012  tok/s 12,346  left 0:00:06"
     assert second.startswith("step 2/4  reward 0.500") and "val 0.750" in second
     assert output.getvalue() == ""
+
+
+def test_the_mismatch_and_the_reference_kl_have_names_of_their_own_beside_ties_and_cuts(caplog):
+    caplog.set_level(logging.INFO, "rlinf_vl")
+    with RunProgress(console=Console(file=io.StringIO())) as run:
+        run.begin(1)
+        run.update(1, METRICS | {"actor/ref_kl": 0.25, "reward/zero_std_groups": 3, "rollout/truncated": 0.125})
+    figures = "tied 3  cut 12%  ref_kl 0.25  mismatch 0.0012"
+    assert figures in caplog.messages[-1] and " kl " not in caplog.messages[-1]
+
+
+def test_every_phase_of_start_up_has_a_clock(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "rlinf_vl")
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    run = RunProgress(console=Console(file=io.StringIO()))
+    for elapsed, phase in ((0, "starting Ray"), (4, "starting rollout workers and actor ranks"), (9, "sharding")):
+        now[0] = 100.0 + elapsed
+        run.phase(phase)
+        run.phase(phase, done=1, total=2)  # a phase's progress is no phase of its own
+    assert caplog.messages == [
+        "start-up, 0 s: starting Ray",
+        "start-up, 4 s: starting rollout workers and actor ranks",
+        "start-up, 9 s: sharding",
+    ]
+    run.begin(3)
+    run.phase("generate")
+    assert len(caplog.messages) == 3, "steps are told by their own lines"
+
+
+def test_the_live_line_counts_the_seconds_of_a_phase(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    console = terminal()
+    with RunProgress(console=console) as run:
+        run.phase("starting Ray")
+        now[0] = 107.0
+        run._live.refresh()
+    assert "starting Ray (7 s)" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
 
 
 def test_metrics_that_are_missing_are_not_shown(caplog):
