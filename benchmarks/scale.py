@@ -106,6 +106,10 @@ class SimulatedWorker:
             await asyncio.sleep(0)  # as many turns of the supervisor's loop as answers
             yield answer_to(task), None
 
+    def cancel(self, group_ids) -> None: ...
+
+    def release(self, group_ids) -> None: ...
+
     def watch(self) -> None: ...
 
     def failure(self) -> None: ...
@@ -128,7 +132,14 @@ class SimulatedPool:
     def submit(self, tasks, events=None):
         return self._supervisor.submit(tasks, tasks, lambda: None, events)
 
-    def release(self, summaries=None) -> None: ...
+    def release(self, summaries=None) -> None:
+        self._supervisor.release(None if summaries is None else [summary.id for summary in summaries])
+
+    def acknowledge(self, group_ids) -> None:
+        self._supervisor.acknowledge(group_ids)
+
+    def cancel(self, group_ids) -> None:
+        self._supervisor.cancel(group_ids)
 
     def entries(self) -> list:
         return []

@@ -60,8 +60,10 @@ def rollout(
             if not lost:
                 break
             log.event("groups_lost", f"{len(lost)} groups died with their worker; sampled again")
+            pool.cancel([tasks[k].group_id for k in lost])  # as parts of the submission that they were in
             for k, result in zip(lost, pool.submit([tasks[k] for k in lost]).results(), strict=True):
                 results[k] = result
+    pool.acknowledge([summary.id for summary in summaries])
     pool.release(dropped + scored[n:])
     metrics = drawn.metrics | plan.metrics | summarize_rollout(generated, drawn.seconds or log.timings["time/generate"])
     return Rollout(summaries, groups[:n], plan, scored, to_score, metrics, generated, drawn.ledger)

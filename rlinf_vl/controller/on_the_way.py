@@ -13,7 +13,7 @@ from rlinf_vl.controller.draw import make_tasks
 from rlinf_vl.controller.parts import Pool
 from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.data.corruption import corruption_at
-from rlinf_vl.rollout.submission import Event, Resent, Submission, Task
+from rlinf_vl.rollout.submission import Event, GroupArrived, GroupsResent, Submission, Task
 from rlinf_vl.types import GroupSummary
 
 
@@ -120,14 +120,14 @@ class OnTheWay:
     def receive(self) -> None:
         """Wait a moment for a group, and note it."""
         for event in self._submissions[-1].wait():
-            if isinstance(event, Resent):
+            if isinstance(event, GroupsResent):
                 for group_id in event.group_ids & self.asked.keys():
                     asked = self.asked[group_id]
                     self._discount(asked)
                     asked.result = None
                     self.flying[group_id] = asked
                     self.flying_versions[asked.oldest] += 1
-            elif isinstance(event, tuple):
+            elif isinstance(event, GroupArrived):
                 if asked := self.asked.get(event[0].id):
                     self._discount(asked)
                     asked.result = event
@@ -163,10 +163,11 @@ class OnTheWay:
             del versions[asked.oldest]
 
     def drop(self, groups: Iterable[Asked]) -> None:
-        """Take no more interest in these groups, and release those that have come."""
+        """Take no more interest in these groups: release those that have come, and cancel the others."""
         groups = list(groups)
         self.take(groups)
         self._pool.release([asked.result[0] for asked in groups if asked.result])
+        self._pool.cancel([asked.task.group_id for asked in groups if not asked.result])
 
     def close(self) -> None:
         """Abandon what is under way, and release what has come."""

@@ -2,9 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,14 +14,16 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
-from rlinf_vl.rollout.slot import Slot, WorkerDied
+from rlinf_vl.rollout.slot import Place, WorkerDied
 from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor
+from rlinf_vl.rollout.updates import SnapshotSource, WeightUpdate
 from rlinf_vl.rollout.worker import RolloutWorker
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost, Heartbeat, cause_of, entry, kill
 from rlinf_vl.runtime.seats import WAY_OUT, lost_seats
-from rlinf_vl.transport.sender import Offer
+from rlinf_vl.transport.sender import Offer, Snapshot
+from rlinf_vl.transport.strategies import STORED
 from rlinf_vl.types import GroupSummary
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,12 @@ class _RayWorker:
         except RayError as error:  # of the stream, not of one message
             raise WorkerDied(cause_of(error)) from error
 
+    def cancel(self, group_ids: Collection[str]) -> None:
+        self.actor.cancel.remote(list(group_ids))
+
+    def release(self, group_ids: Sequence[str] | None) -> None:
+        self.actor.release.remote(group_ids)
+
     def watch(self) -> None:
         self._heart.restart()
 
@@ -63,8 +71,12 @@ class _RayWorker:
         kill(self.actor, self.process)
 
 
-#: The number of a slot, the worker in it, and its answer to come.
-Taken = tuple[int, _RayWorker, ray.ObjectRef]
+@dataclass(frozen=True, slots=True)
+class PendingSync:
+    """A weight sync that has begun, and the calls of the workers that were live then."""
+
+    update: WeightUpdate[_RayWorker]
+    calls: list[ray.ObjectRef] = field(default_factory=list)
 
 
 async def answer(reference: ray.ObjectRef) -> Any:
@@ -114,7 +126,7 @@ class RolloutPool:
         self._elastic = reservation.elastic
         self._shrinks = config.cluster.on_node_loss == "shrink"
         self._may_change = False  # workers may join and leave
-        self._waits: set[int] = set()  # workers whose wait for a node was told
+        self._reported_waits: set[int] = set()  # workers of whose wait for a node was reported
         runner, rollout = config.runner, config.rollout
         whole = runner.schedule == "sync" or (runner.schedule == "one_step_off" and runner.max_staleness == 1)
         max_running = None if rollout.rollout_backend == "torch" and whole else rollout.max_running_requests
@@ -124,7 +136,7 @@ class RolloutPool:
             max_running=max_running,
             report=lambda message, kind="worker_replaced": report(kind, message),
             max_row_faults=config.data.max_row_faults,
-            lost=self._lost,
+            places=self._places,
             newcomers=self._newcomers,
         )
         #: (split, row) → number of an image that other rows have too; None where no other has
@@ -132,11 +144,7 @@ class RolloutPool:
 
     @property
     def workers(self) -> list[Any]:
-        return [slot.worker.actor for slot in self._there]
-
-    @property
-    def _there(self) -> list[Slot[_RayWorker]]:
-        return [slot for slot in self._supervisor.slots if not slot.left]
+        return [slot.worker.actor for slot in self._supervisor.slots]
 
     @property
     def restarts(self) -> int:
@@ -147,15 +155,6 @@ class RolloutPool:
     def turnover(self) -> int:
         """How often a worker was replaced, joined or left."""
         return self._supervisor.turnover
-
-    @property
-    def engine_slots(self) -> list[int]:
-        """Processes of each worker's engine that have weights."""
-        return [self._seats[slot.number].slots for slot in self._there]
-
-    def same_workers(self) -> AbstractContextManager[Any]:
-        """While it lasts, no worker joins, and what one that leaves owes can still be waited for."""
-        return self._supervisor.membership
 
     def open_membership(self) -> None:
         """From now on workers may leave with their nodes, and join if the reservation is elastic."""
@@ -170,28 +169,31 @@ class RolloutPool:
             self._seats += self._elastic.newcomers()
         return range(first, len(self._seats))
 
-    def _lost(self, number: int) -> bool:
-        """Whether a worker leaves, because its node is lost. Where it waits instead (`cluster.on_node_loss`), that is told once. The
-        last worker waits always, unless others may join."""
-        if not self._may_change:
-            return False
-        seat = self._seats[number]
-        if self._elastic is not None:
-            return self._elastic.lost(seat)
+    def _places(self, numbers: Collection[int]) -> Mapping[int, Place]:
+        """Return the places of these workers that no node has now.
+
+        An elastic worker's is gone with its node. Others wait for a node, which is reported once, or are gone where
+        `cluster.on_node_loss` says so; the last worker always waits.
+        """
+        if not self._may_change or not ray.is_initialized():
+            return {}
         try:
-            lost = bool(lost_seats([seat.options]))
+            if self._elastic is not None:
+                return {number: Place.GONE for number in numbers if self._elastic.lost(self._seats[number])}
+            ordered = list(numbers)
+            lost = [ordered[k] for k in lost_seats([self._seats[number].options for number in ordered])]
         except RayError:  # the cluster's head does not answer: later
-            return False
-        if lost and self._shrinks and len(self._there) > 1:
-            return True
-        if lost and number not in self._waits:
-            self._waits.add(number)
+            return {}
+        if self._shrinks and len(self._supervisor.slots) > 1:
+            return dict.fromkeys(lost, Place.GONE)
+        for number in set(lost) - self._reported_waits:
+            self._reported_waits.add(number)
             self._report("node_lost", f"rollout worker {number} waits for its node: {WAY_OUT}")
-        return False
+        return dict.fromkeys(lost, Place.AWAITED)
 
     def entries(self) -> list[dict[str, object]]:
         """A line on each worker, for `StatusFile`."""
-        slots = self._there
+        slots = self._supervisor.slots
         return [entry(f"rollout {slot.number}", slot.worker.process, slot.restarts) for slot in slots]
 
     def start(self) -> dict[str, int]:
@@ -230,9 +232,13 @@ class RolloutPool:
         in_turn = [sent[k] for k in sorted(range(len(tasks)), key=order.__getitem__)]
         return self._supervisor.submit(tasks, in_turn, self._check, events)
 
-    def replace_dead(self) -> None:
-        """Replace every worker that is dead already, or whose engine is; the others answer at once."""
-        self._call_all("while idle", "ready")
+    def acknowledge(self, group_ids: Collection[str]) -> None:
+        """Note that these groups are where they are needed: if their worker dies now, they are not sampled again."""
+        self._supervisor.acknowledge(group_ids)
+
+    def cancel(self, group_ids: Collection[str]) -> None:
+        """Stop sampling these groups, which nobody wants any more. Nobody may wait for the results of their submission."""
+        self._supervisor.cancel(group_ids)
 
     def replace_all(self, reason: str) -> None:
         """Replace every worker: what the old ones are in the middle of can't be ended otherwise."""
@@ -241,32 +247,58 @@ class RolloutPool:
 
     def release(self, summaries: Sequence[GroupSummary] | None = None) -> None:
         """Free the groups of these summaries (None: all) in the object store once nobody reads them any more."""
-        ids = None if summaries is None else [summary.id for summary in summaries]
-        for worker in self.workers:
-            worker.release.remote(ids)
+        self._supervisor.release(None if summaries is None else [summary.id for summary in summaries])
 
     def forget_weights(self) -> None:
-        """The spare weights are gone: until the next sync, replacements have the weights of the start."""
-        self._supervisor.weights = None
+        """Forget the weights of the last sync: until the next one, replacements have the weights of the start."""
+        self._supervisor.forget_weights()
 
     def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
-        """Have every worker take weights from the object store, and every replacement."""
-        self.settle(self.take_weights("object_store", [ray.put(Offer(list(buckets)))], version, lambda: buckets))
+        """Have every live worker take weights from the object store, and whoever starts later."""
+        offers = [ray.put(Offer(list(buckets)))]
+        self.settle(self.take_weights("object_store", offers, version, lambda: Snapshot(version, buckets)))
+
+    def replace_dead(self, what: str) -> None:
+        """Have those live workers replaced that are dead or whose engine is, without waiting for the new ones. `what` ends "a
+        rollout worker is replaced …"."""
+        self._supervisor.probe(what)
+
+    def choose_receivers(self) -> WeightUpdate[_RayWorker]:
+        """Begin a sync whose members must know each other before weights are offered; `take_weights` goes on with it."""
+        return self._supervisor.choose_receivers()
+
+    def engine_slots(self, update: WeightUpdate[_RayWorker]) -> list[int]:
+        """Return the processes with weights of each receiver's engine."""
+        return [self._seats[slot.number].slots for slot, _ in update.receivers]
 
     def take_weights(
-        self, strategy: str, offers: Sequence[ray.ObjectRef], version: int, spare: Callable[[], Sequence[ray.ObjectRef]]
-    ) -> list[Taken]:
-        """Have every worker take the weights that the ranks offer, or will; returns what to wait for. When a worker is replaced,
-        `spare` gives the same weights as buckets in the object store."""
-        self._supervisor.weights = (spare, version)
-        workers = [(slot.number, slot.worker) for slot in self._there]
-        return [(i, worker, worker.actor.take_weights.remote(strategy, offers, version)) for i, worker in workers]
+        self,
+        strategy: str,
+        offers: Sequence[ray.ObjectRef],
+        version: int,
+        snapshot_source: SnapshotSource,
+        update: WeightUpdate[_RayWorker] | None = None,
+    ) -> PendingSync:
+        """Have every live worker (or those chosen before, `update`) take the weights that the ranks offer, or will.
 
-    def settle(self, taken: Sequence[Taken]) -> list[float | None]:
-        """Wait for what `take_weights` began; the seconds for which each engine was written. A worker that dies or hangs meanwhile
-        is replaced by one with the spare weights (None)."""
-        settled = [self._supervisor.settle(i, worker, answer(reference)) for i, worker, reference in taken]
-        return [future.result() for future in settled]
+        `snapshot_source` gives the same weights, or newer ones, to workers that start meanwhile or later. `settle` ends the sync.
+        """
+        calls: list[ray.ObjectRef] = []
+
+        def take(worker: _RayWorker) -> Awaitable[Any]:
+            calls.append(worker.actor.take_weights.remote(strategy, offers, version))
+            return answer(calls[-1])
+
+        joinable = strategy in STORED
+        update = self._supervisor.begin_update(take, version, snapshot_source, joinable=joinable, update=update)
+        return PendingSync(update, calls)
+
+    def settle(self, sync: PendingSync) -> list[float | None]:
+        """Wait for what `take_weights` began, of weights that are there; the seconds for which each engine was written.
+
+        A worker that dies or hangs meanwhile is replaced (None), and its replacement not waited for.
+        """
+        return self._supervisor.settle(sync.update)
 
     def release_tags(self) -> tuple[str, ...]:
         """What engines give back while a trainer needs their GPUs (`rlinf_vl.engines.base.release_tags`)."""
@@ -283,13 +315,17 @@ class RolloutPool:
 
     def stop(self) -> None:
         """End every engine and its processes."""
+        slots, joining = self._supervisor.slots, self._supervisor.joining
         self._supervisor.stop()
-        for ended in [worker.stop.remote() for worker in self.workers]:
-            with suppress(RayError):  # it has died since, or waits for a node
+        ending = [slot.worker.actor.stop.remote() for slot in slots if slot.live]
+        for slot in [*joining, *(slot for slot in slots if not slot.live)]:  # they can't answer
+            slot.worker.kill()
+        for ended in ending:
+            with suppress(RayError):  # it has died since
                 ray.get(ended, timeout=STOP_S)
 
     def _call_all(self, what: str, method: str, arguments: Callable[[int], tuple] = lambda i: ()) -> list[Any]:
-        """What the method returns for each worker; one that fails is replaced, and its replacement called."""
-        numbers = [slot.number for slot in self._there]
+        """Return what the method returns for each worker; one that fails is replaced, and its replacement called."""
+        numbers = [slot.number for slot in self._supervisor.slots]
         futures = [self._supervisor.call(number, what, method, *arguments(i)) for i, number in enumerate(numbers)]
         return [future.result() for future in futures]

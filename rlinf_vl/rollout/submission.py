@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlinf_vl.data.corruption import Corruption
 
@@ -33,21 +33,35 @@ class Task:
     summary_only: bool = False
 
 
+class GroupArrived(NamedTuple):
+    """A group has been sampled: its summary, and a reference to it in the object store (None where `summary_only`)."""
+
+    summary: Any
+    group: Any
+
+
 @dataclass(frozen=True, slots=True)
-class Resent:
-    """These groups, which had arrived, are lost with their worker and come again."""
+class GroupsResent:
+    """Groups that had arrived are lost with their worker, and come again."""
 
     group_ids: frozenset[str]
 
 
-#: A group as (summary, reference); groups that come again; what ended a submission; None: it is done.
-Event = tuple[Any, Any] | Resent | BaseException | None
+@dataclass(frozen=True, slots=True)
+class SubmissionEnded:
+    """No more groups of a submission come: all have, or (`error`) something ended it."""
+
+    error: BaseException | None = None
+
+
+Event = GroupArrived | GroupsResent | SubmissionEnded
 
 
 class Submission:
     """The groups of some tasks, as (summary, reference) pairs in the order in which they finish.
 
-    A group comes a second time if its worker dies before the submission is done; the second one replaces the first.
+    A group comes a second time if its worker dies before the group is acknowledged or the submission is done; the second
+    one replaces the first.
     """
 
     def __init__(
@@ -59,14 +73,21 @@ class Submission:
     ) -> None:
         """`events`: where events go, if several submissions are to be waited for at once."""
         self.tasks = list(tasks)
+        self.group_ids = {task.group_id for task in tasks}
         self.arrived: set[str] = set()
+        self.cancelled: set[str] = set()  # before they arrived
         self.ended: float | None = None  # by `time.monotonic`
         self.events: SimpleQueue[Event] = SimpleQueue() if events is None else events
         self._check = check
         self._close = close
 
+    @property
+    def done(self) -> bool:
+        """Whether every group has arrived or was cancelled."""
+        return len(self.arrived) + len(self.cancelled) == len(self.group_ids)
+
     def wait(self) -> list[Event]:
-        """The next event, once there is one; none after a moment without.
+        """Return the next event, once there is one; none after a moment without.
 
         Raises: what `check` raised, and as iterating does what ended a submission.
         """
@@ -75,27 +96,27 @@ class Submission:
             event = self.events.get(timeout=CHECK_S)
         except Empty:
             return []
-        if isinstance(event, BaseException):
-            raise event
+        if isinstance(event, SubmissionEnded) and event.error is not None:
+            raise event.error
         return [event]
 
     def close(self) -> None:
         """Abandon what has not arrived."""
         self._close(self)
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[GroupArrived]:
         """Raises WorkersLost, and what a task or `check` raised. Leaving the loop early abandons the remaining tasks."""
         try:
             while True:
                 for event in self.wait():
-                    if event is None:
+                    if isinstance(event, SubmissionEnded):
                         return
-                    if isinstance(event, tuple):
+                    if isinstance(event, GroupArrived):
                         yield event
         finally:
             self.close()
 
-    def results(self) -> list[tuple[Any, Any]]:
+    def results(self) -> list[GroupArrived]:
         """Wait for all groups; the order is that of the tasks."""
-        found = {summary.id: (summary, group) for summary, group in self}
-        return [found[task.group_id] for task in self.tasks]
+        groups = {arrived.summary.id: arrived for arrived in self}
+        return [groups[task.group_id] for task in self.tasks]

@@ -96,6 +96,7 @@ class RolloutRank:
         )
         self.clock = LapClock(self.player.busy.seconds)
         self.store = GroupStore()
+        self.playing: dict[str, asyncio.Future[Group]] = {}  # by group
         freeze_loaded()
 
     async def ready(self) -> dict[str, int]:
@@ -145,17 +146,25 @@ class RolloutRank:
             else:
                 plays = map(partial(self._play, opened), tasks, problems)
             running += map(asyncio.ensure_future, plays)
+            self.playing |= zip((task.group_id for task in tasks), running, strict=True)
             waiting = set(running)
             while waiting:
                 finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                groups = [play.result() for play in finished]
+                groups = [play.result() for play in finished if not play.cancelled()]
                 yield [self._stored(group, by_group[group.id]) for group in groups]
         finally:  # the engine died, or nobody wants the rest
+            self.playing = {name: play for name, play in self.playing.items() if play not in running}
             for future in running:
                 future.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             await asyncio.gather(*map(self.player.close, opened))
             self.clock.end()
+
+    async def cancel(self, group_ids: Sequence[str]) -> None:
+        """Stop answering these groups, which nobody wants any more."""
+        for group_id in group_ids:
+            if play := self.playing.get(group_id):
+                play.cancel()
 
     def _stored(self, group: Group, task: Task) -> tuple[GroupSummary, ray.ObjectRef | None]:
         """Put a group into the object store, unless only its summary is wanted, and summarize it."""

@@ -94,10 +94,11 @@ class BroadcastSender(Sender):
         return address
 
     def join(self, group: WeightGroup) -> None:
-        """Rank 0 only: join `group` in place of the group joined before, if there is one."""
+        """Rank 0 only: join `group` in place of the group joined before, if there is one. Where no engine is in it, nothing is
+        broadcast, only copied for those that come later."""
         if self.group is not None:
             leave(self.group)
-        self.group = join(group, self.store)
+        self.group = join(group, self.store) if group.world_size > 1 else None
 
     def make_labels(self, check: bool) -> Sequence[Label]:
         labels = super().make_labels(check)
@@ -108,8 +109,10 @@ class BroadcastSender(Sender):
             if self.rank == 0:
                 copy = self.copy_of(i, label)
                 flat = flatten(bucket, copy if self.device == "cpu" else None)
-                dist.broadcast(flat, src=0, group=self.group)
+                if self.group is not None:
+                    dist.broadcast(flat, src=0, group=self.group)
                 if self.device == "cuda":
                     copy.copy_(flat, non_blocking=True)
         if self.device == "cuda":
             torch.cuda.synchronize()  # copied, before anyone asks for it
+        self.snapshot_version = self.offered

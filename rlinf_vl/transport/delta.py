@@ -171,9 +171,9 @@ class DeltaSender(ObjectStoreSender):
     def __post_init__(self) -> None:
         self._pieces: list[tuple] = []
         self._last: list[torch.Tensor] = []  # integers [n] in host memory, of each bucket
-        self._version: int | None = None
 
     def make_offer(self, version: int, check: bool) -> Offer:
+        base = self.snapshot_version  # before the object store's offer, which sets it
         whole = super().make_offer(version, check) if check else None
         self._stored = [] if whole is None else self._stored
         labels, sent, size = list[ray.ObjectRef](), 0, 0
@@ -181,17 +181,17 @@ class DeltaSender(ObjectStoreSender):
             known = number < len(self._last) and self._pieces[number] == (dtype, pieces)
             if whole is None:
                 old = self._last[number].to(self.device, non_blocking=True) if known else None
-                fields = {"number": number, "base": self._version if known else None, "dtype": dtype, "pieces": pieces}
+                fields = {"number": number, "base": base if known else None, "dtype": dtype, "pieces": pieces}
                 delta = Delta.between(old, new, **fields)
                 sent, size = sent + delta.nbytes, size + new.nbytes
                 labels.append(ray.put(delta))
             self._remember(number, known, (dtype, pieces), new)
         if self.device == "cuda":
             torch.cuda.synchronize()  # copied to the host
-        self._version = version
+        self.snapshot_version = version
         return whole or Offer(labels, sent, size)
 
-    def spare(self) -> list[ray.ObjectRef]:
+    def snapshot_buckets(self) -> list[ray.ObjectRef]:
         fields = ({"number": i, "base": None, "dtype": d, "pieces": p} for i, (d, p) in enumerate(self._pieces))
         return [ray.put(Delta.between(None, last, **f)) for f, last in zip(fields, self._last, strict=True)]
 

@@ -50,6 +50,22 @@ class Offer:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Weights as buckets in the object store, whole, and their version."""
+
+    version: int
+    buckets: Sequence[ray.ObjectRef]
+
+    @staticmethod
+    def merged(parts: Sequence["Snapshot | None"]) -> "Snapshot | None":
+        """Join the parts of all ranks; None where these are of several versions, or a rank has none."""
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts) or len({part.version for part in present}) != 1:
+            return None
+        return Snapshot(present[0].version, [bucket for part in present for bucket in part.buckets])
+
+
 @dataclass
 class Sender:
     """One rank's end of a strategy. Making it is collective.
@@ -59,6 +75,7 @@ class Sender:
             the device "meta", which has shapes only, any rank alone may ask.
         parts: gives this rank's part of each (`rlinf_vl.transport.delta.Part`), in the engine's dtype. Collective.
         sent: a copy in host memory of what was sent last, by bucket: training goes on, so the model can't be asked for it.
+        offered: version of the weights offered last; `snapshot_version`: of those that `snapshot` gives, None while it has none.
     """
 
     gather: Callable[[str], Iterable[tuple[str, torch.Tensor]]]
@@ -68,11 +85,14 @@ class Sender:
     device: str
     bucket_bytes: int
     sent: list[tuple[Label, torch.Tensor]] = field(default_factory=list, init=False)
+    offered: int | None = field(default=None, init=False)
+    snapshot_version: int | None = field(default=None, init=False)
 
     def offer(self, version: int, check: bool) -> Offer:
         """This rank's part of the sync that brings this version. Collective. `check`: with fingerprints, for the receivers to
         compare."""
         start = time.perf_counter()
+        self.offered = version
         offer = self.make_offer(version, check)
         return replace(offer, seconds=time.perf_counter() - start)
 
@@ -95,9 +115,15 @@ class Sender:
     def release(self) -> None:
         """Drop memory that only the receivers needed; all of them have the weights."""
 
-    def spare(self) -> list[ray.ObjectRef]:
-        """This rank's part of the weights sent last, as buckets in the object store, for a worker that replaces a dead one: it gets
-        what the others have, even if training has gone on since."""
+    def snapshot(self) -> Snapshot | None:
+        """Return this rank's part of the weights sent last, as buckets in the object store, for a worker that starts: it gets what
+        the others have, even if training has gone on since. None before the first sync."""
+        if self.snapshot_version is None:
+            return None
+        return Snapshot(self.snapshot_version, self.snapshot_buckets())
+
+    def snapshot_buckets(self) -> list[ray.ObjectRef]:
+        """Put this rank's part of the weights sent last into the object store."""
         if self.rank:
             return []
         weights = (weight for label, flat in self.sent for weight in label.views(flat).items())
@@ -131,7 +157,8 @@ class ObjectStoreSender(Sender):
                 self._stored.append(ray.put(bucket))
         for _ in weights:  # every rank takes part in gathering
             pass
+        self.snapshot_version = version
         return self.whole(self._stored, size)
 
-    def spare(self) -> list[ray.ObjectRef]:
+    def snapshot_buckets(self) -> list[ray.ObjectRef]:
         return self._stored

@@ -148,6 +148,7 @@ class SharedMemorySender(Sender):
                 assert handle.entries == label.entries, "other weights than in the sync before"
                 flatten(bucket, self.sent[i][1])
                 self._memory.set_number(handle.where[2] + label.nbytes, self._syncs)
+        self.snapshot_version = self.offered
 
     def release(self) -> None:
         self._on_gpu = []
@@ -174,3 +175,4 @@ class SharedMemorySender(Sender):
                 if self.rank == 0:
                     self.copy_of(i, label).copy_(flat, non_blocking=True)
         torch.cuda.synchronize()  # written before anyone reads
+        self.snapshot_version = self.offered

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import ray
 
 from rlinf_vl.config.schema import ClusterConfig
 from rlinf_vl.controller.weight_sync import WeightSync
+from rlinf_vl.rollout.updates import WeightUpdate
 from rlinf_vl.runtime.launch import _actor_environment
 from rlinf_vl.runtime.ray_process import ActorsLost, own_process, where
 
@@ -75,8 +77,8 @@ def waiting():
     ray.get([member.process.remote() for member in members])
     sync = object.__new__(WeightSync)
     sync._actors = SimpleNamespace(ranks=members[:1], heartbeat_timeout=2.0)
-    sync._pool = SimpleNamespace(workers=members[1:])
-    yield sync._wait, members
+    receivers = [(SimpleNamespace(number=0), SimpleNamespace(actor=members[1]))]
+    yield partial(sync._wait, update=WeightUpdate(receivers, base=None)), members
     for member in members:
         ray.kill(member)
 

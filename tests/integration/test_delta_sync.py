@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import ray
@@ -15,16 +16,43 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 #: Several buckets even for the toy.
 BUCKET_BYTES = 2**18
 SYNCS = 50
+HEARTBEAT_S = 4
+#: An environment whose import, and so its worker's constructor, takes as long as a file says.
+SLOW = """
+import time
+from pathlib import Path
+from rlinf_vl.envs.single_turn import SingleTurn
+
+time.sleep(float(Path("FILE").read_text()))
+
+class Slow(SingleTurn):
+    pass
+"""
 
 
 @pytest.fixture(scope="module")
-def parts(toy_folder):
+def constructor_seconds(tmp_path_factory):
+    """The file that says for how long constructors take."""
+    file = tmp_path_factory.mktemp("slow") / "seconds"
+    file.write_text("0")
+    return file
+
+
+@pytest.fixture(scope="module")
+def parts(toy_folder, constructor_seconds):
     from rlinf_vl.actor.group import ActorGroup
     from rlinf_vl.rollout.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
 
-    placed = "cluster.component_placement={actor: 0-1, rollout: 0-1}"
-    config = load_config("toy-grpo-cpu", [placed, "rollout.model.precision=bf16"])
+    environment = constructor_seconds.with_name("slow.py")
+    environment.write_text(SLOW.replace("FILE", str(constructor_seconds)))
+    overrides = [
+        "cluster.component_placement={actor: 0-1, rollout: 0-1}",
+        "rollout.model.precision=bf16",
+        f"rollout.env_class={environment}:Slow",
+        f"runner.heartbeat_timeout={HEARTBEAT_S}",
+    ]
+    config = load_config("toy-grpo-cpu", overrides)
     with ray_cluster(config), reserve(config) as placement:
         pool = RolloutPool(config, str(toy_folder), placement)
         actors = ActorGroup(config, str(toy_folder), placement.device, placement.actor)
@@ -73,6 +101,16 @@ def assert_equal(actors, pool):
         assert all(torch.equal(held[name].view(torch.int16), w.view(torch.int16)) for name, w in expected.items())
 
 
+def kill_worker(pool, number):
+    _, pid = ray.get(pool.workers[number].process.remote())
+    os.kill(pid, signal.SIGKILL)
+
+
+def wait_for_workers(pool):
+    """Wait until every slot is live."""
+    pool._call_all("in the test", "ready")
+
+
 def test_fifty_syncs_with_deaths_between_leave_every_engine_with_the_ranks_weights(parts):
     from rlinf_vl.controller.weight_sync import WeightSync
 
@@ -82,18 +120,47 @@ def test_fifty_syncs_with_deaths_between_leave_every_engine_with_the_ranks_weigh
     for step in range(1, SYNCS + 1):
         move(actors, step)
         if step in (3, 20):
-            _, pid = ray.get(pool.workers[step % 2].process.remote())
-            os.kill(pid, signal.SIGKILL)
+            kill_worker(pool, step % 2)
         if step % 3:
             sync.begin(step)  # queued behind what the ranks do
         shares.append(sync(step)["sync/bytes_share"])
-        if step in (1, 2, 3, 20, SYNCS):
+        if step in (1, 2, 10, 30, SYNCS):
+            wait_for_workers(pool)
             assert_equal(actors, pool)
     assert pool.restarts == 2
     assert shares[0] == 1 and max(shares[1:]) < 0.1, "whole once, and then what changed"
     after = of_ranks(actors)
     assert not any(torch.equal(before[name], after[name]) for name in before if before[name].ndim > 1)
     assert {worker["version"] for worker in ray.get([version_of(w) for w in pool.workers])} == {SYNCS}
+
+
+def test_syncs_go_on_while_a_replacement_starts_for_longer_than_a_heartbeat_and_then_it_has_their_weights(
+    parts, constructor_seconds
+):
+    from rlinf_vl.controller.weight_sync import WeightSync
+
+    actors, pool = parts
+    sync = WeightSync("delta", actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES)
+    sync(SYNCS + 1)
+    before, first = pool.restarts, SYNCS + 2
+    constructor_seconds.write_text(str(3 * HEARTBEAT_S))
+    kill_worker(pool, 1)
+    begun, step = time.monotonic(), first
+    while time.monotonic() < begun + 2 * HEARTBEAT_S:
+        move(actors, step)
+        sync.begin(step)
+        assert sync(step)["sync/load_seconds"] > 0
+        step += 1
+    assert not pool._supervisor.slots[1].live and step > first + 1, "nobody has waited for it"
+    constructor_seconds.write_text("0")
+    while not pool._supervisor.slots[1].live:
+        move(actors, step)
+        sync.begin(step)
+        sync(step)
+        step += 1
+    wait_for_workers(pool)
+    assert_equal(actors, pool)
+    assert pool.restarts == before + 1, "its constructor took three times as long as a heartbeat may"
 
 
 def version_of(worker):

@@ -12,6 +12,27 @@ from ray.cluster_utils import Cluster
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
 STORE = 100 * 2**20
+#: An environment whose workers hang while they take weights, as long as a file is there.
+HANGING = """
+import asyncio
+import os
+from pathlib import Path
+from rlinf_vl.envs.single_turn import SingleTurn
+from rlinf_vl.rollout.worker import RolloutRank
+
+class Hanging(SingleTurn):
+    pass
+
+load_weights = RolloutRank.load_weights
+
+async def hang(self, *arguments):
+    while Path("FOLDER/hang").exists():
+        Path("FOLDER", str(os.getpid())).touch()
+        await asyncio.sleep(0.1)
+    await load_weights(self, *arguments)
+
+RolloutRank.load_weights = hang
+"""
 
 
 @pytest.fixture
@@ -68,14 +89,27 @@ class Run:
 
 def test_workers_join_and_leave_with_their_nodes_in_mid_run(cluster, tmp_path):
     first = cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    hanging, environment = tmp_path / "hanging", tmp_path / "hanging.py"
+    hanging.mkdir()
+    environment.write_text(HANGING.replace("FOLDER", str(hanging)))
     run = Run(
-        cluster, tmp_path, "cluster.component_placement={actor: nodes 0, rollout: nodes 1}", "runner.max_epochs=100"
+        cluster,
+        tmp_path,
+        "cluster.component_placement={actor: nodes 0, rollout: nodes 1}",
+        "runner.max_epochs=100",
+        f"rollout.env_class={environment}:Hanging",
     )
     try:
         run.until(lambda: len(run.workers()) >= 2, "two steps with one worker")
         assert set(run.workers()) == {1}
 
+        (hanging / "hang").touch()
         second = cluster.add_node(num_cpus=2, object_store_memory=STORE)
+        run.until(lambda: len(list(hanging.iterdir())) == 3, "two workers of the new node hang with the weights")
+        steps = len(run.workers())
+        run.until(lambda: len(run.workers()) >= steps + 5, "steps and syncs go on meanwhile")
+        assert run.workers()[-1] == 1 and not run.events("worker_joined")
+        (hanging / "hang").unlink()
         run.until(lambda: run.workers()[-1] == 3, "two workers of the new node take part")
         assert len(run.events("worker_joined")) == 2
         steps = len(run.workers())

@@ -16,7 +16,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.transport.buckets import pack
-from rlinf_vl.transport.sender import Offer
+from rlinf_vl.transport.sender import Offer, Snapshot
 
 pytestmark = pytest.mark.integration
 
@@ -91,29 +91,31 @@ def test_rows_that_share_an_image_go_to_one_worker(pool, monkeypatch):
 
 
 def test_a_worker_that_dies_in_a_weight_sync_is_replaced_and_so_is_its_replacement(pool, buckets):
-    before, asked = pool.restarts, []
+    before, replacements = pool.restarts, []
 
-    def spare():
-        asked.append(len(asked))
-        if len(asked) == 1:
-            os.kill(pid_of(pool, 1), signal.SIGKILL)
-        return buckets
+    def snapshot():
+        replacements.append(pid_of(pool, 1))
+        if len(replacements) == 1:
+            os.kill(replacements[0], signal.SIGKILL)
+        return Snapshot(40, buckets)
 
     os.kill(pid_of(pool, 1), signal.SIGKILL)
-    pool.settle(pool.take_weights("object_store", [ray.put(Offer(buckets))], 40, spare))
-    assert (pool.restarts, asked) == (before + 2, [0, 1])
+    settled = pool.settle(pool.take_weights("object_store", [ray.put(Offer(buckets))], 40, snapshot))
+    assert len(settled) == 2 and None in settled and not replacements, "the sync has not waited for the replacement"
     assert {summary.min_version for summary, _ in pool.submit(tasks(6)).results()} == {40}
+    assert (pool.restarts, len(replacements)) == (before + 2, 2)
 
 
 def test_weights_are_taken_while_groups_are_sampled_and_a_worker_that_dies_meanwhile_loses_none(pool, buckets):
     """Its groups are sampled again, by the new weights alone; those of the other one go on, and so have tokens of both versions."""
     before, first = pool.restarts, 50
-    pool.settle(pool.take_weights("object_store", [ray.put(Offer(buckets))], first, lambda: buckets))
+    pool.settle(pool.take_weights("object_store", [ray.put(Offer(buckets))], first, lambda: Snapshot(first, buckets)))
     submission, slots = pool.submit(tasks(40)), pool._supervisor.slots
     while not all(slot.streams for slot in slots):
         time.sleep(0.001)
     time.sleep(0.1)
-    taken = pool.take_weights("object_store", [ray.put(Offer(buckets))], first + 1, lambda: buckets)
+    newer = Snapshot(first + 1, buckets)
+    taken = pool.take_weights("object_store", [ray.put(Offer(buckets))], first + 1, lambda: newer)
     os.kill(pid_of(pool, 0), signal.SIGKILL)
     pool.settle(taken)
     results = submission.results()

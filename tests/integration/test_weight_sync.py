@@ -146,13 +146,13 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
     sync, _, pool = synced
     take = pool.take_weights
 
-    def wrong(strategy, offers, version, spare):
+    def wrong(strategy, offers, version, *rest):
         labels = [label for offer in ray.get(offers) for label in offer.labels]
         if strategy in ("object_store", "delta"):
             labels = [ray.put(replace(b, fingerprint=b.fingerprint ^ 1)) for b in ray.get(labels)]
         else:
             labels = [replace(label, fingerprint=label.fingerprint ^ 1) for label in labels]
-        return take(strategy, [ray.put(Offer(labels))], version, spare)
+        return take(strategy, [ray.put(Offer(labels))], version, *rest)
 
     monkeypatch.setattr(pool, "take_weights", wrong)
     with pytest.raises(

@@ -27,7 +27,7 @@ from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.status import StatusFile
-from rlinf_vl.rollout.submission import Submission
+from rlinf_vl.rollout.submission import GroupArrived, Submission, SubmissionEnded
 from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.types import GroupSummary, Prices
 
@@ -81,7 +81,15 @@ class FakePool:
         self.validated: dict[str, int] = {}  # version of the weights that each validation group is from
         self.changes: dict[str, dict] = {}  # group id → fields of its summary that differ
         self.told: list[str] = []
+        self.acknowledged: list[str] = []
+        self.cancelled: list[str] = []
         self.strike = strike
+
+    def acknowledge(self, group_ids):
+        self.acknowledged += group_ids
+
+    def cancel(self, group_ids):
+        self.cancelled += group_ids
 
     def release_tags(self):
         return ()
@@ -104,10 +112,11 @@ class FakePool:
             changes = {"min_version": version, "max_version": version} | self.changes.get(task.group_id, {})
             rewards = list(changes.pop("rewards", rewards))
             group = None if task.summary_only else task.group_id
-            results.append((summary(task.group_id, f"{task.split}:{task.row}", rewards, **changes), group))
+            done = summary(task.group_id, f"{task.split}:{task.row}", rewards, **changes)
+            results.append(GroupArrived(done, group))
         submission = Submission(tasks, lambda: None, lambda submission: None, events)
         submission.arrived = {task.group_id for task in tasks}
-        for event in (*results, None):
+        for event in (*results, SubmissionEnded()):
             submission.events.put(event)
         return submission
 

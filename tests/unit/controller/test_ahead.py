@@ -10,7 +10,7 @@ from unit.controller.fakes import FakeLearner, FakePool, FakeRun
 
 from rlinf_vl.controller.loop import RunState
 from rlinf_vl.data.sampler import EpochSampler
-from rlinf_vl.rollout.submission import Submission
+from rlinf_vl.rollout.submission import GroupArrived, Submission
 from rlinf_vl.runtime.stop_request import Interrupted
 
 APART = "cluster.component_placement={actor: 0, rollout: 1}"
@@ -67,7 +67,8 @@ class Slow(FakePool):
             _, _, submission, (summary, group) = entry
             newest = self.versions[-1] if self.versions else 0
             sampled = {v: 1 for v in range(summary.min_version, newest + 1)}
-            submission.events.put((replace(summary, max_version=newest, version_tokens=sampled), group))
+            changed = replace(summary, max_version=newest, version_tokens=sampled)
+            submission.events.put(GroupArrived(changed, group))
             submission.arrived.add(summary.id)
             self.alive.add(summary.id)
 
@@ -194,7 +195,7 @@ class NewestFirst(Slow):
     def arrive(self):
         if self.waiting:
             _, _, submission, (summary, group) = self.waiting.pop()
-            submission.events.put((replace(summary, version_tokens={summary.min_version: 1}), group))
+            submission.events.put(GroupArrived(replace(summary, version_tokens={summary.min_version: 1}), group))
             submission.arrived.add(summary.id)
             self.alive.add(summary.id)
 
