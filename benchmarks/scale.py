@@ -1,13 +1,23 @@
 """Scale: what a step costs the controller, for 10³ to 10⁵ groups, 8 to 4,096 ranks and as many engines; and real dispatch.
 
-    python benchmarks/scale.py [--groups 1000 10000 100000] [--ranks 8 512 4096] [--steps 3] [--workers 20 200] [--json FILE]
+    python benchmarks/scale.py [--groups 1000 10000 100000] [--ranks 8 512 4096] [--steps 3]
+        [--late 2500 10000] [--evaluated 25000 100000] [--engines 50 200] [--workers 20 200] [--json FILE]
 
-- Simulated: the loop (`train`), generation ahead, the supervisor of the rollout workers, the planner, the split over ranks, metrics
-  and ledger are the real ones. Engines answer at once, and ranks do nothing: what a rank would be sent is pickled, as Ray does
-  it, and counted. An engine has eight ranks. So a step's seconds are the controller's own; they are CPU seconds of its process,
-  which do not depend on what else runs. The figure of a size is the median of its steps behind the first; `growth` is how many
-  times longer a step takes than with the size before, beside n log n's.
+All but the last are simulated: engines answer at once, and ranks do nothing. What is measured is the controller's own time, in
+CPU seconds of its process, which do not depend on what else runs.
+
+- Steps: the loop (`train`), generation ahead, the supervisor of the rollout workers, the planner, the split over ranks, metrics
+  and ledger are the real ones. What a rank would be sent is pickled, as Ray does it, and counted. An engine has eight ranks. The
+  figure of a size is the median of its steps behind the first.
+- Late groups: the loop with `runner.schedule: async`. Groups arrive one by one, those requested last before all others, so each
+  step has more finished groups than it takes and still waits for old ones.
+- Evaluation: the groups of an evaluation that records all of them, on as many engines as the last number of `--engines` says.
+- Engines: one submission of the most groups of `--late`, answered by few and by many engines, and released. `messages` counts
+  what the engines are told about groups that are released: once in all in an evaluation, here one by one.
 - Dispatch: Ray actors that answer at once, as many as `--workers` says, under the real supervisor: groups a second.
+
+`growth` is how many times longer a size takes than the one before it, beside n log n's. The exit code is 1 if one of them is
+more than `MAX_EXCESS` times as large: then something grows with the square.
 """
 
 import argparse
@@ -18,9 +28,11 @@ import json
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,16 +47,21 @@ from rich.table import Table
 
 from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.config import load_config
+from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.draw import make_tasks
+from rlinf_vl.controller.evaluate import answer_tasks
 from rlinf_vl.controller.loop import train
+from rlinf_vl.controller.recorder import Recorder
 from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sampler import EpochSampler
+from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.pool import _RayWorker
-from rlinf_vl.rollout.submission import Task
+from rlinf_vl.rollout.submission import GroupArrived, Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor
 from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.types import GroupSummary, Prices
@@ -53,6 +70,10 @@ SAMPLES = 8
 #: Most samples that a simulated engine runs at once.
 RUNNING = 256
 RANKS_PER_ENGINE = 8
+#: Versions that a late group may be behind.
+MAX_STALENESS = 2
+#: How much more than n log n a time may grow. Four times the groups cost 4.6 times as much, or 16 times with the square.
+MAX_EXCESS = 2.0
 
 
 def summary_of(group_id: str, number: int) -> GroupSummary:
@@ -91,12 +112,16 @@ def summary_of(group_id: str, number: int) -> GroupSummary:
 KNOWN = [summary_of("", number) for number in range(1000)]
 
 
-def answer_to(task: Task) -> GroupSummary:
-    return dataclasses.replace(KNOWN[task.row % len(KNOWN)], id=task.group_id)
+def answer_to(task: Task, version: int = 0) -> GroupSummary:
+    """Return the summary of a task's group, sampled from the weights of this version."""
+    known = KNOWN[task.row % len(KNOWN)]
+    return dataclasses.replace(known, id=task.group_id, min_version=version, max_version=version)
 
 
 class SimulatedWorker:
-    """A rollout worker that has answered before it is asked."""
+    """A rollout worker that has answered before it is asked; counts what it is told about groups that nobody needs."""
+
+    messages = 0
 
     async def call(self, method: str, *arguments):
         return None
@@ -104,11 +129,13 @@ class SimulatedWorker:
     async def generate(self, tasks):
         for task in tasks:
             await asyncio.sleep(0)  # as many turns of the supervisor's loop as answers
-            yield answer_to(task), None
+            yield answer_to(task), None if task.summary_only else task.group_id
 
-    def cancel(self, group_ids) -> None: ...
+    def cancel(self, group_ids) -> None:
+        self.messages += 1
 
-    def release(self, group_ids) -> None: ...
+    def release(self, group_ids) -> None:
+        self.messages += 1
 
     def watch(self) -> None: ...
 
@@ -128,6 +155,12 @@ class SimulatedPool:
         )
         self._supervisor.start()
         self.workers = self._supervisor.slots
+        self.version = 0
+
+    @property
+    def messages(self) -> int:
+        """What engines were told about groups that nobody needs, in messages."""
+        return sum(slot.worker.messages for slot in self._supervisor.slots)
 
     def submit(self, tasks, events=None):
         return self._supervisor.submit(tasks, tasks, lambda: None, events)
@@ -143,6 +176,10 @@ class SimulatedPool:
 
     def entries(self) -> list:
         return []
+
+    def settle(self) -> None:
+        """Wait until the supervisor has done all that it was asked."""
+        self._supervisor.call(0, "", "ready").result()
 
     def stop(self) -> None:
         self._supervisor.stop()
@@ -190,44 +227,163 @@ class SimulatedGroup(ActorGroup):
         return []
 
 
-class NoSync:
+class LatePool:
+    """The part of `RolloutPool` that the loop uses; whoever waits gets the group that was requested last.
+
+    Attributes:
+        version: that of the engines' weights.
+    """
+
+    restarts = turnover = 0
+    workers = (None,)
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._unanswered: list[tuple[Submission, Task, int]] = []
+
+    def submit(self, tasks, events=None):
+        submission = Submission(tasks, self._answer, self._close, events)
+        self._unanswered += [(submission, task, self.version) for task in tasks]
+        return submission
+
+    def _answer(self) -> None:
+        if self._unanswered:
+            submission, task, version = self._unanswered.pop()
+            submission.events.put(GroupArrived(answer_to(task, version), task.group_id))
+            submission.arrived.add(task.group_id)
+
+    def _close(self, closed: Submission) -> None:
+        self._unanswered = [entry for entry in self._unanswered if entry[0] is not closed]
+
+    def release(self, summaries=None) -> None: ...
+
+    def acknowledge(self, group_ids) -> None: ...
+
+    def cancel(self, group_ids) -> None: ...
+
+    def entries(self) -> list:
+        return []
+
+    def stop(self) -> None: ...
+
+
+class SimulatedSync:
+    """Tells a pool which version its engines have, and sends nothing."""
+
+    def __init__(self, pool: SimulatedPool | LatePool) -> None:
+        self._pool = pool
+
     def begin(self, version: int) -> None: ...
 
     def __call__(self, version: int) -> dict[str, float]:
+        self._pool.version = version
         return {}
+
+
+def quiet_config(folder: Path, *overrides: str) -> Config:
+    """Load a config that records, saves and validates nothing."""
+    return load_config(
+        "toy-grpo-cpu",
+        [
+            "runner.max_tokens_per_mbs=16384",
+            "runner.seq_length=4096",
+            "runner.val_check_interval=-1",
+            "runner.save_interval=-1",
+            "runner.mismatch_check_interval=-1",
+            "runner.trajectories.interval=-1",
+            f"runner.output_dir={folder}",
+            f"algorithm.group_size={SAMPLES}",
+            *overrides,
+        ],
+    )
+
+
+def make_log(config: Config, home: Path) -> RunLog:
+    """Make a run's folder and its log."""
+    home.mkdir()
+    return RunLog(config, home, "", RunProgress(console=Console(file=io.StringIO())))
+
+
+def train_steps(config: Config, home: Path, pool: SimulatedPool | LatePool, learner: SimulatedGroup) -> float:
+    """Run the loop; returns the median CPU seconds of a step behind the first."""
+    log = make_log(config, home)
+    groups, steps = config.data.rollout_batch_size, config.runner.max_steps
+    rows = range(2 * groups)
+    sampler = EpochSampler(rows, groups, shuffle=True, seed=0)
+    bad_rows = BadRows(home, config.data.max_bad_rows, {"train": len(rows), "val": 0})
+    data = RunData(sampler, [], answers=Counter(), total_steps=steps, bad_rows=bad_rows)
+    gpu = SharedGpu(pool, shared=False, offload=False)
+    train(config, pool, learner, data, home, StopRequest(), gpu=gpu, sync=SimulatedSync(pool), log=log)
+    log.close()
+    pool.stop()
+    return statistics.median(b - a for a, b in zip(learner.begun, learner.begun[1:], strict=False))
 
 
 def step_seconds(groups: int, ranks: int, steps: int, folder: Path) -> dict[str, float]:
     """Seconds of a step by phase, and bytes that a rank is sent."""
-    overrides = [
-        f"runner.max_steps={steps}",
-        "runner.max_tokens_per_mbs=16384",
-        "runner.seq_length=4096",
-        "runner.val_check_interval=-1",
-        "runner.save_interval=-1",
-        "runner.mismatch_check_interval=-1",
-        "runner.trajectories.interval=-1",
-        f"runner.output_dir={folder}",
-        f"data.rollout_batch_size={groups}",
-        f"algorithm.group_size={SAMPLES}",
-    ]
-    config = load_config("toy-grpo-cpu", overrides)
+    keys = f"runner.max_steps={steps}", f"data.rollout_batch_size={groups}"
     home = folder / f"{groups}-{ranks}"
-    home.mkdir()
-    sampler = EpochSampler(range(2 * groups), groups, shuffle=True, seed=0)
-    bad_rows = BadRows(home, config.data.max_bad_rows, {"train": 2 * groups, "val": 0})
-    data = RunData(sampler, [], answers=Counter(), total_steps=steps, bad_rows=bad_rows)
     pool, learner = SimulatedPool(max(1, ranks // RANKS_PER_ENGINE)), SimulatedGroup(ranks)
-    log = RunLog(config, home, "", RunProgress(console=Console(file=io.StringIO())))
-    gpu = SharedGpu(pool, shared=False, offload=False)
-    train(config, pool, learner, data, home, StopRequest(), gpu=gpu, sync=NoSync(), log=log)
-    log.close()
-    pool.stop()
+    cpu = train_steps(quiet_config(folder, *keys), home, pool, learner)
     rows = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
-    behind = [row for row in rows if row["step"]][1:]
-    wall = {f"{name}_wall": statistics.median(row[f"time/{name}"] for row in behind) for name in ("step", "generate")}
-    cpu = statistics.median(b - a for a, b in zip(learner.begun, learner.begun[1:], strict=False))
-    return {"cpu": cpu} | wall | {"bytes_per_rank": sum(rank.sent for rank in learner.ranks) / ranks / steps}
+    later_rows = [row for row in rows if row["step"]][1:]
+    figures = {"cpu": cpu}
+    for name in ("step", "generate"):
+        figures[f"{name}_wall"] = statistics.median(row[f"time/{name}"] for row in later_rows)
+    figures["bytes_per_rank"] = sum(rank.sent for rank in learner.ranks) / ranks / steps
+    return figures
+
+
+def late_seconds(groups: int, steps: int, folder: Path) -> float:
+    """CPU seconds of a step of groups that arrive newest first."""
+    keys = (
+        f"runner.max_steps={steps}",
+        f"data.rollout_batch_size={groups}",
+        "runner.schedule=async",
+        f"runner.max_staleness={MAX_STALENESS}",
+        "cluster.component_placement={actor: 0, rollout: 1}",
+    )
+    return train_steps(quiet_config(folder, *keys), folder / f"late-{groups}", LatePool(), SimulatedGroup(1))
+
+
+class RecordEverything(Recorder):
+    """Chooses all groups, as with `runner.trajectories.val_groups: -1`, and has no process that writes them."""
+
+    def choose(self, split: str, step: int, n: int) -> list[int]:
+        return list(range(n))
+
+
+def evaluation_seconds(groups: int, engines: int, folder: Path) -> tuple[float, int]:
+    """CPU seconds from the tasks of an evaluation to its figures, and messages that release its groups."""
+    config, home = quiet_config(folder), folder / f"evaluation-{groups}"
+    log = make_log(config, home)
+    log.recorder = RecordEverything(config, home, "", report=print)
+    pool = SimulatedPool(engines)
+    begun = time.process_time()
+    tasks = make_tasks("val", range(groups), SAMPLES, 0, 0)
+    summaries = answer_tasks(pool, log, tasks)
+    assert [summary.id for summary in summaries] == [task.group_id for task in tasks]
+    assert len(evaluation(summaries, SAMPLES, {})["by_turns"]) == 1
+    pool.release(log.recorder.close())
+    pool.settle()
+    seconds = time.process_time() - begun
+    pool.stop()
+    log.close()
+    return seconds, pool.messages
+
+
+def engine_seconds(groups: int, engines: int) -> tuple[float, int]:
+    """CPU seconds in which so many engines answer these groups, and messages that release them one by one."""
+    pool = SimulatedPool(engines)
+    tasks = [Task(f"train-0-{k}", "train", k, tuple(range(SAMPLES))) for k in range(groups)]
+    begun = time.process_time()
+    results = pool.submit(tasks).results()
+    for summary, _ in results:
+        pool.release([summary])
+    pool.settle()
+    seconds = time.process_time() - begun
+    pool.stop()
+    return seconds, pool.messages
 
 
 class LightWorker:
@@ -267,47 +423,134 @@ def dispatch_rate(workers: int, groups: int) -> dict[str, float]:
     return {"start_seconds": started, "groups_per_second": statistics.median(rates[1:])}
 
 
+class Growths:
+    """Compares the seconds of growing sizes with n log n.
+
+    Attributes:
+        figures: what was measured, by name, for `--json`.
+        excesses: a sentence for each size whose time grows too fast.
+    """
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+        self.excesses: list[str] = []
+
+    def compare(self, name: str, sizes: Sequence[int], measure: Callable[[int], float]) -> list[tuple[str, str]]:
+        """Measure each size; returns the growth and n log n's of each, as text.
+
+        Args:
+            name: begins the names of the figures, and ends in what is counted.
+        """
+        columns = []
+        smaller: tuple[int, float] | None = None
+        for size in sizes:
+            seconds = measure(size)
+            if smaller is None:
+                columns.append(("", ""))
+            else:
+                growth = seconds / smaller[1]
+                bound = size * math.log(size) / smaller[0] / math.log(smaller[0])
+                self.figures[f"growth_to_{size}_{name}"] = growth
+                columns.append((f"{growth:.1f}", f"{bound:.1f}"))
+                if growth > MAX_EXCESS * bound:
+                    self.excesses.append(f"{name}: {growth:.1f} times from {smaller[0]} to {size}, n log n {bound:.1f}")
+            smaller = size, seconds
+        return columns
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, nargs="*", default=[1000, 10_000, 100_000])
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 512, 4096])
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--late", type=int, nargs="*", default=[2500, 10_000])
+    parser.add_argument("--evaluated", type=int, nargs="*", default=[25_000, 100_000])
+    parser.add_argument("--engines", type=int, nargs="+", default=[50, 200])
     parser.add_argument("--workers", type=int, nargs="*", default=[20, 200])
     parser.add_argument("--dispatched", type=int, default=4000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    figures: dict[str, float] = {}
+    growths = Growths()
+    with tempfile.TemporaryDirectory() as folder:
+        tabulate_steps(args, growths, Path(folder))
+        tabulate_growth(args, growths, Path(folder))
+    if args.workers:
+        tabulate_dispatch(args, growths.figures)
+    if args.json:
+        args.json.write_text(json.dumps(growths.figures, indent=1) + "\n")
+    if growths.excesses:
+        sys.exit("\n".join(growths.excesses))
+
+
+def tabulate_steps(args: argparse.Namespace, growths: Growths, folder: Path) -> None:
+    """Measure and print whole steps."""
     table = Table(title=f"CPU seconds of the controller for a step, groups of {SAMPLES}")
     for column in ("groups", "ranks", "seconds", "of the clock", "generate", "bytes a rank", "growth", "n log n"):
         table.add_column(column)
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in args.ranks:
-            last: tuple[int, float] | None = None
-            for groups in args.groups:
-                found = step_seconds(groups, ranks, args.steps, Path(folder))
-                figures |= {f"groups_{groups}_ranks_{ranks}_{name}": value for name, value in found.items()}
-                growth, bound = "", ""
-                if last is not None:
-                    times, allowed = found["cpu"] / last[1], groups * math.log(groups) / last[0] / math.log(last[0])
-                    figures[f"growth_to_{groups}_ranks_{ranks}"] = times
-                    growth, bound = f"{times:.1f}", f"{allowed:.1f}"
-                last = groups, found["cpu"]
-                seconds = (f"{found[name]:.3f}" for name in ("cpu", "step_wall", "generate_wall"))
-                table.add_row(f"{groups:,}", f"{ranks:,}", *seconds, f"{found['bytes_per_rank']:,.0f}", growth, bound)
+    for ranks in args.ranks:
+        rows = []
+
+        def measure(groups: int, ranks: int = ranks, rows: list[list[str]] = rows) -> float:
+            figures = step_seconds(groups, ranks, args.steps, folder)
+            for name, value in figures.items():
+                growths.figures[f"groups_{groups}_ranks_{ranks}_{name}"] = value
+            seconds = [f"{figures[name]:.3f}" for name in ("cpu", "step_wall", "generate_wall")]
+            rows.append([f"{groups:,}", f"{ranks:,}", *seconds, f"{figures['bytes_per_rank']:,.0f}"])
+            return figures["cpu"]
+
+        columns = growths.compare(f"ranks_{ranks}", args.groups, measure)
+        for row, (growth, bound) in zip(rows, columns, strict=True):
+            table.add_row(*row, growth, bound)
     Console().print(table)
-    if args.workers:
-        ray.init(address="local", include_dashboard=False, object_store_memory=2**28, logging_level="error", num_cpus=2)
-        table = Table(title=f"{args.dispatched} groups from Ray actors that answer at once")
-        for column in ("workers", "seconds to start", "groups / s"):
-            table.add_column(column)
-        for workers in args.workers:
-            found = dispatch_rate(workers, args.dispatched)
-            figures |= {f"workers_{workers}_{name}": value for name, value in found.items()}
-            table.add_row(str(workers), f"{found['start_seconds']:.1f}", f"{found['groups_per_second']:,.0f}")
-        ray.shutdown()
-        Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def tabulate_growth(args: argparse.Namespace, growths: Growths, folder: Path) -> None:
+    """Measure and print late groups, evaluations, and few engines against many."""
+    table = Table(title=f"CPU seconds of the controller, groups of {SAMPLES}")
+    for column in ("", "groups", "engines", "seconds", "messages", "growth", "n log n"):
+        table.add_column(column)
+    rows: list[list[str]] = []
+
+    def measure_late(groups: int) -> float:
+        seconds = growths.figures[f"late_{groups}_cpu"] = late_seconds(groups, args.steps + 1, folder)
+        rows.append(["a step of late groups", f"{groups:,}", "", f"{seconds:.3f}", ""])
+        return seconds
+
+    def measure_evaluation(groups: int) -> float:
+        engines = args.engines[-1]
+        seconds, messages = evaluation_seconds(groups, engines, folder)
+        growths.figures |= {f"evaluated_{groups}_cpu": seconds, f"evaluated_{groups}_messages": messages}
+        rows.append(["an evaluation", f"{groups:,}", f"{engines:,}", f"{seconds:.3f}", f"{messages:,}"])
+        return seconds
+
+    def measure_engines(engines: int) -> float:
+        groups = max(args.late)
+        seconds, messages = engine_seconds(groups, engines)
+        growths.figures |= {f"engines_{engines}_cpu": seconds, f"engines_{engines}_messages": messages}
+        rows.append(["a submission", f"{groups:,}", f"{engines:,}", f"{seconds:.3f}", f"{messages:,}"])
+        return seconds
+
+    columns = growths.compare("late", args.late, measure_late)
+    columns += growths.compare("evaluated", args.evaluated, measure_evaluation)
+    if args.late:
+        columns += growths.compare("engines", args.engines, measure_engines)
+    for row, (growth, bound) in zip(rows, columns, strict=True):
+        table.add_row(*row, growth, bound)
+    Console().print(table)
+
+
+def tabulate_dispatch(args: argparse.Namespace, figures: dict[str, float]) -> None:
+    """Measure and print dispatch to real Ray actors."""
+    ray.init(address="local", include_dashboard=False, object_store_memory=2**28, logging_level="error", num_cpus=2)
+    table = Table(title=f"{args.dispatched} groups from Ray actors that answer at once")
+    for column in ("workers", "seconds to start", "groups / s"):
+        table.add_column(column)
+    for workers in args.workers:
+        rates = dispatch_rate(workers, args.dispatched)
+        figures |= {f"workers_{workers}_{name}": value for name, value in rates.items()}
+        table.add_row(str(workers), f"{rates['start_seconds']:.1f}", f"{rates['groups_per_second']:,.0f}")
+    ray.shutdown()
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import ray
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import check_errors
 from rlinf_vl.controller.draw import make_tasks, store_only
+from rlinf_vl.controller.parts import Pool
 from rlinf_vl.controller.run_data import check_rows
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.data.bad_rows import BadRows
@@ -23,6 +24,7 @@ from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.pool import RolloutPool
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.checkpoints import Folder
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.runtime.launch import Reservation
@@ -107,7 +109,7 @@ def evaluate(
         if grades_answers(load_env_class(config.rollout.env_class, config.runner.code_files)):
             write_baselines(run_dir, Counter(map(str.strip, answers.values())))
         rows = list(answers)
-        summaries = _answers(pool, log, make_tasks("val", rows, samples, config.runner.seed, 0))
+        summaries = answer_tasks(pool, log, make_tasks("val", rows, samples, config.runner.seed, 0))
         check_errors(summaries, log)
         bad_rows.add_failed("val", summaries, 0)
         made = subject | evaluation(summaries, samples, {k: [v[row] for row in rows] for k, v in columns.items()})
@@ -125,20 +127,22 @@ def evaluate(
     return made
 
 
-def _answers(pool: RolloutPool, log: RunLog, tasks: list) -> list[GroupSummary]:
+def answer_tasks(pool: Pool, log: RunLog, tasks: Sequence[Task]) -> list[GroupSummary]:
     """Return what was sampled for each task, in their order. Only groups that are recorded are stored."""
     numbers = {task.group_id: k for k, task in enumerate(tasks)}
-    chosen = log.recorder.choose("val", 0, len(tasks))
-    found: dict[int, GroupSummary] = {}
+    recorded = log.recorder.choose("val", 0, len(tasks))
+    summaries: dict[int, GroupSummary] = {}
     groups: dict[int, ray.ObjectRef] = {}
-    for summary, group in pool.submit(store_only(tasks, chosen)):
+    for summary, group in pool.submit(store_only(tasks, recorded)):
         k = numbers[summary.id]
         if group is not None:
             groups[k] = group
-        found[k] = summary
-        log.progress.phase("evaluating", done=len(found), total=len(tasks))
-        if len(found) * 10 // len(tasks) > (len(found) - 1) * 10 // len(tasks):
-            logger.info("evaluating: %d of %d problems", len(found), len(tasks))
-    summaries = [found[k] for k in range(len(tasks))]
-    log.recorder.record("val", 0, summaries, groups, chosen)
-    return summaries
+        is_new = k not in summaries  # a group comes again if its worker dies
+        summaries[k] = summary
+        n_answered = len(summaries)
+        log.progress.phase("evaluating", done=n_answered, total=len(tasks))
+        if is_new and n_answered * 10 // len(tasks) > (n_answered - 1) * 10 // len(tasks):
+            logger.info("evaluating: %d of %d problems", n_answered, len(tasks))
+    in_order = [summaries[k] for k in range(len(tasks))]
+    log.recorder.record("val", 0, in_order, groups, recorded)
+    return in_order

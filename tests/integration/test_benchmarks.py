@@ -117,10 +117,15 @@ def test_weights_in_flight(tmp_path):
 
 
 def test_scale(tmp_path):
-    """A step's CPU seconds, with room for noise: their growth must not be that of a square (16)."""
-    figures = figures_of(tmp_path, "scale.py", "--groups", "500", "2000", "--ranks", "64", "--steps", "3", "--workers")
+    """CPU seconds, with room for noise: their growth must not be that of a square (16), or the benchmark fails as well."""
+    sizes = ["--groups", "500", "2000", "--ranks", "64", "--steps", "3", "--late", "500", "2000"]
+    engines = ["--evaluated", "1000", "4000", "--engines", "5", "20", "--workers"]
+    figures = figures_of(tmp_path, "scale.py", *sizes, *engines)
     assert figures["growth_to_2000_ranks_64"] < 12
     assert figures["groups_2000_ranks_64_bytes_per_rank"] < 2000 * 8 * 40 / 8, "a rank is sent its own part only"
+    assert {"growth_to_2000_late", "growth_to_4000_evaluated", "growth_to_20_engines"} <= figures.keys()
+    assert figures["evaluated_4000_messages"] <= 20, "an engine is told once which of its groups nobody needs"
+    assert figures["engines_20_messages"] == 2000, "only the engine that has a group is told that nobody needs it"
 
 
 def test_multi_turn(tmp_path):
