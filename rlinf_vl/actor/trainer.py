@@ -108,7 +108,7 @@ class Trainer:
             train_parts(policy.model, policy.family, model.frozen_parts, model.adapters, router=not model.freeze_router)
             policy.replay = self.actor.routing_replay == "replay"
         if fsdp.gradient_checkpointing and not frozen:
-            checkpoint_blocks(policy.model, fsdp.gradient_checkpointing_use_reentrant)
+            checkpoint_blocks(policy.model, policy.family, fsdp.gradient_checkpointing_use_reentrant)
         if not fsdp.cpu_offload:
             policy.to(self.mesh.device)
         return self.mesh.shard(policy, fsdp).train(not frozen)
@@ -268,13 +268,17 @@ class Trainer:
         return sums
 
     def _optimize(self) -> MetricSums:
-        """Clip the gradient by its norm over all shards, and take an optimizer step unless that norm is not finite."""
+        """Clip the gradient by its norm over all shards, and take an optimizer step unless that norm is 0 or not finite.
+
+        A gradient of 0 has nothing to teach (no trajectory to train on, or advantages that all tie): a step would still move
+        the weights, by momentum and by their decay.
+        """
         reshard_all(self.policy)
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         norm = nn.utils.clip_grad_norm_(trained, self.actor.optim.clip_grad)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        finite = np.isfinite(norm)
-        if finite:
+        finite, idle = np.isfinite(norm), norm == 0
+        if finite and not idle:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
@@ -282,6 +286,7 @@ class Trainer:
         sums = MetricSums()
         sums.add("actor/grad_norm", norm, 1)
         sums.add("actor/skipped_steps", float(not finite), 1)
+        sums.add("actor/idle_steps", float(idle), 1)
         sums.add("actor/loss", 0.0, 1.0 / self.mesh.size)
         return sums
 

@@ -123,7 +123,7 @@ def meta_model(
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)  # adapters, as FSDP gathers them
     if checkpointing:
-        checkpoint_blocks(model, use_reentrant=False)
+        checkpoint_blocks(model, family, use_reentrant=False)
     return model
 
 

@@ -1,0 +1,99 @@
+"""Activation checkpointing by its effect: block forwards that backward repeats, and bytes kept between forward and backward."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from tiny import IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model
+
+from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.models.loading import checkpoint_blocks, use_packed_attention
+from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.packing.collator import Collator, Member
+
+DEPTH = {"text": {"num_hidden_layers": 4}}
+MODES = {None: "none", False: "non-reentrant", True: "reentrant"}
+
+
+def blocks_of(policy: PolicyModel) -> dict[str, torch.nn.Module]:
+    """The blocks of text model and tower by name."""
+    paths = [path for path in (policy.family.text_blocks, policy.family.vision_blocks) if path]
+    named = {}
+    for path in paths:
+        for name, block in policy.model.get_submodule(path).named_children():
+            named[f"{path}.{name}"] = block
+    return named
+
+
+def step(family_name: str, reentrant: bool | None, *, frozen: bool = False):
+    """(forwards of each block's MLP, bytes kept for backward beside weights, gradients) of a step on one micro-batch."""
+    family = FAMILIES[family_name]
+    model = use_packed_attention(tiny_model(family=family_name, **DEPTH), family)
+    policy = PolicyModel(model, family, banned(), temperature=1.0, chunk=None).train()
+    if frozen:  # all but the first text block's MLP, as with adapters in it
+        model.requires_grad_(False)
+        first = model.get_submodule(f"{family.text_blocks}.0.mlp")
+        first.requires_grad_(True)
+    if reentrant is not None:
+        checkpoint_blocks(model, family, reentrant)
+    calls = Counter[str]()
+    for name, block in blocks_of(policy).items():
+        block.mlp.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+    shapes = [(2, 3)] if family.vision_tower else []
+    g = group(np.random.default_rng(3), shapes, [90, 70])
+    collate = Collator(family, IMAGE_ID, MERGE, pixels if shapes else None, PAD)
+    batch = collate([Member(g, i, [0.0]) for i in range(2)], run_vision=bool(shapes))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logprobs, entropy = policy(batch)
+    (logprobs.sum() + entropy.sum()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return calls, sum(kept.values()), gradients
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_block_is_computed_twice_and_keeps_its_input_alone(family):
+    """Kept are the inputs of six blocks, and the head."""
+    plain_calls, plain_bytes, plain = step(family, None)
+    calls, nbytes, gradients = step(family, False)
+    assert set(plain_calls.values()) == {1}
+    assert calls == {name: 2 for name in plain_calls}
+    assert nbytes < plain_bytes / 2, f"{nbytes} of {plain_bytes} bytes kept"
+    assert gradients.keys() == plain.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, plain[name], msg=name)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=lambda mode: MODES[mode])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_behind_frozen_embeddings_the_first_block_learns_too(family, reentrant):
+    _, _, plain = step(family, None, frozen=True)
+    calls, _, gradients = step(family, reentrant, frozen=True)
+    assert max(calls.values()) == 2
+    assert gradients.keys() == plain.keys() and gradients
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, plain[name], msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_recomputed_in_passes_without_gradients(family):
+    calls = Counter[str]()
+    model = use_packed_attention(tiny_model(family=family), FAMILIES[family]).train()
+    policy = PolicyModel(model, FAMILIES[family], banned(), temperature=1.0, chunk=None).train()
+    checkpoint_blocks(model, FAMILIES[family], False)
+    for name, block in blocks_of(policy).items():
+        block.mlp.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+    g = group(np.random.default_rng(3), [], [9])
+    batch = Collator(FAMILIES[family], IMAGE_ID, MERGE, None, PAD)([Member(g, 0, [0.0])], run_vision=False)
+    with torch.no_grad():
+        policy(batch)
+    assert set(calls.values()) == {1}
