@@ -119,7 +119,7 @@ class PolicyModel(nn.Module):
             on_device(getattr(batch, name), device)
             for name in ("ids", "positions", "predict", "targets", "image_positions", "image_features")
         )
-        if features is None and batch.run_vision and self.family.vision_tower:
+        if features is None and self.family.vision_tower and (batch.run_vision or self._learns_in_tower_alone()):
             pixel_values, grids = batch.pixel_values, batch.grids
             if pixel_values is None:  # the tower runs as often as on other ranks, so that collectives match
                 pixel_values, grids = self.family.blank_image(self.model.config)
@@ -149,6 +149,15 @@ class PolicyModel(nn.Module):
         both = torch.cat([logprobs.view(len(own), logprobs.shape[1:].numel()), entropy[:, None]], 1)
         both = self.context_ranks.whole(both, own, size)
         return both[:, :-1].reshape(size, *logprobs.shape[1:]), both[:, -1]
+
+    def _learns_in_tower_alone(self) -> bool:
+        """Whether this forward has gradients in the vision tower and in nothing else. Without the tower, backward would have no
+        graph, and FSDP would not reduce in it what earlier micro-batches have left to the last one."""
+        if not torch.is_grad_enabled():
+            return False
+        tower = f"{self.family.vision_tower}."
+        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        return bool(trained) and all(name.startswith(tower) for name in trained)
 
     def _routing(
         self, mixture: Mixture, batch: MicroBatch, load: ExpertLoad | None, balance: torch.Tensor | None
