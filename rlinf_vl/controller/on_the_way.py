@@ -58,7 +58,9 @@ class OnTheWay:
         self.backlog: deque[tuple[int, int, int, int]] = deque()
         self.idle = 0.0
         self._sorts_out_ties = config.algorithm.dynamic_sampling.enable
-        self._arrived: list[Asked] = []  # since `new_arrivals` was called, if ties are to be sorted out
+        # By id, those that came since `new_arrivals` was called, if ties are to be sorted out. A group can come twice
+        # meanwhile, if its worker dies.
+        self._arrived: dict[str, Asked] = {}
         self._config = config
         self._pool = pool
         self._data = data
@@ -134,7 +136,7 @@ class OnTheWay:
                     self.flying.pop(event[0].id, None)
                     self.finished_versions[asked.oldest] += 1
                     if self._sorts_out_ties:
-                        self._arrived.append(asked)
+                        self._arrived[asked.task.group_id] = asked
                 else:  # it was dropped, or is trained and came again
                     self._pool.release([event[0]])
 
@@ -145,8 +147,8 @@ class OnTheWay:
 
     def new_arrivals(self) -> list[Asked]:
         """Return the groups that have finished since the last call; none without dynamic sampling, which looks for ties."""
-        arrived, self._arrived = self._arrived, []
-        return [asked for asked in arrived if asked.result and asked.task.group_id in self.asked]
+        arrived, self._arrived = self._arrived, {}
+        return [asked for group_id, asked in arrived.items() if asked.result and group_id in self.asked]
 
     def take(self, groups: Iterable[Asked]) -> None:
         """Hand these groups over to the caller, who trains on them or releases them."""

@@ -10,7 +10,7 @@ from unit.controller.fakes import FakeLearner, FakePool, FakeRun
 
 from rlinf_vl.controller.loop import RunState
 from rlinf_vl.data.sampler import EpochSampler
-from rlinf_vl.rollout.submission import GroupArrived, Submission
+from rlinf_vl.rollout.submission import GroupArrived, GroupsResent, Submission, SubmissionEnded
 from rlinf_vl.runtime.stop_request import Interrupted
 
 APART = "cluster.component_placement={actor: 0, rollout: 1}"
@@ -160,6 +160,31 @@ def test_a_run_resumed_with_less_room_trains_on_every_group_that_was_open(tmp_pa
     whole.train()
     trained, undisturbed = ([row for line in one.rows("ledger") for row in line["rows"]] for one in (run, whole))
     assert sorted(trained) == sorted(undisturbed), "no row of the data is skipped"
+
+
+class FirstGroupTwice(FakePool):
+    """A worker dies when its first group has arrived, which comes again before the others; all groups of a step tie."""
+
+    def submit(self, tasks, events=None):
+        self.changes |= {f"train-2-{k}": {"rewards": [0.5] * 4} for k in range(4)}
+        submitted = super().submit(tasks)
+        arrivals = [submitted.events.get() for _ in tasks]
+        lost = GroupsResent(frozenset([tasks[0].group_id]))
+        submission = Submission(tasks, lambda: None, lambda closed: None, events)
+        for event in (arrivals[0], lost, *arrivals, SubmissionEnded()):
+            submission.events.put(event)
+        return submission
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_group_that_comes_again_before_ties_are_sorted_out_is_sorted_out_once(tmp_path, schedule):
+    dynamic = "algorithm.dynamic_sampling.enable=true", "algorithm.dynamic_sampling.max_rounds=2"
+    keys = f"runner.schedule={schedule}", "runner.max_staleness=2", "runner.save_interval=-1", *dynamic
+    run = FakeRun(tmp_path, *PLAIN, *keys, pool=FirstGroupTwice())
+    run.train()
+    lines = run.rows("ledger")
+    groups = [group for line in lines for name in ("groups", "dropped_groups") for group in line.get(name, ())]
+    assert len(groups) == len(set(groups)) and all(len(line["groups"]) == 4 for line in lines)
 
 
 def work_of_a_step(tmp_path, groups, monkeypatch):
