@@ -53,6 +53,7 @@ class Opening:
     requests: list[Request] = field(default_factory=list)
     answers: list["asyncio.Future[Completion]"] = field(default_factory=list)  # once they are submitted
     shown: Shown | None = None  # of those episodes that see corrupted images
+    trained: bool = True  # whether the group is sampled to be trained on
 
 
 @dataclass(slots=True)

@@ -63,7 +63,8 @@ class Player:
         max_concurrent: most episodes under way; a group that starts takes places for all its members at once.
         turn_timeout_s, episode_timeout_s: for a call of an environment, and for an episode from its start to its end.
         alive_timeout_s, thought_budget: of `Answers`.
-        penalize_faults: whether an episode whose environment failed is trained on, with `reward_min`, or masked (`rollout.faults`).
+        penalize_faults: whether an episode whose environment failed is trained on, with `reward_min`, or masked
+            (`rollout.faults`). Where nothing is trained, as in a validation, it is an error in either case.
         overlong: what becomes of a prompt beyond `max_prompt_length`, and of an observation that leaves no room: `data.overlong`.
     """
 
@@ -118,15 +119,18 @@ class Player:
         group_seed: int = 0,
         corruption: Corruption | None = None,
         patience_s: float | None = PATIENCE_S,
+        trained: bool = True,
     ) -> Opening:
         """Start an environment for each seed, and make requests for the first answers of those that start in time.
 
-        `corruption`: of `Task`. `patience_s`: see `PATIENCE_S`; None waits for all. Cancelling it closes the environments.
+        `corruption`: of `Task`. `trained`: of `Opening`. `patience_s`: see `PATIENCE_S`; None waits for all. Cancelling it
+        closes the environments.
         """
         single = self.make_env.name_of(problem) == SINGLE
         goes_on = self.max_turns != 1 and not single or self.thought_budget is not None
         names = [f"{problem.id}#{next(self._numbers)}" if goes_on else "" for _ in seeds]
-        opening = Opening(problem, sampling, list(map(Episode, seeds, [group_seed] * len(seeds), names)))
+        episodes = list(map(Episode, seeds, [group_seed] * len(seeds), names))
+        opening = Opening(problem, sampling, episodes, trained=trained)
         if corruption is not None:
             opening.shown = Shown(corruption, group_seed)
             for episode in opening.episodes[len(seeds) - corruption.samples(len(seeds)) :]:
@@ -224,7 +228,8 @@ class Player:
             log.warning("%s: %s", opening.problem.id, described(error))
             played.fault = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
             environment_failed = played.fault.startswith(f"{ENVIRONMENT_FAULT}: ")
-            played.penalized = self.penalize_faults and environment_failed and bool(played.turns)
+            penalizable = opening.trained and environment_failed and bool(played.turns)
+            played.penalized = self.penalize_faults and penalizable
         finally:
             await self._end(episode)
         return played

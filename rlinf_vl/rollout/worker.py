@@ -190,8 +190,16 @@ class RolloutRank:
 
         sampling = self.sampling[task.split]
         if isinstance(problem, Problem):
-            how = task.seeds, sampling, task.group_seed, task.corruption
-            opened.append(await self.player.open(problem, *how, **patience))
+            opening = await self.player.open(
+                problem,
+                task.seeds,
+                sampling,
+                task.group_seed,
+                task.corruption,
+                trained=task.split == "train",
+                **patience,
+            )
+            opened.append(opening)
         else:
             row = Problem(self.datasets[task.split].row_id(task.row), (), "")
             opened.append(Opening(row, sampling, [Episode(seed, error=problem) for seed in task.seeds]))

@@ -88,4 +88,4 @@ class RolloutConfig:
     """What a trajectory counts whose environment failed or ran out of time. mask: it is left out, also of its group's baseline.
     Longer episodes fail more often, so this favours short ones. penalize: it gets reward.reward_min_val and is trained on
     with the turns that it has, so the policy learns to avoid what fails, its own doing or not. Faults of the engine, of rows
-    and of reward functions are always masked."""
+    and of reward functions are always masked. A validation counts any of them as an error and a wrong answer."""

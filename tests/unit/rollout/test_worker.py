@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 import ray
@@ -78,6 +79,42 @@ def test_rows_are_answered_and_one_that_can_not_be_read_is_a_group_with_the_reas
         summary, group = found[name]
         assert summary.errors == (None, None) and all(0 < n <= 3 for n in summary.response_tokens)
         assert group.answer == dict(enumerate(a for _, a in ROWS))[int(name[1])]
+
+
+def test_faults_are_penalized_in_training_only(rank, monkeypatch):
+    """A validation counts what its environment failed, whatever becomes of it in training."""
+
+    class Failing:
+        def start(self, problem):
+            return problem.messages
+
+        def step(self, response):
+            raise OSError("the simulator crashed")
+
+        def close(self):
+            pass
+
+    monkeypatch.setitem(rank.datasets, "val", rank.datasets["train"])
+    player = replace(rank.player, make_env=FailingMaker(Failing), penalize_faults=True)
+    monkeypatch.setattr(rank, "player", player)
+    groups = generate(rank, Task("trained", "train", 0, (1, 2)), Task("validated", "val", 0, (1, 2)))
+    trained, validated = groups["trained"][0], groups["validated"][0]
+    assert trained.errors == (None, None) and len(trained.penalized) == 2 and trained.rewards == (-0.5, -0.5)
+    assert len([error for error in validated.errors if "simulator crashed" in error]) == 2
+    assert validated.penalized == ()
+
+
+class FailingMaker:
+    """Makes environments of one class, for every problem."""
+
+    def __init__(self, env_class):
+        self.env_class = env_class
+
+    def __call__(self, problem, seed, group_seed):
+        return self.env_class()
+
+    def name_of(self, problem):
+        return "failing"
 
 
 def test_a_tower_of_powers_in_a_box_is_a_wrong_answer(rank, monkeypatch):
