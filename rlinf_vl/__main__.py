@@ -4,6 +4,7 @@ Only what every verb needs is imported here: a mistake in a config is told withi
 """
 
 import argparse
+import importlib.util
 import logging
 import os
 import signal
@@ -51,6 +52,8 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     rules = RULES if arguments.check else (packages_missing, *RULES)
     config = load_config(arguments.config, arguments.overrides, rules)
     if arguments.check:
+        if importlib.util.find_spec("torch") is not None:  # else it isn't the Python that will run it
+            print(running.rehearse(config))
         return 0
     stopped_by = running.train(config, stop_request)
     return 128 + stopped_by if stopped_by else 0

@@ -39,6 +39,11 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def without_colors(text: str) -> str:
+    """Return a text without the escape sequences that color it on a terminal."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """ " did you mean 'a'?" of the one known name that looks most like this one; "" if none does."""
     return did_you_mean(difflib.get_close_matches(name, list(known), n=1))

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rlinf_vl.config import Config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.digest import write_digests
-from rlinf_vl.errors import ConfigError, RunError, reason_of
+from rlinf_vl.errors import ConfigError, RunError, reason_of, without_colors
 from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.spans import FOLDER as SPANS
@@ -53,10 +53,24 @@ def train(config: Config, stop_request: StopRequest, keep_ray: bool = False) -> 
         from rlinf_vl.preflight import doctor  # which takes seconds to import
 
         doctor.refuse(config)
+        log.info(rehearse(config))  # before the folder is opened: a start that fails here takes no run's name
         events = EventLog(run_dir)
         checkpoint = folders.open_folder(config, run_dir, checkpoint, partial(events.add, level=logging.INFO))
         with _explained(run_dir):
             return _run(config, run_dir, checkpoint, stop_request, keep_ray)
+
+
+def rehearse(config: Config) -> str:
+    """Try rows, reward and environment in this process; return the line that says the run is ready.
+
+    Raises:
+        ConfigError: what the run would have failed at.
+    """
+    from rlinf_vl.rollout.rehearsal import rehearse  # with torch and transformers, which take seconds
+
+    begun = time.perf_counter()
+    rehearsal = rehearse(config, prepare_toys(config))
+    return f"{rehearsal.line} ({time.perf_counter() - begun:.0f} s)"
 
 
 def evaluate(
@@ -112,7 +126,7 @@ def _explained(run_dir: Path) -> Iterator[None]:
     except Exception as error:
         path = run_dir / "error.txt"
         try:
-            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            path.write_text(without_colors("".join(traceback.format_exception(error))), encoding="utf-8")
         except OSError:
             raise error from None
         raise RunError(f"{reason_of(error)}\nThe whole of it is in {path}") from error

@@ -38,6 +38,8 @@ FORMATS = {
     "openrlhf": Format(("prompt", "input"), ("label", "")),
     # TRL: docs, dataset_formats (prompt-only); the answer is one of the columns that reward functions get
     "trl": Format(("prompt",), ("answer", "solution", "ground_truth", "")),
+    # seeds://N: there is no answer that anything could be graded against
+    "seeds": Format(("problem",), ("",), ("",)),
     # a folder of images whose subfolders are named after what they show; data.prompt_variants ask
     "folder": Format(("",), ("label",), ("file_name",)),
 }
@@ -51,6 +53,7 @@ RECOGNISED = (
     ("openrlhf", {"input", "label"}),
     ("trl", {"prompt"}),
     ("openai", {"messages"}),
+    ("seeds", {"problem", "seed"}),
     ("folder", {"file_name", "label"}),
 )
 

@@ -107,8 +107,9 @@ def open_source(name: str, split: str) -> Source:
             raise ValueError(f"{name}: can't be loaded from the hub: {type(e).__name__}: {e}") from e
         return Source(name, repository, rows, None)
     if seeds := peek_seeds(name):
-        numbers = [str(number) for number in range(seeds.rows or 0)]
-        columns = {"id": numbers, "problem": [f"Episode {number}" for number in numbers], "answer": numbers}
+        numbers = list(range(seeds.rows or 0))
+        problems = [f"Episode {number}" for number in numbers]
+        columns = {"id": list(map(str, numbers)), "problem": problems, "seed": numbers}
         return Source(name, f"seeds-{split}", datasets.Dataset.from_dict(columns), None)
     if name in TOYS:  # its file is made on first use, by a room that imports this one
         path: Path = importlib.import_module("rlinf_vl.toy.task").toy_dataset_path(split, name)
@@ -186,7 +187,7 @@ def peek_seeds(name: str) -> Peek | None:
     number = name.removeprefix(SEEDS_PREFIX)
     if not (number.isascii() and number.isdigit() and 0 < int(number) <= 10**7):
         raise ValueError(f"names no number of rows from 1 to 10,000,000; write {SEEDS_PREFIX}1000, say")
-    return Peek(["id", "problem", "answer"], int(number))
+    return Peek(["id", "problem", "seed"], int(number))
 
 
 def peek(path: Path, scanned: int = SCANNED) -> Peek:

@@ -48,6 +48,15 @@ def grades_answers(cls: type) -> bool:
     return issubclass(cls, SingleTurn) or "grade" in _parameters(cls)
 
 
+def leaves_grading(cls: type) -> bool:
+    """Return whether an environment is sure to leave its last response to the run's reward functions."""
+    from rlinf_vl.envs.tool import ToolEnv  # with PIL and jsonschema
+
+    if issubclass(cls, ToolEnv):
+        return cls.answer is ToolEnv.answer
+    return issubclass(cls, SingleTurn) and cls.step is SingleTurn.step
+
+
 def keyword_problems(cls: type, kwargs: Mapping[str, Any]) -> Iterator[str]:
     """Why a constructor doesn't take these keywords, each problem a sentence."""
     parameters = _parameters(cls)
@@ -94,6 +103,10 @@ class EnvMaker:
 
     def name_of(self, problem: Problem) -> str:
         return problem.env_class or self.name
+
+    def leaves_grading(self, problem: Problem) -> bool:
+        """Return whether the problem's environment is sure to leave its last response to the run's reward functions."""
+        return leaves_grading(load_env_class(self.name_of(problem), self.files))
 
     def check(self, problem: Problem) -> None:
         """Raise ValueError if a problem's environment can't be made: there is no such class, or it doesn't take the keywords."""

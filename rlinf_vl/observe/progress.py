@@ -14,6 +14,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
+from rlinf_vl.errors import without_colors
 from rlinf_vl.observe.notebook import NotebookProgress, in_notebook
 from rlinf_vl.observe.status import StatusFile, last_words
 
@@ -36,6 +37,13 @@ _WINDOW = 20
 """Time left is extrapolated from so many last steps."""
 
 
+class _PlainFormatter(logging.Formatter):
+    """A formatter for what is no terminal: Ray colors the tracebacks in its errors, wherever they go."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_colors(super().format(record))
+
+
 def setup_logging(level: int = logging.INFO, console: Console | None = None) -> None:
     """Send the library's log to the terminal, above the live line, or as plain lines to what isn't a terminal.
 
@@ -49,7 +57,7 @@ def setup_logging(level: int = logging.INFO, console: Console | None = None) -> 
         handler: logging.Handler = RichHandler(console=console, show_path=False, log_time_format="[%X]")
     else:
         handler = logging.StreamHandler(console.file)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.set_name(__name__)
     root.addHandler(handler)
     logging.getLogger("rlinf_vl").setLevel(level)

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from rlinf_vl.errors import ConfigError, RunError, reason_of
+from rlinf_vl.errors import ConfigError, RunError, reason_of, without_colors
 from rlinf_vl.runtime.files import write_aside
 
 REASON_LINES, TRACE_LINES = 40, 8
@@ -114,7 +114,7 @@ def last_words(error: BaseException) -> str:
     if not isinstance(error, (RunError, ConfigError)):
         trace = "".join(traceback.format_exception(error)).splitlines()
         lines += [line for line in trace if line.strip()][-TRACE_LINES:]
-    return "\n".join(lines[:REASON_LINES])
+    return without_colors("\n".join(lines[:REASON_LINES]))
 
 
 def write_environment(run_dir: Path) -> None:

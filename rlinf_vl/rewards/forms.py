@@ -17,6 +17,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from rlinf_vl.code import CodeError
+from rlinf_vl.errors import nearest
 from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.types import Problem
 
@@ -264,13 +265,17 @@ class RewardFunction:
         for names, value in ((ANSWERS, problem.answer), (QUESTIONS, prompt_text(problem))):
             for name in named.intersection(names) - offered.keys():
                 offered[name] = [value] * len(answers) if self.form.of_group else value
+        known_names = {*offered, *problem.columns, "answer", "prompt", "images"}
         if not any(p.kind is p.VAR_KEYWORD for p in self.parameters.values()):
             offered = {name: value for name, value in offered.items() if name in named}
         given = offered | self.kwargs
         for name in named - given.keys():
             if self.parameters[name].default is inspect.Parameter.empty:
-                there = ", ".join(sorted(problem.columns)) or "none"
-                raise KeyError(f"it asks for {name!r}, which the row has no column of; there are {there}")
+                listed = ", ".join(sorted(known_names))
+                raise KeyError(
+                    f"it asks for {name!r}, which is no column of the row, and nothing that functions get; there are {listed};"
+                    f"{nearest(name, known_names)}".rstrip(";")
+                )
         return self.function(*positional, **given)
 
     def _shown(self) -> str:

@@ -17,10 +17,11 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 from rlinf_vl.code import load_code
@@ -31,7 +32,7 @@ from rlinf_vl.types import Problem
 
 #: Seconds for a process to start: to import what the functions' files import.
 START_S = 300.0
-#: Tracebacks of functions that a process prints, each error once.
+#: Tracebacks of functions that are printed, each error once for all processes of a pool.
 MOST_TRACEBACKS = 10
 #: Seconds of processor time, on each core, after which a process ends itself although nobody has ended it: its parent is dead.
 ORPHAN_S = 60.0
@@ -64,6 +65,8 @@ class ProcessPool:
         self._threads = ThreadPoolExecutor(limits.processes, thread_name_prefix="reward process")
         self._own = threading.local()
         self._processes: weakref.WeakSet[_Process] = weakref.WeakSet()
+        self._shown: set[str] = set()  # errors whose tracebacks were printed
+        self._shown_lock = threading.Lock()
         _pools.add(self)
 
     def submit(
@@ -100,9 +103,17 @@ class ProcessPool:
     def _ask(self, request: bytes) -> list[Result | Exception]:
         process = getattr(self._own, "process", None)
         if process is None or not process.alive:
-            process = self._own.process = _Process(self._setup)
+            process = self._own.process = _Process(self._setup, self._show_once)
             self._processes.add(process)
         return process.ask(request, self._limits)
+
+    def _show_once(self, error_text: str, trace: str) -> None:
+        """Print the traceback of an error to the log, the first time that any of the processes meets it."""
+        with self._shown_lock:
+            if error_text in self._shown or len(self._shown) >= MOST_TRACEBACKS:
+                return
+            self._shown.add(error_text)
+        print(trace, end="", file=sys.stderr, flush=True)
 
 
 _pools: "weakref.WeakSet[ProcessPool]" = weakref.WeakSet()
@@ -117,7 +128,8 @@ def _close_all() -> None:
 class _Process:
     """One process, from this side. Raises RuntimeError if it doesn't start."""
 
-    def __init__(self, setup: bytes) -> None:
+    def __init__(self, setup: bytes, show_once: Callable[[str, str], None]) -> None:
+        self._show_once = show_once
         self._pipe, theirs = Pipe()
         code = f"import sys; sys.path[:] = {sys.path!r}; from rlinf_vl.rewards.processes import serve; serve({theirs.fileno()})"
         with theirs:
@@ -147,12 +159,14 @@ class _Process:
             if not self._pipe.poll(limits.timeout_s + 1.0):  # coroutines end by themselves
                 self.end()
                 raise GradingTimeout(f"no result within reward.timeout={limits.timeout_s:g} s")
-            replies = json.loads(self._pipe.recv_bytes())
+            replies, tracebacks = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError, ValueError):
             self.end()
             raise GradingError(
                 f"its process ended with {_status(self._process.returncode)} after {time.monotonic() - begin:.1f} s"
             ) from None
+        for error_text, trace in tracebacks.items():
+            self._show_once(error_text, trace)
         if any(isinstance(reply, str) and reply.startswith("MemoryError") for reply in replies):
             self.end()  # it may have kept something
         return [GradingError(reply) if isinstance(reply, str) else Result(*reply) for reply in replies]
@@ -184,7 +198,7 @@ def serve(descriptor: int) -> None:
         return
     limit_memory(int(limits.memory_gb * 2**30))
     pipe.send_bytes(b"ready")
-    told: set[str] = set()
+    sent: set[str] = set()
     while True:
         try:
             number, problem, answers = pickle.loads(pipe.recv_bytes())
@@ -196,11 +210,12 @@ def serve(descriptor: int) -> None:
         except BaseException as error:  # SystemExit
             found = [error] * len(answers)
         replies = [_said(one, limits) if isinstance(one, BaseException) else one for one in found]
+        tracebacks: dict[str, str] = {}
         for one, reply in zip(found, replies, strict=True):
-            if isinstance(one, BaseException) and reply not in told and len(told) < MOST_TRACEBACKS:
-                told.add(reply)
-                traceback.print_exception(one)  # to the log
-        pipe.send_bytes(json.dumps(replies).encode())
+            if isinstance(one, BaseException) and reply not in sent and len(sent) < MOST_TRACEBACKS:
+                sent.add(reply)
+                tracebacks[reply] = _trace_of(one)
+        pipe.send_bytes(json.dumps([replies, tracebacks]).encode())
 
 
 def _said(error: BaseException, limits: Limits) -> str:
@@ -212,6 +227,15 @@ def _said(error: BaseException, limits: Limits) -> str:
         return f"{type(error).__name__}: {error}"[:500]
     except Exception:  # it can't say it
         return type(error).__name__
+
+
+def _trace_of(error: BaseException) -> str:
+    """Return the traceback of an error from the user's function on; "" of one that is ours, whose message says all."""
+    package = str(Path(__file__).resolve().parents[1])
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(package):
+        frame = frame.tb_next
+    return "" if frame is None else "".join(traceback.format_exception(type(error), error, frame))
 
 
 def _limit_time(timeout_s: float) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import math
 import random
 import re
 import statistics
@@ -30,6 +31,7 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rollout.calls import Calls, CallTimeout
 from rlinf_vl.rollout.observation import checked, observe
+from rlinf_vl.rollout.row_check import without_reference
 from rlinf_vl.types import ROLES, Message, Problem
 
 #: What a policy may say, by what it is; each is said in every turn of an episode.
@@ -46,6 +48,8 @@ HOSTILE = {
     "braces and percent signs": "{} {0} {x!r} %s %(x)s ${a} {{",
 }
 RANDOM_EPISODES = 6  # for each problem
+#: Share of the calls of tools whose arguments are of their types.
+TYPED_SHARE = 0.75
 MOST_PROBLEMS = 4
 MOST_TURNS = 100
 MOST_SECONDS = 120.0  # no episode begins after that
@@ -56,6 +60,22 @@ _PROBLEM = Problem("check-env", ({"role": "user", "content": [{"type": "text", "
 
 class Hung(Exception):
     """A call took longer than it may."""
+
+
+@dataclass
+class ToolCount:
+    """The calls of one tool: how many there were, how many worked, and the last error of those that did not."""
+
+    calls: int = 0
+    worked: int = 0
+    last_error: str = ""
+
+    def add(self, error: Any) -> None:
+        self.calls += 1
+        if error is None:
+            self.worked += 1
+        else:
+            self.last_error = shorten(str(error), 200)
 
 
 @dataclass
@@ -80,6 +100,7 @@ class Check:
     images: Counter[str] = field(default_factory=Counter)
     images_per_turn: list[int] = field(default_factory=list)
     named: Counter[str] = field(default_factory=Counter)
+    tool_calls: dict[str, ToolCount] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -138,6 +159,9 @@ class Check:
     def worth(self, result: StepResult, problem: Problem) -> float:
         """Its reward, and what a grader finds of an answer that is left to reward functions."""
         left = result.info.get("answer")
+        if left is not None and not problem.answer:
+            self.broken(without_reference(self.make.name_of(problem), problem), "", "no answer")
+            return float(result.reward)
         return float(result.reward) + (0.0 if left is None else float(self.make.grade(problem, left)))
 
     def after_the_end(self, env: Env) -> None:
@@ -178,7 +202,8 @@ class Check:
             for called in result.info.get("tool_calls", ()):
                 if not isinstance(called, Mapping) or not {"name", "arguments"} <= called.keys():
                     raise TypeError(f"the tool call {called!r} is no mapping with 'name' and 'arguments'")
-                self.named[f"call of {called['name']}"] += 1
+                count = self.tool_calls.setdefault(str(called["name"]) or "malformed calls", ToolCount())
+                count.add(called.get("error"))
         except Exception as error:
             self.broken(f"step gave an info that can't be recorded: {error}", where)
         return result
@@ -278,6 +303,9 @@ class Check:
             yield f"images a turn: {min(self.images_per_turn)} to {max(self.images_per_turn)}; sizes: {sizes}"
         if self.named:
             yield f"recorded: {', '.join(f'{name} ({n} times)' for name, n in self.named.most_common(20))}"
+        for name, count in self.tool_calls.items():
+            why = f"; the last error: {count.last_error}" if not count.worked else ""
+            yield f"{name}: {count.calls} calls, {count.worked} worked{why}"
         yield from dict.fromkeys(self.notes)
         slowest = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in self.seconds.items())
         yield f"slowest calls: {slowest}"
@@ -313,8 +341,71 @@ def random_answer(heard: str, rng: random.Random) -> str:
     return rng.choice([word, rf"\boxed{{{word}}}", several, random_call(heard, rng), str(number)])
 
 
+def tool_schemas(text: str) -> list[dict[str, Any]]:
+    """Return the functions whose JSON schemas stand in a text: name, description, parameters."""
+    functions: list[dict[str, Any]] = []
+    for start in re.finditer(r'\{"type": ?"function"', text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, start.start())
+        except ValueError:
+            continue
+        function = schema.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            functions.append(function)
+    return functions
+
+
+def typed_call(function: Mapping[str, Any], rng: random.Random) -> str:
+    """Return a call of a tool with arguments of their types, those that are not required now and then."""
+    parameters = function.get("parameters") or {}
+    required = parameters.get("required", ())
+    arguments = {
+        name: typed_value(schema, rng)
+        for name, schema in parameters.get("properties", {}).items()
+        if name in required or rng.random() < 0.5
+    }
+    return f"<tool_call>\n{json.dumps({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
+
+
+def typed_value(schema: Mapping[str, Any], rng: random.Random) -> Any:
+    """Return a random value of a JSON schema's type. Numbers rise within a list, as corners of a box do."""
+    if schema.get("enum"):
+        return rng.choice(schema["enum"])
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if choices:
+        return typed_value(rng.choice(choices), rng)
+    kind = schema.get("type", "string")
+    kind = rng.choice(kind) if isinstance(kind, list) else kind
+    low, high = schema.get("minimum", 0), schema.get("maximum", rng.choice([1, 10, 100]))
+    match kind:
+        case "integer":
+            return rng.randint(math.ceil(low), max(math.ceil(low), math.floor(high)))
+        case "number":
+            return round(rng.uniform(low, max(low, high)), 3)
+        case "boolean":
+            return rng.random() < 0.5
+        case "null":
+            return None
+        case "array":
+            length = rng.choice([1, 2, 4, 4])
+            length = min(max(length, schema.get("minItems", 0)), schema.get("maxItems", length))
+            if isinstance(items := schema.get("prefixItems"), list):
+                return [typed_value(item, rng) for item in items]
+            item_schema = schema.get("items") or {"type": "integer"}
+            values = [typed_value(item_schema, rng) for _ in range(length)]
+            is_numeric = item_schema.get("type") in ("integer", "number")
+            return sorted(values) if is_numeric else values
+        case "object":
+            properties = schema.get("properties", {})
+            return {name: typed_value(inner, rng) for name, inner in properties.items()}
+    return rng.choice(["x", "1 + 2", "left", "0", "the picture"])
+
+
 def random_call(heard: str, rng: random.Random) -> str:
-    """A call of one of the tools whose JSON schemas it was told, with arguments of any kind."""
+    """Return a call of one of the tools whose JSON schemas it was told: mostly with arguments of their types, else of any."""
+    functions = tool_schemas(heard)
+    if functions and rng.random() < TYPED_SHARE:
+        return typed_call(rng.choice(functions), rng)
     words = re.findall(r"\w+", heard) or ["go"]
     tools, keys = (re.findall(form, heard) or words for form in (r'"name": ?"(\w+)"', r'"(\w+)": ?{"type"'))
     chosen = rng.sample(keys, min(len(keys), rng.randint(0, 4)))
@@ -361,6 +452,9 @@ _FORM = {one.name for one in fields(RowFormat)}
 
 
 def _found(problem: Problem, response: str) -> bool:
+    """Return whether a response holds the answer. Raises ValueError: there is none."""
+    if not problem.answer:
+        raise ValueError(without_reference("the environment", problem))
     return problem.answer in response
 
 

@@ -69,7 +69,7 @@ class Prompts:
             return whole, said
         reason = f"the prompt has {len(whole.ids)} tokens, data.max_prompt_length is {self.max_prompt_length}"
         if self.overlong != "cut":
-            raise TooLong(reason)
+            raise TooLong(f"{reason}; raise that, and runner.seq_length, or set data.overlong=cut")
         if (shown := cut(said, fits, ("user",))) is None:
             raise TooLong(f"{reason}, and what may not be cut is longer, too: raise that, and runner.seq_length")
         return request(shown), shown

@@ -1,6 +1,6 @@
 """Which rows of a data set a run can use, and the parts of a rollout worker that this takes; no engine, and no Ray."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,12 +37,17 @@ def processor_of(config: Config, model_path: str) -> Processor:
     )
 
 
-def scorer_of(config: Config) -> Scorer:
+def scorer_of(config: Config, entries: Sequence[Mapping[str, Any]] | None = None) -> Scorer:
+    """Return the scorer of a run's reward functions, or of some of their entries."""
     reward = config.reward
     bounds = {"reward_max": reward.reward_max_val, "reward_min": reward.reward_min_val}
     limits = Limits(reward.timeout, reward.memory_gb, reward.workers)
     return make_scorer(
-        reward.entries, **bounds, files=config.runner.code_files, limits=limits, hosts=reward.judge_hosts
+        reward.entries if entries is None else entries,
+        **bounds,
+        files=config.runner.code_files,
+        limits=limits,
+        hosts=reward.judge_hosts,
     )
 
 
@@ -50,6 +55,20 @@ def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:
     rollout, reward, scorer = config.rollout, config.reward, scorer or scorer_of(config)
     rewards: dict[str, Any] = {"reward_max": reward.reward_max_val, "reward_min": reward.reward_min_val}
     return EnvMaker(rollout.env_class, rollout.env_kwargs, config.runner.code_files, scorer.grade, **rewards)
+
+
+def needs_reference(config: Config) -> bool:
+    """Return whether a reward function of the config compares answers with the row's; one of the user's own may do without."""
+    named = (NAMED.get(entry["function"]) for entry in config.reward.entries)
+    return any(reward.judges for reward in named if reward is not None)
+
+
+def without_reference(env_name: str, problem: Problem) -> str:
+    """Return what to say of an environment that grades where there is nothing to grade against."""
+    return (
+        f"{env_name} grades against the row's answer, and row {problem.id} has none; give rows with answers, pay by the "
+        "environment's own reward, or name a reward function that needs none"
+    )
 
 
 @dataclass(frozen=True)
@@ -77,6 +96,8 @@ class RowCheck:
                 self.make_env.check(problem)
             except ValueError as e:
                 raise RowError(problem.id, ENVIRONMENT_UNUSABLE, str(e)) from e
+            if not problem.answer and needs_reference(self.config) and self.make_env.leaves_grading(problem):
+                raise RowError(problem.id, ANSWER_UNUSABLE, without_reference(self.make_env.name_of(problem), problem))
             try:  # another environment may read the answer otherwise than the grader does
                 for check in checks if self.make_env.name_of(problem) == SINGLE else ():
                     check(problem.answer)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray._private import services
+from ray._private import ray_logging, services
 from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]  # Cython, without stubs
 from ray.util.placement_group import (
     PlacementGroup,
@@ -108,6 +108,8 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if not sys.stderr.isatty():
+        _keep_colors_out()
     address, node_ip = cluster_to_join(cluster.ray_address, os.environ)
     RayConfig.initialize("")  # Ray read RAY_AUTH_MODE when it was imported; this is how it looks again
     if address:
@@ -144,6 +146,13 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
             for name in environment:
                 os.environ.pop(name)
             os.environ.update(former)
+
+
+def _keep_colors_out() -> None:
+    """Have Ray write the lines of workers without colors, those included that it has counted instead of repeating them."""
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    if os.environ["RAY_COLOR_PREFIX"] == "0" and hasattr(ray_logging, "_color"):
+        ray_logging._color = str  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager

@@ -26,6 +26,17 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home, checkpoints, load_state, rename
 
 log = logging.getLogger(__name__)
+#: What a run may have written when it fails before its first step.
+START_FILES = {
+    "config.yaml",
+    "status.json",
+    "environment.json",
+    "datasets.json",
+    "events.jsonl",
+    "bad_rows.jsonl",
+    "error.txt",
+    "spans",
+}
 AnyFolder = TypeVar("AnyFolder", Path, UPath)
 
 #: Keys that decide which adapters there are.
@@ -104,6 +115,8 @@ def open_folder(
             if changed and (run_dir / "config.yaml").exists():
                 os.rename(run_dir / "config.yaml", _numbered(run_dir / "config.previous", ".yaml"))
         else:
+            if run_dir == home and _is_failed_start(run_dir):
+                shutil.rmtree(run_dir)  # it has nothing to keep, and takes no number
             for folder in {run_dir, home}:
                 if any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
                     aside = _numbered(folder.with_name(f"{folder.name}.previous"))
@@ -121,6 +134,17 @@ def open_folder(
     for kind, message in events:
         report(step, kind, message)
     return checkpoint
+
+
+def _is_failed_start(run_dir: Path) -> bool:
+    """Return whether a folder has a run that failed before its first step, and nothing of anybody else's."""
+    try:
+        has_failed = json.loads((run_dir / "status.json").read_bytes())["state"] == "failed"
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    if not has_failed or not (run_dir / "config.yaml").is_file():
+        return False
+    return {path.name for path in run_dir.iterdir()} <= START_FILES
 
 
 def write_baselines(run_dir: Path, answers: Counter[str]) -> None:

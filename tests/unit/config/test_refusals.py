@@ -288,6 +288,7 @@ def main(monkeypatch, tmp_path) -> Callable[[list[str]], int]:
 
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(running, "prepare_toys", goes_on)
+    monkeypatch.setattr(running, "rehearse", lambda config: "ready")  # tests/unit/rollout/test_rehearsal.py
     monkeypatch.setattr(gpus, "gpu_memory", lambda: ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     monkeypatch.setattr(sglang_machine, "version", not_installed)
@@ -339,7 +340,8 @@ def test_what_is_right_goes_on(files, main, capsys, tmp_path):
     assert main(["train", "toy-grpo-cpu", "--check", *overrides]) == 0
     assert not any(tmp_path.iterdir()), "a check leaves nothing behind"
     assert main(["train", "toy-grpo-cpu", *overrides]) == 1
-    error, where = capsys.readouterr().err.strip().splitlines()
+    ready, error, where = capsys.readouterr().err.strip().splitlines()
+    assert ready.endswith(" ready")
     assert error == "error: AssertionError: not refused", "what follows the checks was reached"
     assert where == f"The whole of it is in {tmp_path}/results/toy-grpo-cpu/error.txt"
     assert "in goes_on" in (tmp_path / "results/toy-grpo-cpu/error.txt").read_text()
@@ -545,7 +547,8 @@ def test_what_is_in_the_cache_is_not_asked_for_at_a_hub_out_of_reach(tmp_path):
         text=True,
         timeout=100,
     )
-    assert done.stdout.split() == ["0", "1"], done.stderr
+    assert done.stdout.split() == ["2", "1"], done.stderr
+    assert "error: hf://owner/data: can't be loaded from the hub" in done.stderr, "what lies in the cache is no data set"
     assert "owner/name: the hub can't be reached" in done.stderr and "its copy in the cache is used" in done.stderr
 
 

@@ -319,5 +319,8 @@ def test_a_row_names_its_environment_and_keeps_its_other_columns(tmp_path: Path)
 def test_seeds_are_rows_of_nothing_but_a_number() -> None:
     found = open_("seeds://3", image_keys=())
     assert [problem.id for problem in found] == ["seeds-train:0", "seeds-train:1", "seeds-train:2"]
+    assert [problem.answer for problem in found] == ["", "", ""], "a number is no answer to grade against"
+    assert [problem.columns["seed"] for problem in found] == [0, 1, 2]
+    assert open_("seeds://3")[0].images == ()
     with pytest.raises(ValueError, match="seeds://0 names no number|names no number of rows"):
         open_("seeds://0", image_keys=())

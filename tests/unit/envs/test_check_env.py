@@ -1,10 +1,15 @@
 """`check-env` on environments that break one rule each, and on some that break none."""
 
+import json
+import random
+import re
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from rlinf_vl.__main__ import main
+from rlinf_vl.rollout.check_env import typed_call
 
 ENV = '''
 import asyncio, random, time
@@ -194,3 +199,64 @@ def test_mistakes_of_the_call_are_refused(name, arguments, expected, tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert main(["check-env", name, *arguments]) == 2
     assert expected in capsys.readouterr().err
+
+
+TOOLS = '''
+from PIL import Image
+from rlinf_vl.envs.tool import ToolEnv
+
+class Crops(ToolEnv):
+    def crop(self, box: list[int]) -> Image.Image:
+        """Crop the picture.
+
+        Args:
+            box: Left, top, right and bottom.
+        """
+        raise IndexError("this problem has no pictures")
+
+    def add(self, a: int, b: float) -> float:
+        """Add.
+
+        Args:
+            a: One number.
+            b: Another number.
+        """
+        return a + b
+'''
+
+
+def test_tools_are_called_with_arguments_of_their_types_and_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("tools.py").write_text(TOOLS)
+    assert main(["check-env", "tools.py:Crops"]) == 0
+    said = capsys.readouterr().out
+    crop = re.search(r"^crop: (\d+) calls, 0 worked; the last error: ", said, re.MULTILINE)
+    add = re.search(r"^add: (\d+) calls, (\d+) worked$", said, re.MULTILINE)
+    assert crop and int(crop[1]) > 5 and add and int(add[2]) > int(add[1]) / 2, said
+
+
+def test_typed_arguments_fit_their_schemas():
+    schema = {
+        "type": "object",
+        "properties": {
+            "box": {"type": "array", "items": {"type": "integer"}, "minItems": 4, "maxItems": 4},
+            "mode": {"type": "string", "enum": ["a", "b"]},
+            "scale": {"type": "number", "minimum": 0.5, "maximum": 2},
+            "either": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        },
+        "required": ["box", "mode", "scale", "either"],
+    }
+    rng = random.Random(0)
+    for _ in range(200):
+        call = json.loads(typed_call({"name": "f", "parameters": schema}, rng).split("\n")[1])
+        Draft202012Validator(schema).validate(call["arguments"])
+
+
+def test_rows_without_answers_and_an_environment_that_grades_are_refused_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("tools.py").write_text(TOOLS)
+    assert main(["check-env", "tools.py:Crops", "--data", "seeds://4"]) == 1
+    assert (
+        "BROKEN: tools.py:Crops grades against the row's answer, and row seeds-train:0 has none"
+        in capsys.readouterr().out
+    )

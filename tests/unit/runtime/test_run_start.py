@@ -98,6 +98,20 @@ def test_a_name_that_is_run_again_keeps_each_former_run_whole(tmp_path, caplog):
     assert event["message"] in caplog.text
 
 
+def test_a_start_that_failed_before_its_first_step_takes_no_number(tmp_path):
+    for _ in range(2):
+        folder, _ = opened(tmp_path)
+        (folder / "status.json").write_text(json.dumps({"state": "failed"}))
+        (folder / "error.txt").write_text("Traceback")
+    folder, _ = opened(tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [folder.name]
+    assert not (folder / "error.txt").exists() and happened(folder) == []
+    (folder / "status.json").write_text(json.dumps({"state": "failed"}))
+    (folder / "notes.md").write_text("mine")
+    opened(tmp_path)
+    assert (tmp_path / "run.previous-1/notes.md").exists(), "what somebody else has put there is kept"
+
+
 def test_auto_without_a_checkpoint_sets_a_used_folder_aside_and_leaves_a_strange_one_alone(tmp_path):
     trained(tmp_path, 1)
     folder, checkpoint = opened(tmp_path, "runner.resume_dir=auto")

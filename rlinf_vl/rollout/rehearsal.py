@@ -1,0 +1,258 @@
+"""The rehearsal of a run: rows, reward and environment tried in this process, before Ray and before the run's folder.
+
+A mistake in a user's reward function or environment is found here in seconds. What fails by chance is no mistake: the rehearsal
+refuses only what fails on every row that it tries.
+"""
+
+import asyncio
+import json
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.data.dataset import FilterResult, ProblemDataset, open_datasets
+from rlinf_vl.data.unusable import shorten
+from rlinf_vl.envs import Env, EnvMaker, StepResult
+from rlinf_vl.envs.registry import ENVIRONMENTS, SINGLE
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.rewards.result import Answer
+from rlinf_vl.rewards.scoring import Score, Scorer
+from rlinf_vl.rollout.calls import Calls, CallTimeout
+from rlinf_vl.rollout.observation import checked, observe
+from rlinf_vl.rollout.prompts import Prompts, TooLong
+from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.row_check import (
+    RowCheck,
+    env_maker_of,
+    needs_reference,
+    processor_of,
+    scorer_of,
+    without_reference,
+)
+from rlinf_vl.types import Problem, Request, SamplingParams
+
+log = logging.getLogger(__name__)
+
+#: Rows that are read, spread evenly over the data set; so many more if none of them can be used.
+ROWS, MORE_ROWS = 16, 512
+#: Rows that are graded and played.
+TRIED_ROWS = 2
+#: Forms in which graders of many kinds read a right answer; and an answer that is right for no row.
+GOOD_ANSWERS = ("\\boxed{{{}}}", "{}", "<answer>{}</answer>")
+BAD_ANSWER = "I don't know."
+#: Named functions that ask a server, which is paid for.
+ASKING = {"judge"}
+
+
+@dataclass
+class Rehearsal:
+    """What was tried, as one line says it.
+
+    Attributes:
+        rows: of the training data.
+        rewards: of a bad and of a good answer; None where no reward function could be tried.
+        prompt_tokens: of the longest first prompt among the rows tried.
+    """
+
+    rows: int
+    env_name: str
+    max_prompt_length: int
+    rewards: tuple[float, float] | None = None
+    prompt_tokens: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def line(self) -> str:
+        rewards = (
+            "reward not tried" if self.rewards is None else f"reward {self.rewards[0]:.1f} and {self.rewards[1]:.1f}"
+        )
+        prompt = f"first prompt {self.prompt_tokens} of {self.max_prompt_length} tokens"
+        return f"ready: {self.rows} rows, {rewards}, {prompt}, environment {self.env_name}"
+
+
+def rehearse(config: Config, model_path: str) -> Rehearsal:
+    """Read some rows, grade a good and a bad answer to two of them, and begin an episode of each.
+
+    Raises:
+        ConfigError: no row can be used, or the reward or the environment fails on each that was tried.
+    """
+    try:
+        dataset = open_datasets(config.data, ENVIRONMENTS)["train"]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    processor = processor_of(config, model_path)
+    renderer = Renderer(processor, config.rollout.thinking.mode)
+    limits = config.runner.seq_length, config.data.max_prompt_length, config.data.overlong
+    prompts = Prompts(renderer, processor.image_token_id, *limits)
+    rehearsal = Rehearsal(len(dataset), config.rollout.env_class, config.data.max_prompt_length)
+    asking = [entry for entry in config.reward.entries if entry["function"] in ASKING]
+    entries = [entry for entry in config.reward.entries if entry not in asking]
+    scorer = scorer_of(config, entries)
+    make_env = env_maker_of(config, scorer)
+    played_env = replace(make_env, grade=partial(_grade, scorer, make_env)) if needs_reference(config) else make_env
+    try:
+        tokens = _usable_rows(config, dataset, RowCheck(config, prompts, make_env))
+        tried = [dataset[row] for row in list(tokens)[:TRIED_ROWS]]
+        rehearsal.prompt_tokens = max(tokens.values(), default=0)
+        if entries and any(problem.answer for problem in tried):
+            _try_rewards(config, scorer, tried, rehearsal)
+        played = [problem for problem in tried if make_env.name_of(problem) != SINGLE]
+        if played:
+            _try_environment(config, played_env, prompts, played, rehearsal)
+    finally:
+        scorer.close()
+    for warning in rehearsal.warnings:
+        log.warning("%s", warning)
+    return rehearsal
+
+
+def _usable_rows(config: Config, dataset: ProblemDataset, check: RowCheck) -> dict[int, int]:
+    """Return the tokens of the prompts of usable rows, by row. Raises ConfigError: there are none."""
+    tokens: dict[int, int] = {}
+
+    def see(row: int, _: Problem, request: Request | None) -> None:
+        tokens[row] = max(tokens.get(row, 0), len(request.ids) if request else 0)
+
+    result = FilterResult()
+    for wanted in (ROWS, MORE_ROWS):
+        rows = range(0, len(dataset), max(1, len(dataset) // wanted))[:wanted]
+        result = check.filter(dataset, rows, see)
+        if result.kept:
+            return {row: tokens[row] for row in result.kept}
+    reasons: list[str] = []
+    if result.bad:
+        first_bad = next(iter(result.bad.values()))
+        reasons.append(f"{len(result.bad)} are bad, such as row {first_bad.id}: {first_bad.reason}")
+    if result.too_long:
+        low, high = min(result.too_long.values()), max(result.too_long.values())
+        reasons.append(
+            f"{len(result.too_long)} have prompts of {low} to {high} tokens, above "
+            f"data.max_prompt_length={config.data.max_prompt_length}: raise that, and runner.seq_length, or set "
+            "data.overlong=cut"
+        )
+    if result.text_only:
+        reasons.append(f"{len(result.text_only)} have no image, and data.image_only_mode is true")
+    raise ConfigError(f"data.train_data_paths: none of {len(rows)} rows can be used; {'; '.join(reasons)}")
+
+
+def _try_rewards(config: Config, scorer: Scorer, problems: Sequence[Problem], rehearsal: Rehearsal) -> None:
+    """Grade a good and a bad answer to each problem. Raises ConfigError: a function fails on all of them."""
+    scores: list[Score] = []
+    pairs: list[tuple[float, float]] = []
+    with ThreadPoolExecutor(1) as thread:  # the caller's own may have an event loop that runs: a notebook's
+        for problem in problems:
+            answers = [_answer(form.format(_reference(problem))) for form in GOOD_ANSWERS]
+            answers.append(_answer(BAD_ANSWER))
+            *good, bad = thread.submit(_scores, scorer, problem, answers).result()
+            scores += [*good, bad]
+            pairs.append((bad.reward, max(score.reward for score in good)))
+    rehearsal.rewards = min(bad for bad, _ in pairs), max(good for _, good in pairs)
+    reward = config.reward
+    for number, part in enumerate(scorer.parts):
+        failures = [reason for score in scores for reason in _failures(score) if reason.startswith(f"{part.name}: ")]
+        key = f"reward.functions[{number}]" if reward.functions else "reward.reward_type"
+        if len(failures) == len(scores):
+            raise ConfigError(f"{key}: {failures[0]} (tried on rows {_ids(problems)}, good and bad answers)")
+        if failures:
+            rehearsal.warnings.append(
+                f"{key}: it failed on {len(failures)} of {len(scores)} answers, which then count as wrong: {failures[0]}"
+            )
+    if all(good == bad for bad, good in pairs):
+        rehearsal.warnings.append(
+            f"reward: {BAD_ANSWER!r} and the reference answer (as it is, in \\boxed{{}} and in <answer>) get the same reward, "
+            f"{pairs[0][0]:g}, on rows {_ids(problems)}: nothing can be learned if that is so for all answers"
+        )
+
+
+def _scores(scorer: Scorer, problem: Problem, answers: Sequence[Answer]) -> list[Score]:
+    return asyncio.run(scorer(problem, answers))
+
+
+def _failures(score: Score) -> Iterator[str]:
+    yield from score.ungraded
+    if score.fault:
+        yield score.fault
+
+
+def _reference(problem: Problem) -> str:
+    """Return a right answer to a problem: the reference, or the first of several."""
+    if problem.answer.startswith('["'):
+        with suppress(ValueError, IndexError):
+            return str(json.loads(problem.answer)[0])
+    return problem.answer
+
+
+def _answer(text: str) -> Answer:
+    return Answer(text, text, tuple(range(len(text.split()))))
+
+
+def _ids(problems: Sequence[Problem]) -> str:
+    return " and ".join(problem.id for problem in problems)
+
+
+def _try_environment(
+    config: Config, make_env: EnvMaker, prompts: Prompts, problems: Sequence[Problem], rehearsal: Rehearsal
+) -> None:
+    """Begin an episode of each problem, and answer once. Raises ConfigError: that fails for all of them."""
+    calls, failures = Calls(config.rollout.turn_timeout), list[str]()
+    for problem in problems:
+        try:
+            rehearsal.prompt_tokens = max(rehearsal.prompt_tokens, _begin_episode(calls, make_env, prompts, problem))
+        except (CallTimeout, TimeoutError):
+            rehearsal.warnings.append(
+                f"rollout.env_class: {make_env.name_of(problem)} did not answer within rollout.turn_timeout="
+                f"{config.rollout.turn_timeout:g} s for row {problem.id}"
+            )
+            return  # a hung call may hold what the next one needs
+        except TooLong as error:
+            failures.append(f"the first prompt of {make_env.name_of(problem)} for row {problem.id}: {error}")
+        except Exception as error:
+            failures.append(f"{make_env.name_of(problem)} for row {problem.id}: {_described(error)}")
+    if len(failures) == len(problems):
+        raise ConfigError(f"rollout.env_class: {failures[0]}; 'rlinf-vl check-env' plays it")
+    rehearsal.warnings += [f"rollout.env_class: {failure}" for failure in failures]
+
+
+def _begin_episode(calls: Calls, make_env: EnvMaker, prompts: Prompts, problem: Problem) -> int:
+    """Start an episode, and give it one answer; return the tokens of its first prompt."""
+    limit_s = calls.timeout_s
+
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        return calls.begin(function, *arguments).result(limit_s)
+
+    env: Env = call(make_env, problem, 0, 0)
+    try:
+        messages = list(call(env.start, problem))
+        request, _ = prompts.first(observe(messages, problem), SamplingParams())
+        result = call(env.step, BAD_ANSWER)
+        if not isinstance(result, StepResult):
+            returned = type(result).__name__
+            raise TypeError(f"step returned {returned}: return StepResult(messages, reward, done, info)")
+        checked(result)
+        if result.info.get("answer") is not None and not problem.answer:
+            make_env.grade(problem, BAD_ANSWER)  # which the run's reward functions would do
+        observe(list(result.messages), problem)
+    finally:
+        with suppress(Exception):  # as in a run, where an environment that does not close harms nobody
+            call(env.close)
+    return len(request.ids)
+
+
+def _grade(scorer: Scorer, make_env: EnvMaker, problem: Problem, response: str) -> bool:
+    """Grade for an environment. Raises ValueError: there is nothing to grade against."""
+    if not problem.answer:
+        raise ValueError(without_reference(make_env.name_of(problem), problem))
+    return scorer.grade(problem, response)
+
+
+def _described(error: Exception) -> str:
+    """Return an error with the line of the user's file that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {shorten(str(error), 300)}{place}"
