@@ -15,6 +15,7 @@ from rlinf_vl.config.keys import config_keys, config_sections
 from rlinf_vl.config.presets import PRESETS
 
 _BEGINS = re.compile(r"[+~]*[\w./@-]+=")
+_DELETES = re.compile(r"~[\w.]+$")
 _PLAIN = re.compile(r"[\w./:+%@-]+", re.ASCII)  # what neither a shell nor Hydra's grammar takes for anything else
 
 
@@ -46,6 +47,7 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str
             problems.append(f"override {text!r}: can't be read ({reason}); {way_out}")
             continue
         key, value = override.key_or_group, override.value()
+        value = _with_function_names(value) if key == "reward.functions" else value
         if override.is_delete():
             problems.append(f"override {text!r}: '{key}' can't be removed; give it a value")
         elif override.is_sweep_override():
@@ -62,6 +64,14 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str
             for brought in {f"algorithm.{name}" for name in PRESETS[key].get(str(now), {})} - given:
                 written.pop(brought, None)
     return problems
+
+
+def _with_function_names(value: Any) -> Any:
+    """Return entries of `reward.functions`, those that are bare names as mappings."""
+    entries = [value] if isinstance(value, str) else value
+    if not isinstance(entries, list):
+        return value
+    return [{"function": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
 def leaves(written: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -109,7 +119,7 @@ def _groups(words: Sequence[str]) -> Iterator[list[str]]:
     group: list[str] = []
     for word in words:
         is_open = group and _depth(" ".join(group)) > 0
-        if group and not is_open and (_BEGINS.match(word) or word in config_keys()):
+        if group and not is_open and (_BEGINS.match(word) or _DELETES.match(word) or word in config_keys()):
             yield group
             group = []
         group.append(word)

@@ -548,7 +548,7 @@ def test_what_is_in_the_cache_is_not_asked_for_at_a_hub_out_of_reach(tmp_path):
         timeout=100,
     )
     assert done.stdout.split() == ["2", "1"], done.stderr
-    assert "error: hf://owner/data: can't be loaded from the hub" in done.stderr, "what lies in the cache is no data set"
+    assert "error: hf://owner/data: can't be loaded from the hub" in done.stderr
     assert "owner/name: the hub can't be reached" in done.stderr and "its copy in the cache is used" in done.stderr
 
 
