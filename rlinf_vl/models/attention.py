@@ -96,8 +96,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan: SegmentAttention, scale: float):
         out, lse = plan.own.forward(q, k, v, scale)
-        for rows, keys, kernel in plan.shared:
-            merge(out, lse, rows, *kernel.forward(q[rows], k[keys], v[keys], scale=scale))
+        if plan.shared:
+            # Each merge would round what the merges before have made: in bfloat16 the error grows with the tree's depth.
+            merged = out.float()
+            for rows, keys, kernel in plan.shared:
+                merge(merged, lse, rows, *kernel.forward(q[rows], k[keys], v[keys], scale=scale))
+            out = merged.to(out.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -117,10 +121,11 @@ class _Attention(torch.autograd.Function):
 def merge(
     out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor | slice, theirs: torch.Tensor, their_lse: torch.Tensor
 ) -> None:
-    """Merge attention over further keys into that of some rows, in place: `out` [T, H, D] and `lse` [T, H] of a kernel."""
+    """Merge attention over further keys into that of some rows, in place: `out` [T, H, D], which may be wider than what a kernel
+    makes, and `lse` [T, H]."""
     ours, our_lse = out[rows], lse[rows]
     share = torch.sigmoid(their_lse - our_lse).unsqueeze(-1)  # exp(their_lse - lse of both)
-    out[rows] = torch.lerp(ours, theirs, share.to(out.dtype))
+    out[rows] = torch.lerp(ours, theirs.to(out.dtype), share.to(out.dtype))
     lse[rows] = torch.logaddexp(our_lse, their_lse)
 
 
