@@ -99,7 +99,7 @@ class Mesh:
         """Shard parameters in the FSDP units of the model's family, and one for the rest; a small model (`ONE_UNIT`) in one.
 
         Master weights stay in their dtype (float32); units compute in `param_dtype`; gradients are reduced in `reduce_dtype`.
-        Quantized weights stay whole.
+        Quantized weights stay whole, and those of `Family.float32_weights`: a unit computes in one dtype.
         """
         options: dict[str, Any] = {
             "mesh": self.sharding,
@@ -111,7 +111,9 @@ class Mesh:
                 # as in the engine: the vision blocks' rotary tables.
                 cast_forward_inputs=False,
             ),
-            "ignored_params": {p for p in policy.parameters() if is_quantized(p)},
+            "ignored_params": {
+                p for name, p in policy.model.named_parameters() if is_quantized(p) or policy.family.stays_float32(name)
+            },
             "offload_policy": fsdp.CPUOffloadPolicy() if settings.cpu_offload else fsdp.OffloadPolicy(),
         }
         small = sum(p.numel() for p in policy.parameters()) <= ONE_UNIT
@@ -125,6 +127,18 @@ class Mesh:
         fsdp.fully_shard(policy, **options)
         fsdp.register_fsdp_forward_method(policy, "encode")
         return policy
+
+    def average_gradients(self, weights: Sequence[nn.Parameter]) -> None:
+        """Average over all ranks the gradients of weights that FSDP2 leaves whole, as it does for those that it shards.
+        Collective: every rank names the same weights."""
+        if not weights or self.size == 1:
+            return
+        own = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+        flat = torch.cat([gradient.flatten() for gradient in own])
+        dist.all_reduce(flat)
+        flat /= self.size
+        for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+            weight.grad = part.view_as(weight)
 
 
 def reduce_in_backward(policy: Any, reduce: bool) -> None:

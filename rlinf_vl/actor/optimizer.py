@@ -1,9 +1,11 @@
 """AdamW over what is trained, its learning rates, and a table of them."""
 
 import math
+from itertools import product
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rlinf_vl.actor.mesh import Mesh
 from rlinf_vl.config.schema import ActorConfig, OptimConfig
@@ -21,17 +23,18 @@ def learning_rates(optim: OptimConfig) -> dict[str, float]:
 
 def make_optimizer(policy: PolicyModel, optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters, each part at its learning rate; weight decay spares vectors (norms and biases)."""
-    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    # One fused call takes sharded weights or whole ones (`Family.float32_weights`), never both.
+    groups: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
     for name, p in policy.model.named_parameters():
         if p.requires_grad:
-            groups.setdefault((part_of(name, policy.family), p.ndim > 1), []).append(p)
+            key = part_of(name, policy.family), p.ndim > 1, isinstance(p, DTensor)
+            groups.setdefault(key, []).append(p)
     rates = learning_rates(optim)
     return torch.optim.AdamW(
         [
-            {"params": groups[part, decays], "lr": rates[part], "weight_decay": optim.weight_decay if decays else 0.0}
-            for part in PARTS
-            for decays in (True, False)
-            if (part, decays) in groups
+            {"params": groups[key], "lr": rates[key[0]], "weight_decay": optim.weight_decay if key[1] else 0.0}
+            for key in product(PARTS, (True, False), (True, False))
+            if key in groups
         ],
         lr=optim.lr,
         betas=(optim.adam_beta1, optim.adam_beta2),

@@ -274,9 +274,7 @@ class Trainer:
         the weights, by momentum and by their decay.
         """
         reshard_all(self.policy)
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        norm = nn.utils.clip_grad_norm_(trained, self.actor.optim.clip_grad)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = self._clip_gradient()
         finite, idle = np.isfinite(norm), norm == 0
         if finite and not idle:
             self.optimizer.step()
@@ -289,6 +287,25 @@ class Trainer:
         sums.add("actor/idle_steps", float(idle), 1)
         sums.add("actor/loss", 0.0, 1.0 / self.mesh.size)
         return sums
+
+    @torch.no_grad()
+    def _clip_gradient(self) -> float:
+        """Clip the gradient by its norm over all shards, and return that norm. Collective."""
+        trained, limit = [p for p in self.policy.parameters() if p.requires_grad], self.actor.optim.clip_grad
+        whole = [p for p in trained if not isinstance(p, DTensor)]
+        if not whole:
+            norm = nn.utils.clip_grad_norm_(trained, limit)
+            return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self.mesh.average_gradients(whole)
+        sharded = [p for p in trained if isinstance(p, DTensor)]
+        norms = []
+        for weights in (whole, sharded):
+            norm = nn.utils.get_total_norm([p.grad for p in weights if p.grad is not None])
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        for weights in (whole, sharded):
+            nn.utils.clip_grads_with_norm_(weights, limit, norm)
+        return float(norm)
 
     @torch.no_grad()
     def score(self, groups: Groups, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
@@ -331,7 +348,8 @@ class Trainer:
         for name, param, adapter in engine_weights(self.policy.model, merged):
             if not param.requires_grad and adapter is None and not self.frozen_differ:
                 continue
-            sent = torch.float32 if is_adapter(name) else dtype
+            keeps = is_adapter(name) or self.policy.family.stays_float32(name)
+            sent = torch.float32 if keeps else dtype
             if device == "meta":
                 yield name, torch.empty(shape_of(param), device="meta", dtype=sent)
                 continue

@@ -15,7 +15,14 @@ from rlinf_vl.config.schema import VlmConfig
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.models.families import Family, family_of
-from rlinf_vl.models.loading import DTYPES, copy_processor_files, load_model, save_model
+from rlinf_vl.models.loading import (
+    DTYPES,
+    cast_model,
+    copy_processor_files,
+    float32_in_checkpoint,
+    load_model,
+    save_model,
+)
 from rlinf_vl.models.lora import add_adapters, merge_adapters, save_adapters
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, checkpoint_at, config_of, damage
 from rlinf_vl.runtime.run_code import refuse_code_of_run
@@ -149,7 +156,7 @@ def export_checkpoint(
         return made
     merge_adapters(model)
     model.config._attn_implementation = "sdpa"
-    model.to(DTYPES[dtype])  # pyright: ignore[reportArgumentType]  # its decorator hides self
+    cast_model(model, family, DTYPES[dtype], float32_in_checkpoint(base))
     save_model(model, family, output)
     copy_processor_files(base, output)
     return made

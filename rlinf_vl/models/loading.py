@@ -2,7 +2,8 @@
 
 import shutil
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,45 @@ def load_model(
         raise ValueError(
             f"rollout.model.model_type: {family.model_type!r}, but the checkpoint at {path} is {config.model_type!r}"
         )
-    model = family.auto_model.from_pretrained(
-        path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
-    )
+    with _kept_in_float32(family.float32_weights):
+        model = family.auto_model.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
     return use_packed_attention(model, family)
+
+
+@contextmanager
+def _kept_in_float32(endings: Collection[str]) -> Iterator[None]:
+    """Let transformers load the weights whose names end so in float32 whatever it is asked for."""
+    before = PreTrainedModel._keep_in_fp32_modules_strict
+    PreTrainedModel._keep_in_fp32_modules_strict = {*(before or ()), *endings}
+    try:
+        yield
+    finally:
+        PreTrainedModel._keep_in_fp32_modules_strict = before
+
+
+def float32_in_checkpoint(path: str | Path) -> set[str]:
+    """Names of the weights that a checkpoint stores in float32 beside others in half precision, such as norms and routers.
+    Empty for a checkpoint in one dtype, which says nothing of single weights."""
+    folder, dtypes = Path(path), dict[str, str]()
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118  # the handle is no mapping
+                dtypes[name] = weights.get_slice(name).get_dtype()
+    stored = {name for name, dtype in dtypes.items() if dtype == "F32"}
+    return stored if len(stored) < len(dtypes) else set()
+
+
+def cast_model(model: nn.Module, family: Family, dtype: torch.dtype, float32: Collection[str] = ()) -> None:
+    """Cast the weights to `dtype`, but for `Family.float32_weights` and the names in `float32`, those of a checkpoint, which
+    become float32. Buffers stay as they are."""
+    for name, weight in model.named_parameters():
+        stored = {name, *(part for part, _ in family.engine_names(name, weight.detach()))}
+        kept = family.stays_float32(name) or not stored.isdisjoint(float32)
+        weight.data = weight.data.to(torch.float32 if kept else dtype)
 
 
 def weight_shapes(config: Any, family: Family, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:

@@ -119,6 +119,12 @@ class Family:
     #: config → keys of its parts that SGLang reads and transformers' config may lack, or ignores
     engine_config: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda config: {}
     mixture: Callable[[Any], Mixture | None] = lambda config: None  # config → its mixtures of experts
+    #: Last parts of the names of weights that are float32 whatever the model's dtype: in training, in engines and in exports.
+    float32_weights: tuple[str, ...] = ()
+
+    def stays_float32(self, name: str) -> bool:
+        """Whether the weight of this name is one of `float32_weights`."""
+        return name.rpartition(".")[2] in self.float32_weights
 
 
 def submodules(model: nn.Module, path: str) -> list[nn.Module]:

@@ -49,6 +49,8 @@ FAMILY: Family = replace(
     layers=layers_of("Qwen3_5"),
     text_forward=text_forward,
     engine_config=engine_config,
+    # Decays are exp(-exp(A_log) · softplus(a + dt_bias)), over thousands of tokens: bfloat16 moves outputs by 4e-3.
+    float32_weights=("A_log", "dt_bias"),
 )
 MOE: Family = replace(
     FAMILY,
