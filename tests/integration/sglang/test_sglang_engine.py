@@ -233,6 +233,30 @@ def test_timeout_and_cancellation_abort(engine, toy, monkeypatch, endless):
     assert engine.generate([toy.request(1)])[0].samples
 
 
+def test_nothing_more_is_sampled_for_a_request_that_is_cancelled(engine, toy, monkeypatch, endless):
+    """The scheduler's own count of the tokens of each sample: those of a cancelled request end where they were."""
+    manager, outcomes = engine.host.manager, []
+    receive = manager._handle_batch_output
+
+    async def noted(message):
+        for reason, tokens in zip(message.finished_reasons, message.completion_tokens, strict=True):
+            if reason is not None:
+                outcomes.append((reason["type"], tokens))
+        await receive(message)
+
+    monkeypatch.setattr(manager, "_handle_batch_output", noted)
+    n_tokens = 450
+    cancelled, kept = engine.submit([toy.request(1, n, seed=n, max_new_tokens=n_tokens) for n in (4, 1)])
+    drawing(engine, 5)
+    engine.pause()
+    assert cancelled.cancel()
+    engine.resume()
+    assert len(kept.result(120).samples[0].ids) == n_tokens
+    aborted = [tokens for reason, tokens in outcomes if reason == "abort"]
+    assert len(aborted) == 4 and max(aborted) < n_tokens, outcomes
+    assert outcomes.count(("length", n_tokens)) == 1, outcomes
+
+
 def test_more_requests_than_fit_at_once(engine, toy):
     requests = [toy.request(k % 2, 4, seed=k, max_new_tokens=4) for k in range(40)]
     assert all(len(c.samples) == 4 for c in engine.generate(requests))

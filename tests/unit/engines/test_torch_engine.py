@@ -181,6 +181,33 @@ def test_pause_holds_and_resume_goes_on(engine_of):
     assert len(future.result(timeout=30).samples) == 1
 
 
+def test_nothing_more_is_sampled_for_a_request_that_is_cancelled(engine_of, monkeypatch):
+    """Of three requests one is cancelled while it is sampled and one while it waits for a row; the other is answered whole."""
+    engine = engine_of(max_running=4)
+    decode, steps = engine.batch.decode, []
+    reached, may_go_on = threading.Event(), threading.Event()
+
+    def decode_and_hold(version):
+        decode(version)
+        steps.append(len(engine.batch.rows))
+        if len(steps) == 3:
+            reached.set()
+            assert may_go_on.wait(60)
+
+    monkeypatch.setattr(engine.batch, "decode", decode_and_hold)
+    endless = SamplingParams(max_new_tokens=30)
+    asked = [replace(g, sampling=endless, seeds=(0, 1)) for g in prompts()[:3]]
+    kept, cancelled, waiting = engine.submit(asked)
+    assert reached.wait(60)
+    given_up = [row for row in engine.batch.rows if row.pending.future is cancelled]
+    assert [len(row.ids) for row in given_up] == [4, 4]
+    assert cancelled.cancel() and waiting.cancel()
+    may_go_on.set()
+    assert [len(sample.ids) for sample in kept.result(60).samples] == [30, 30]
+    assert [len(row.ids) for row in given_up] == [4, 4], "tokens were sampled after the cancellation"
+    assert steps[:28] == [4] * 3 + [2] * 25, "rows of a cancelled request were computed, or one that waited was begun"
+
+
 def test_an_engine_that_sleeps_is_not_asked_to_generate(engine_of):
     """Also where releasing frees nothing: a run that forgets to restore its engines would only fail on a GPU."""
     engine, asked = engine_of(), [request(prompts()[0], 2, max_new_tokens=6)]
