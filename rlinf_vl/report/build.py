@@ -30,6 +30,10 @@ SCRIPTS = (
 STYLES = ("uPlot.min.css", "report.css")
 FURTHER_REWARD_METRICS = ("reward/ungradable", "reward/corrupted_mean", "reward/overlong_penalty")
 """Metrics that are no part of the reward either."""
+MOST_TOLD_APART = 4
+"""Configuration keys that the table of several runs has as columns: the first ones that differ."""
+NAMES_OF_A_RUN = ("runner.experiment_name", "runner.output_dir", "runner.resume_dir")
+"""Keys that differ between any two runs, and are not what was tried."""
 PHASES = ("generate", "check", "train", "wait", "sync", "validate", "checkpoint")
 """`time/*` of a step in stacking order; the rest of the step is "other"."""
 
@@ -110,12 +114,15 @@ def _render(runs: list[RunFolder], counts: list[int], data: str) -> str:
     style, script = "\n".join(map(_asset, STYLES)), "\n".join(map(_asset, SCRIPTS))
     plot_script, math_script = _asset(PLOT_SCRIPT), _asset(MATH_SCRIPT)
     config, facts = _side_by_side([run.config for run in runs]), _side_by_side([run.environment for run in runs])
+    differences = {name: row for name, row in config.items() if len(set(row)) > 1}
+    tried = [name for name in differences if name not in NAMES_OF_A_RUN and not name.startswith("runner.code_files")]
     return environment.get_template("report.html.jinja").render(
         runs=runs,
         counts=counts,
         phases=PHASES,
         config=config,
-        differences={name: row for name, row in config.items() if len(set(row)) > 1},
+        differences=differences,
+        told_apart={name: differences[name] for name in tried[:MOST_TOLD_APART]},
         git={name: row for name, row in facts.items() if name.startswith("git")},
         environment={name: row for name, row in facts.items() if not name.startswith("git")},
         policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src blob:; style-src {_hash(style)}; "

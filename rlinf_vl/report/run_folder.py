@@ -54,6 +54,25 @@ class RunFolder:
         return [{"step": r["step"], "value": r["val/accuracy"], "error": standard_error(r)} for r in rows]
 
     @property
+    def best_validation(self) -> dict[str, Any] | None:
+        """The latest of the best validations; None before the first one."""
+        return max(self.validations, key=lambda row: (row["value"], row["step"]), default=None)
+
+    @property
+    def no_events(self) -> str:
+        """The sentence that stands in place of the events of a run that recorded none."""
+        failures = int(self.total("rollout/errors") + self.total("val/errors"))
+        if self.state in ("failed", "gone", "stopped"):
+            reason = f": {self.reason.splitlines()[0]}" if self.reason else ""
+            ending = {"failed": "failed", "stopped": "was stopped", "gone": "ended without a word"}[self.state]
+            return f"The run {ending} at step {self.step}{reason}. No event was recorded before that."
+        if failures:
+            return f"No event was recorded, but {failures:,} answers failed: see their errors among the trajectories."
+        if not self.step:
+            return "No event is recorded, and no step is done yet."
+        return "Nothing happened beside the steps: no restart, no lost group, no skipped step."
+
+    @property
     def alarms(self) -> list[dict[str, Any]]:
         """The newest event of each kind of alarm."""
         newest = {event.get("kind"): event for event in reversed(self.events)}

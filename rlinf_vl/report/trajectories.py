@@ -167,15 +167,14 @@ def _kept(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
 
 
 def _shift_turns(table: pa.Table, lengths: np.ndarray, kept: np.ndarray) -> pa.Table:
-    """Make positions in "turns" places among the kept tokens; drop "messages" if no trajectory has several turns."""
-    layouts, several = table["turns"].to_pylist(), False
+    """Make positions in "turns" places among the kept tokens."""
+    layouts = table["turns"].to_pylist()
     counts, starts = _starts(kept), _starts(lengths)
     for row, text in enumerate(layouts):
         places = counts[starts[row] : starts[row + 1] + 1] - counts[starts[row]]
         try:
             layout = json.loads(text or "{}")
             turns = layout.get("turns", ())
-            several |= len(turns) > 1
             if places[-1] < lengths[row]:
                 layout["sequences"] = [int(places[at]) for at in layout["sequences"]]
                 layout["turns"] = [
@@ -184,10 +183,7 @@ def _shift_turns(table: pa.Table, lengths: np.ndarray, kept: np.ndarray) -> pa.T
                 layouts[row] = json.dumps(layout)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             continue  # the page shows such a trajectory as one text
-    table = table.set_column(table.column_names.index("turns"), "turns", pa.array(layouts, pa.string()))
-    if several:
-        return table
-    return table.set_column(table.column_names.index("messages"), "messages", pa.nulls(len(table), pa.string()))
+    return table.set_column(table.column_names.index("turns"), "turns", pa.array(layouts, pa.string()))
 
 
 def _choose(groups: Sequence[_Group], max_bytes: int) -> list[_Group]:

@@ -119,6 +119,13 @@ def talk(tmp_path_factory) -> Path:
     return build_report([make_conversations(tmp_path_factory.mktemp("runs") / "talk")])
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    folders = [make_run(runs / name, steps=3, seed=seed) for seed, name in enumerate(("one", "two", "three", "four"))]
+    return build_report(folders)
+
+
 CARDS = "[...document.querySelectorAll('.trajectory')]"
 FACT = "(name) => (card) => Number([...card.querySelectorAll('.facts div')].find((d) => d.firstChild.textContent === name)" \
     ".lastChild.firstChild.textContent.replace('−', '-'))"  # fmt: skip
@@ -723,4 +730,95 @@ def test_the_toy_runs_own_report(browser, tmp_path):
     browser.point_at(".trajectory .tokens span:nth-child(2)")
     browser.wait("!document.getElementById('tooltip').hidden")
     assert browser.run("document.querySelectorAll('.tokens [data-shade]').length") > 20
+    assert browser.problems == []
+
+
+def test_the_state_of_a_run_is_not_cut(browser, tmp_path):
+    run = make_run(tmp_path / "toy", steps=1)
+    (run / "status.json").write_text(json.dumps({"state": "done", "reason": "", "step": 1}))
+    page = build_report([run])
+    for width in (1280, 360):
+        browser.open(page, width=width)
+        state = "document.querySelector('#summary .state')"
+        assert browser.run(f"{state}.innerText") == "Done at step 1 of 1"
+        assert browser.run(f"{state}.scrollWidth <= {state}.clientWidth"), width
+
+
+def test_the_crosshair_stands_on_the_step_whose_values_are_shown(browser, page):
+    browser.open(page)  # validations at steps 0, 3 and 6
+    over = browser.run("""(() => {
+        const over = document.querySelector('.chart .u-over');
+        over.scrollIntoView({ block: 'center', behavior: 'instant' });
+        const { x, y, width, height } = over.getBoundingClientRect();
+        return { x, y, width, height };
+    })()""")
+    line = "document.querySelector('.chart .u-cursor-x').getBoundingClientRect().x"
+    for share, step, at in ((0.35, 3, 0.5), (0.62, 3, 0.5), (0.9, 6, 1.0), (0.1, 0, 0.0)):
+        browser.page.mouse.move(over["x"] + share * over["width"], over["y"] + over["height"] / 2)
+        browser.wait(f"document.querySelector('.chart figcaption .value').textContent === 'step {step}'")
+        browser.page.wait_for_timeout(50)
+        assert (browser.run(line) - over["x"]) / over["width"] == pytest.approx(at, abs=0.02), share
+
+
+def test_a_histogram_has_counts(browser, page):
+    browser.open(page)
+    histogram = "document.querySelector('#distributions .histogram')"
+    counts = browser.run(
+        f"[...{histogram}.querySelectorAll('.counts span')].map((count) => parseInt(count.textContent))"
+    )
+    assert len(counts) == 2 and sum(counts) == 132
+    assert browser.run(f"{histogram}.querySelector('.axis').innerText").split() == [str(max(counts)), "0"]
+    assert "132 in all" in browser.run(f"{histogram}.innerText")
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["messages", "ChatML"])
+def test_a_prompt_is_bubbles_and_the_reference_is_named(browser, tmp_path, recorded):
+    run = make_run(tmp_path / "toy", steps=1)
+    for file in run.glob("trajectories/*.parquet"):
+        rows = pq.read_table(file).to_pylist()
+        said = [{"role": "user", "content": [0, "What is the area?"]}, {"role": "assistant", "content": [], "turn": 0}]
+        messages = json.dumps([said]) if recorded else None
+        table = pa.Table.from_pylist([row | {"messages": messages} for row in rows])
+        pq.write_table(table.set_column(table.num_columns - 1, "messages", table["messages"].cast(pa.string())), file)
+    browser.open(build_report([run]))
+    card = "document.querySelector('.trajectory')"
+    assert "<|im_start|>" not in browser.run(f"{card}.innerText")
+    bubble = browser.run(f"[...{card}.querySelectorAll('.bubbles .message')].map((message) => message.innerText)")
+    assert [re.sub(r"\s+", " ", text) for text in bubble] == ["user image 1What is the area?"]
+    heads = browser.run(f"[...{card}.querySelectorAll('.texts > h4')].map((head) => head.textContent)")
+    assert heads == ["Response", "Reference answer"]
+    browser.click(".trajectory details > summary")
+    browser.wait(f"{card}.querySelector('details').innerText.includes('<|im_start|>user')")
+    assert browser.problems == []
+
+
+def test_on_a_phone_what_goes_on_beyond_the_edge_fades_out_there(browser, four):
+    browser.open(four, width=360, height=740)
+    for selector in (".bar nav", "#summary .scroll", "#gallery .answers"):
+        element = f"document.querySelector('{selector}')"
+        browser.wait(f"{element}.dataset.more === 'right'")
+        assert "gradient" in browser.run(f"getComputedStyle({element}).maskImage"), selector
+        browser.run(f"{element}.scrollTo({{ left: 10000, behavior: 'instant' }})")
+        browser.wait(f"{element}.dataset.more === 'left'")
+    assert browser.run("getComputedStyle(document.querySelector('.bar .more')).visibility") == "hidden"
+    browser.open(four, width=1280)
+    assert browser.run("document.querySelector('.bar nav').dataset.more") == ""
+
+
+def test_four_runs_are_compared_in_tables_and_in_one_plot(browser, four):
+    browser.open(four)
+    rows = browser.run(
+        "[...document.querySelectorAll('#summary tbody tr')].map((row) => row.cells[0].innerText.trim())"
+    )
+    assert rows == ["one", "two", "three", "four"]
+    assert browser.run("document.querySelectorAll('#summary .card.run, .side').length") == 0
+    legend = browser.run("document.querySelector('.chart .legend').innerText")
+    assert all(f"{name}: accuracy" in legend for name in rows)
+    assert legend.count("constant answer") == 1, "a baseline that all runs have is one line"
+    titles = browser.run("[...document.querySelectorAll('#curves > .charts h3')].map((title) => title.textContent)")
+    assert "Time of a step" in titles and not any(title.startswith("Time by phase") for title in titles)
+    browser.choose("split", "val")
+    assert browser.run("document.querySelector('.compared tbody').rows.length") == 8, "a row of each run, and its fold"
+    browser.click(".compared tbody button")
+    assert browser.run("document.querySelectorAll('.compared .detail .trajectory').length") == 1
     assert browser.problems == []

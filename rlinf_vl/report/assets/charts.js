@@ -16,7 +16,11 @@ function drawCharts({ runs, charts, phases, own_rewards: ownRewards }) {
   const isFolded = ([spec, lines]) => !spec.always && isConstant(lines);
   const figures = drawn.filter((entry) => !isFolded(entry)).map(([spec, lines]) => chart(spec, lines));
   const constant = drawn.filter(isFolded);
-  for (const run of runs) {
+  if (runs.length > 2) {
+    const spec = { title: "Time of a step", about: "Seconds. All other metrics have each phase.", lines: { "time/step": "step" }, zero: true };
+    figures.push(chart(spec, linesOf(spec, runs)));
+  }
+  for (const run of runs.length > 2 ? [] : runs) {
     const names = [...phases, "other"].filter((name) => run.metrics[`time/${name}`]?.[1].some((v) => v > 0));
     const title = runs.length > 1 ? `Time by phase: ${run.name}` : "Time by phase";
     const lines = names.map((name, i) => ({ label: name, color: name === "other" ? 6 : i, dash: 0, at: points(run, `time/${name}`) }));
@@ -108,11 +112,14 @@ function linesOf(spec, runs) {
   if (!spec.baselines || !drawn.length) return drawn;
   const steps = drawn.flatMap((line) => [...line.at.keys()]);
   const ends = [Math.min(...steps), Math.max(...steps)];
-  const baselines = runs.flatMap((run, r) => Object.entries(run.baselines).map(([name, value], b) => ({
-    label: label(run, name), color: several ? r : b + 1, dash: 1 + (b % 2), flat: true,
-    at: new Map(ends.map((step) => [step, value])),
-  })));
-  return [...drawn, ...baselines];
+  const baselines = runs.flatMap((run, r) => Object.entries(run.baselines).map(([name, value], b) => {
+    const shared = several && runs.every((other) => other.baselines[name] === value);
+    return {
+      label: shared ? name : label(run, name), color: shared ? 6 : several ? r : b + 1, dash: 1 + (b % 2), flat: true,
+      at: new Map(ends.map((step) => [step, value])), repeated: shared && r > 0,
+    };
+  }));
+  return [...drawn, ...baselines.filter((line) => !line.repeated)];
 }
 
 /** The figure, or null if there is nothing to draw. */
@@ -153,6 +160,11 @@ function chart(spec, lines) {
   return h("figure", { class: "card chart" },
     h("figcaption", {}, h("h3", {}, spec.title), stepOutput, h("p", { class: "about" }, spec.about)),
     holder, h("ul", { class: "legend" }, legend));
+}
+
+/** Return the cursor's position [left, top], moved sideways onto the nearest step of the plot. */
+function snapToStep(plot, left, top) {
+  return left < 0 ? [left, top] : [plot.valToPos(plot.data[0][plot.posToIdx(left)], "x"), top];
 }
 
 function drawPlot(holder, spec, lines, steps, values, show) {
@@ -198,7 +210,8 @@ function drawPlot(holder, spec, lines, steps, values, show) {
   const plot = new uPlot({
     width: holder.clientWidth, height: HEIGHT, padding: [10, 12, 0, 0], legend: { show: false },
     series: [{}, ...series], bands,
-    cursor: { sync: { key: "steps" }, y: false, points: { size: 6 } },
+    // The line stands on the step whose values are shown, and a series without a value there has no dot beside it.
+    cursor: { sync: { key: "steps" }, y: false, points: { size: 6 }, dataIdx: (plot, series, at) => at, move: snapToStep },
     scales: { x: { time: false, range: widen }, y: log ? { distr: 3 } : { range } },
     axes: [
       { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000] },

@@ -4,6 +4,8 @@ const TURNS_SHOWN = 8;
 const TEXT_SHOWN = 4000;
 const MOST_ROWS = 12; // of success by turns
 const ANSWERERS = ["assistant", "model"];
+const CHATML = /<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|$)/gs;
+const IMAGE_MARKS = /((?:<\|vision_start\|>)(?:<\|image_pad\|>|<image>)+(?:<\|vision_end\|>)|(?:<\|image_pad\|>)+|<image>)/;
 
 /** [{number, start, end, reward, …, said, before, sequence}] of a trajectory. `said`: messages new in the turn; `before`: those that a rewritten history
  *  repeats; `prefix`: what the template began the answer with. */
@@ -114,9 +116,27 @@ function reward({ reward: paid }) {
   return typeof paid === "number" && paid !== 0 && h("span", { class: `paid ${paid > 0 ? "good" : "bad"}`, title: `reward ${number(paid)}` }, `${paid > 0 ? "+" : ""}${number(paid)}`);
 }
 
-/** A message: its texts, and its images where they stood between them. */
-function message(item, { role, content }, view) {
-  const parts = content.map((part) => (typeof part === "number" ? picture(item, part, view) : foldedText(String(part))));
+/** Return the messages of a trajectory's first prompt, [{role, content}]. Files without the column `messages` have them in the prompt's
+ *  text, between the marks of ChatML. Empty if neither tells. */
+function promptMessages(item) {
+  const recorded = list(list(parsed(item.text("messages")))[0]).filter((m) => Array.isArray(m?.content));
+  const answered = recorded.findIndex((m) => m.turn !== undefined);
+  if (recorded.length) return answered < 0 ? recorded : recorded.slice(0, answered);
+  let images = 0;
+  const content = (text) => text.split(IMAGE_MARKS).map((part, k) => (k % 2 ? images++ : part)).filter((part) => part !== "");
+  const messages = [...(item.text("prompt") ?? "").matchAll(CHATML)].map(([, role, text]) => ({ role, content: content(text.trim()) }));
+  return messages.filter((m) => m.content.length > 0); // the last one has only begun: the model writes it
+}
+
+/** Messages without their images, each of which is named where it stood. */
+function bubbles(item, messages, view) {
+  const mark = (index) => h("span", { class: "image-mark" }, `image ${index + 1}`);
+  return h("div", { class: "said bubbles" }, messages.map((m) => message(item, m, view, mark)));
+}
+
+/** A message: its texts, and between them what `show` makes of its images. */
+function message(item, { role, content }, view, show = (index) => picture(item, index, view)) {
+  const parts = content.map((part) => (typeof part === "number" ? show(part) : foldedText(String(part))));
   const long = content.reduce((sum, part) => sum + (typeof part === "string" ? part.length : 0), 0) > 700;
   return h("div", { class: `message ${role === "system" ? role : ""}` }, h("h4", {}, role || "text"), h("div", { class: "content", tabindex: long && 0 }, parts));
 }
@@ -177,6 +197,7 @@ function successByTurns(runs, all) {
   const line = (label, n) => h("tr", {}, h("th", { scope: "row" }, label), columns.map((column, c) => cell(column, n, c)));
   return h("figure", { class: "card chart by-turns" },
     h("figcaption", {}, h("h3", {}, "Success by number of turns"), h("p", { class: "about" }, "Share graded correct of the recorded episodes that took so many turns.")),
-    h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Turns"), columns.map((column) => h("th", { scope: "col", class: "number" }, name(column))))),
-      h("tbody", {}, rows.map((n) => line(n === MOST_ROWS ? `${n} or more` : String(n), n)), line("all", null))));
+    h("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Success by number of turns" },
+      h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Turns"), columns.map((column) => h("th", { scope: "col", class: "number" }, name(column))))),
+        h("tbody", {}, rows.map((n) => line(n === MOST_ROWS ? `${n} or more` : String(n), n)), line("all", null)))));
 }

@@ -2,6 +2,7 @@
 
 const BINS = 20;
 const MOST_KINDS = 40;
+const MOST_COUNTS = 6; // bars that have their counts written above them; with more there is the axis
 const SVG = "http://www.w3.org/2000/svg";
 
 function showDistributions(holder, found, runs) {
@@ -44,7 +45,14 @@ function histogram(title, about, of, value, runs) {
     svg.append(bar);
   }));
   const mean = values.map((list) => number(list.reduce((a, b) => a + b, 0) / list.length));
-  return h("figure", { class: "card chart histogram" }, h("figcaption", {}, h("h3", {}, title), h("p", { class: "about" }, about)), svg,
+  const size = runs.length === 1 ? values[0].length : null;
+  const largest = size === null ? `${Math.round(100 * top)} %` : Math.max(...shares[0].map(([count]) => count)).toLocaleString("en");
+  const axis = h("div", { class: "axis" }, h("span", {}, largest), h("span", {}, "0"));
+  const counts = size !== null && bins <= MOST_COUNTS && h("div", { class: "counts" },
+    shares[0].map(([count]) => h("span", {}, `${count.toLocaleString("en")} (${Math.round((100 * count) / size)} %)`)));
+  const caption = h("figcaption", {}, h("h3", {}, title), h("span", { class: "value" }, size === null ? "share of each run" : `${size.toLocaleString("en")} in all`),
+    h("p", { class: "about" }, about));
+  return h("figure", { class: "card chart histogram" }, caption, counts, h("div", { class: "bars" }, axis, svg),
     h("div", { class: "ends" }, h("span", {}, few ? label(0) : number(low)), h("span", {}, `mean ${mean.join(", ")}`), h("span", {}, bins > 1 ? (few ? label(bins - 1) : number(high)) : "")),
     runs.length > 1 && h("ul", { class: "legend" }, runs.map((run, r) => h("li", {}, h("span", { class: "swatch", "data-color": r % 7 }), run.name))));
 }

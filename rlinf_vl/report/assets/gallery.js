@@ -1,6 +1,7 @@
 // The gallery: trajectories filtered, sorted and paged; for several runs a problem's trajectories side by side.
 
 const TOKENS_SHOWN = 600;
+const MOST_SIDES = 2; // runs whose trajectories of a problem stand side by side; more are the rows of a table
 const LEVELS = 4; // shades of a token's color on either side of zero
 const tokenText = (t, k) => t.tokens.table[t.tokens.index[k]] ?? "";
 
@@ -31,6 +32,7 @@ function setUpGallery({ runs, images }) {
     document.getElementById("found").textContent = all.length ? text : "The run has stored no trajectories.";
     form.hidden = !all.length;
     showDistributions(document.getElementById("distributions"), found, runs);
+    markOverflow(document.getElementById("distributions"));
     show(0, focus);
   }
 
@@ -43,7 +45,13 @@ function setUpGallery({ runs, images }) {
     } };
     showScale(view);
     const shown = entries.slice(page * pageSize, (page + 1) * pageSize);
-    holder.replaceChildren(...shown.map((entry) => (runs.length > 1 ? aligned(entry, runs, view) : entry.length > 1 ? groupCard(entry, view) : card(entry[0], view))));
+    const element = (entry) => {
+      if (runs.length > MOST_SIDES) return comparisonCard(entry, runs, view);
+      if (runs.length > 1) return aligned(entry, runs, view);
+      return entry.length > 1 ? groupCard(entry, view) : card(entry[0], view);
+    };
+    holder.replaceChildren(...shown.map(element));
+    markOverflow(holder);
     pages.hidden = last === 0;
     pages.querySelector("span").textContent = `page ${page + 1} of ${last + 1}`;
     for (const button of pages.querySelectorAll("button")) button.disabled = button.value < 0 ? page === 0 : page === last;
@@ -153,21 +161,24 @@ function alignByProblem(found, runs) {
 
 function aligned(entry, runs, view) {
   const problem = entry.flat()[0].problem;
-  const sides = entry.map((side, r) => {
-    const place = h("div", {}, h("p", { class: "about" }, "None of this problem."));
-    const count = h("span", {});
-    let at = 0;
-    const go = (by) => {
-      at = (at + by + side.length) % side.length;
-      count.textContent = `${at + 1} of ${side.length}`;
-      place.replaceChildren(card(side[at], view));
-    };
-    const button = (by, text, label) => h("button", { type: "button", "aria-label": label, onclick: () => go(by) }, text);
-    if (side.length) go(0);
-    return h("div", { class: `side run${r}` }, h("div", { class: "side-head" }, h("strong", {}, runs[r].name),
-      side.length > 1 && [button(-1, "←", "Previous of this run"), count, button(1, "→", "Next of this run")]), place);
-  });
+  const sides = entry.map((items, r) => sideOf(items, runs[r], r, view));
   return h("section", { class: "aligned", "aria-label": `Problem ${problem}` }, h("h3", {}, `Problem ${problem}`), h("div", { class: "sides" }, sides));
+}
+
+/** One run's trajectories of a problem: a card, and buttons to the next one. */
+function sideOf(items, run, r, view) {
+  const place = h("div", {}, h("p", { class: "about" }, "None of this problem."));
+  const count = h("span", {});
+  let at = 0;
+  const go = (by) => {
+    at = (at + by + items.length) % items.length;
+    count.textContent = `${at + 1} of ${items.length}`;
+    place.replaceChildren(card(items[at], view));
+  };
+  const button = (by, text, label) => h("button", { type: "button", "aria-label": label, onclick: () => go(by) }, text);
+  if (items.length) go(0);
+  return h("div", { class: "side", "data-run": r % 7 }, h("div", { class: "side-head" }, h("strong", {}, run.name),
+    items.length > 1 && [button(-1, "←", "Previous of this run"), count, button(1, "→", "Next of this run")]), place);
 }
 
 function card(item, view) {
@@ -200,8 +211,17 @@ function card(item, view) {
 function asOneText(item, view) {
   const t = item.run.trajectories;
   const pictures = Array.from({ length: t.image_offsets[item.i + 1] - t.image_offsets[item.i] }, (_, index) => picture(item, index, view));
+  const messages = promptMessages(item);
+  const prompt = messages.length ? bubbles(item, messages, view) : [h("h4", {}, "Prompt"), longText(item.text("prompt") ?? "–")];
   return [pictures.length > 0 && h("div", { class: "images" }, pictures),
-    h("div", { class: "texts" }, h("h4", {}, "Prompt"), longText(item.text("prompt") ?? "–"), h("h4", {}, "Response"), response(item, view), ...verdict(item))];
+    h("div", { class: "texts" }, prompt, h("h4", {}, "Response"), response(item, view), ...verdict(item), messages.length > 0 && promptFold(item))];
+}
+
+/** The prompt's text with the template's marks, folded away. */
+function promptFold(item) {
+  const fold = h("details", {}, h("summary", {}, "The prompt as the model reads it"));
+  fold.addEventListener("toggle", () => fold.append(longText(item.text("prompt") ?? "–")), { once: true });
+  return fold;
 }
 
 /** Turn by turn; folded below it, the tokens as the model reads them. */
@@ -212,7 +232,7 @@ function asConversation(item, view) {
 }
 
 function verdict(item) {
-  return [item.error !== null && [h("h4", {}, "Error"), h("pre", { class: "error" }, item.error)], h("h4", {}, "Answer"), h("pre", {}, ...withFormulas(item.text("answer") ?? "–", true))].flat();
+  return [item.error !== null && [h("h4", {}, "Error"), h("pre", { class: "error" }, item.error)], h("h4", {}, "Reference answer"), h("pre", {}, ...withFormulas(item.text("answer") ?? "–", true))].flat();
 }
 
 function rewardParts(text) {

@@ -443,14 +443,16 @@ def test_a_conversation_is_in_the_report_without_repeated_placeholders(tmp_path)
         assert text in column(header, arrays, "turns")
 
 
-def test_one_turn_runs_carry_no_messages(tmp_path):
+def test_one_turn_runs_have_their_messages_which_are_shown_as_bubbles(tmp_path):
     run = make_run(tmp_path / "toy", steps=1)
     rows = pq.read_table(run / "trajectories/step_1.parquet").to_pylist()
     turns = {"sequences": [0], "turns": [{"start": 0, "end": 11, "finish_reason": "stop", "reward": 1.0}]}
     rows = [row | {"turns": json.dumps(turns), "messages": '[[{"role": "user", "content": ["?"]}]]'} for row in rows]
     pq.write_table(pa.Table.from_pylist(rows), run / "trajectories/step_1.parquet")
     header, arrays = unpack(build_report([run]))
-    assert set(column(header, arrays, "messages")) == {None}
+    texts = column(header, arrays, "messages")
+    assert texts.count('[[{"role": "user", "content": ["?"]}]]') == len(rows)
+    assert header["runs"][0]["trajectories"]["messages"]["table"] == [rows[0]["messages"]], "each text once"
 
 
 def test_many_images_become_small_and_the_latest_are_kept(tmp_path):
@@ -483,3 +485,37 @@ def test_the_figures_of_an_evaluation_are_in_its_report(tmp_path):
         (run / "eval.json").write_text(broken)
         page = build_report([run]).read_text()
         assert 'class="card evaluation"' not in page and "eval.json" in page
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "figures", "sentence"),
+    [
+        (
+            "failed",
+            "every episode failed\nTraceback",
+            {},
+            "The run failed at step 3: every episode failed. No event was",
+        ),
+        ("gone", "", {}, "The run ended without a word at step 3. No event was"),
+        ("done", "", {"rollout/errors": 8, "val/errors": 1}, "No event was recorded, but 9 answers failed"),
+        ("done", "", {}, "Nothing happened beside the steps"),
+    ],
+)
+def test_a_run_without_events_says_whether_that_is_good(tmp_path, state, reason, figures, sentence):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, **figures}) + "\n")
+    started = {"pid": 1, "host": "elsewhere", "started": 0.0, "time": 1.0, "step": 3, "phase": "train"}
+    (tmp_path / "status.json").write_text(json.dumps({"state": state, "reason": reason, **started}))
+    page = html.unescape(build_report([tmp_path]).read_text(encoding="utf-8"))
+    assert sentence in page
+    assert ("Nothing happened" in page) == (state == "done" and not figures)
+
+
+def test_four_runs_are_a_table_with_what_was_tried(tmp_path):
+    runs = [make_run(tmp_path / name, steps=2, seed=seed) for seed, name in enumerate("abcd")]
+    (runs[2] / "status.json").write_text(json.dumps({"state": "failed", "reason": "out of memory", "step": 2}))
+    page = html.unescape(build_report(runs).read_text(encoding="utf-8"))
+    summary = page[page.index('<section id="summary"') : page.index('<section id="curves"')]
+    assert summary.count("<tr>") == 5 and 'class="card run' not in summary
+    assert '<th scope="col" class="number">runner.seed</th>' in summary, "what differs between the runs"
+    assert "runner.experiment_name" not in summary
+    assert "c: Failed" in summary and "out of memory" in summary
