@@ -50,7 +50,12 @@ QUIET_S = 60.0
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _PHASE_LOOKS = (("█", "cyan"), ("▓", "magenta"), ("▒", "blue"), ("░", "green"), ("▪", "yellow"))
 _STATE_COLORS = {"running": "green", "starting": "cyan", "done": "green", "failed": "red", "gone": "red"}
-_WORKER_LOOKS = {"alive": ("●", "green"), "restarting": ("○", "yellow"), "dead": ("×", "red")}
+_WORKER_LOOKS = {
+    "alive": ("●", "green"),
+    "restarting": ("○", "yellow"),
+    "dead": ("×", "red"),
+    "ended": ("·", "dim"),
+}
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▪●○×─━·…▀▣→", "._-=+*%#+=.:o-x-=|. #>")
 
 
@@ -208,7 +213,10 @@ class RunPage:
     def _worker_lines(self, width: int, height: int) -> list[Text]:
         """A line on each kind of worker, and one on each worker as far as there is room, the troubled first."""
         workers = self._status.get("workers", [])
-        lines = [_rule("workers" if workers else "workers: none yet", width)]
+        if self.ended:  # their states are those of the last moment in which the run could write them
+            workers = [w | {"state": "ended"} if w["state"] != "dead" else w for w in workers]
+        none = "workers: none" if self.ended else "workers: none yet"
+        lines = [_rule("workers" if workers else none, width)]
         for kind in dict.fromkeys(w["name"].split()[0] for w in workers):
             members = [w for w in workers if w["name"].split()[0] == kind]
             states, restarts = Counter(w["state"] for w in members), sum(w["restarts"] for w in members)
@@ -216,7 +224,9 @@ class RunPage:
             about = ", ".join(f"{n} {state}" for state, n in states.most_common())
             lines.append(Text.assemble(f" {kind:<9} ", *looks, "  ", about))
             lines[-1].append(f", restarts: {restarts}" if restarts else "", "yellow")
-        for w in sorted(workers, key=lambda w: (w["state"] == "alive", -w["restarts"]))[: max(0, height - len(lines))]:
+        for w in sorted(workers, key=lambda w: (w["state"] in ("alive", "ended"), -w["restarts"]))[
+            : max(0, height - len(lines))
+        ]:
             about = f" {w['state']}, process {w['pid']} on {w['node']}, restarts: {w['restarts']}"
             lines.append(Text.assemble("   ", _WORKER_LOOKS[w["state"]], f" {w['name']:<12}", (about, "dim")))
         return lines

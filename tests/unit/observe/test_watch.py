@@ -296,3 +296,11 @@ def test_a_new_file_is_followed_and_what_it_has_broken_is_left_out(tmp_path):
     (run / "trajectories/step_3.parquet").write_bytes(b"torn")
     page.poll()
     assert "at step 2" in "\n".join(line.plain for line in page.draw(200, 50, NOW))
+
+
+@pytest.mark.parametrize("state", ["done", "stopped", "failed"])
+def test_workers_of_an_ended_run_are_not_alive(run, state):
+    write_status(run, state=state)
+    page = text(run, 200, 50)
+    assert "alive" not in page and "restarting" not in page
+    assert "rollout   ··  2 ended" in page and "actor     ·  1 ended" in page
