@@ -15,6 +15,9 @@ import numpy as np
 from rlinf_vl.observe.metrics import env_metrics, part_metrics
 from rlinf_vl.types import GroupSummary
 
+TERMINAL_WIDTH = 80
+"""Columns of a terminal; a table that is wider would be broken inside its lines."""
+
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Probability that one of k samples is right, estimated without bias from `correct` right ones of n ≥ k:
@@ -91,7 +94,7 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def render(made: Mapping[str, Any]) -> str:
-    """The figures of `evaluation` as Markdown tables."""
+    """Return the figures of `evaluation` as Markdown tables that fit a terminal of `TERMINAL_WIDTH`."""
     passes = [name for name in made if name.startswith("pass@")]
     header = ["", "problems", *passes, "reward", "turns", "tokens", "errors"]
 
@@ -109,12 +112,30 @@ def render(made: Mapping[str, Any]) -> str:
     for title, name in (("the environment's", "env"), ("parts of the reward", "reward_parts")):
         if made[name]:
             tables.append([[title, "mean"], *([n, _number(v, 3)] for n, v in made[name].items())])
-    return "\n".join("".join(f"| {' | '.join(row)} |\n" for row in _ruled(table)) for table in tables)
+    parts = [part for table in tables for part in _split_columns(table)]
+    return "\n".join("".join(f"| {' | '.join(row)} |\n" for row in _ruled(part)) for part in parts)
+
+
+def _split_columns(table: list[list[str]]) -> list[list[list[str]]]:
+    """Split a table that is wider than a terminal into several with the same first column."""
+    first_width, *widths = _column_widths(table)
+    line_width, cuts = first_width + len("|  |"), [1]
+    for column, width in enumerate(widths, 1):
+        line_width += width + len(" | ")
+        if line_width > TERMINAL_WIDTH and column > cuts[-1]:
+            line_width = first_width + len("|  |") + width + len(" | ")
+            cuts.append(column)
+    ends = [*cuts[1:], len(table[0])]
+    return [[[row[0], *row[start:end]] for row in table] for start, end in zip(cuts, ends, strict=True)]
+
+
+def _column_widths(table: list[list[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*table, strict=True)]
 
 
 def _ruled(table: list[list[str]]) -> list[list[str]]:
     """Columns of one width, numbers to the right, and Markdown's rule under the header."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    widths = _column_widths(table)
     rows = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table]
     return [rows[0], ["-" * widths[0], *(f"{'-' * (width - 1)}:" for width in widths[1:])], *rows[1:]]
 

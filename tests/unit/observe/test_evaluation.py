@@ -79,6 +79,17 @@ def test_figures_of_a_small_evaluation():
     assert any(line.startswith("| angle") and "–" in line for line in lines)
 
 
+def test_tables_fit_a_terminal():
+    columns = {"category": ["area", None, "area", "angle"]}
+    text = render(evaluation(groups(), 4, columns))
+    assert max(map(len, text.splitlines())) <= 80
+    named = ("problems", "pass@1", "pass@2", "pass@4", "reward", "turns", "tokens", "errors")
+    for name in named:
+        heads = [line for line in text.splitlines() if f" {name} |" in line]
+        assert len(heads) == 2 + (name == "turns"), "once in all, once by category"
+    assert text.count("| angle ") == 2, "the first column is repeated"
+
+
 def test_of_any_number_of_samples_pass_at_that_number_is_among_the_figures():
     assert [k for k in evaluation(groups(), 3, {}) if k.startswith("pass")] == ["pass@1", "pass@2", "pass@3"]
     assert [k for k in evaluation(groups(), 1, {}) if k.startswith("pass")] == ["pass@1"]
