@@ -216,9 +216,6 @@ def _data(config: Config) -> Iterator[str]:
         )
     if data.image_root is not None and not os.path.isdir(data.image_root):
         yield f"data.image_root: no folder {data.image_root!r}{why_absent(data.image_root)}; name the one that image paths start in"
-    for variant in data.prompt_variants:
-        if data.format != "folder" and "{problem}" not in variant:
-            yield f"data.prompt_variants: {variant!r} has no {{problem}}, so that no question is asked; write it where that stands"
     if low is not None and high is not None and low > high:
         yield f"data.image_min_pixels={low} exceeds data.image_max_pixels={high}; lower it"
     for host in data.image_hosts:

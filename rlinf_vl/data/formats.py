@@ -127,5 +127,12 @@ class RowFormat:
                 said = f"{key}: column {column!r} not in {source}; columns are {', '.join(there) or 'none'}"
                 return f"{said};{nearest(column, there)}".rstrip(";")
         if not self.prompt_key and not self.prompt_variants:
-            return f"data.prompt_variants: {source} has pictures and labels, but no question; give one, such as ['What is this?']"
+            example = "data.prompt_variants=['What is this?']"
+            return (
+                f"data.prompt_variants: {source} has pictures and labels, but no question; write one, as in {example}"
+            )
+        for variant in self.prompt_variants if self.prompt_key else ():
+            if "{problem}" not in variant:
+                asked = f"the question of {source} is not asked; write it where that stands"
+                return f"data.prompt_variants: {variant!r} has no {{problem}}, so that {asked}"
         return None

@@ -131,7 +131,6 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["data.format=openrhlf"], ["data.format: 'openrhlf' is unknown; allowed: auto, rlinf, verl,", "did you mean 'openrlhf'?"]),
     (["data.weights=[1,2]"], ["data.weights: 2 for 1 data.train_data_paths; write one for each"]),
     (["data.image_root=FILES/gone"], ["data.image_root: no folder 'FILES/gone'", "image paths start in"]),
-    (["data.prompt_variants=[Think.]"], ["data.prompt_variants: 'Think.' has no {problem}", "write it where"]),
     ([train_on("none")], ["FILES/none has suffix ''", "convert"]),
     ([train_on("bad.parquet")], ["FILES/bad.parquet is no parquet file", "write it anew"]),
     ([train_on("empty.parquet")], ["FILES/empty.parquet is empty", "leave it out"]),

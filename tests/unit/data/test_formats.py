@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.formats import FORMATS, RECOGNISED, RowFormat
 from rlinf_vl.data.unusable import RowError
@@ -329,8 +331,23 @@ def test_folders_named_after_what_they_show_are_asked_about(tmp_path: Path) -> N
         "rows go before pictures beside them"
     )
     shutil.rmtree(tmp_path / "data")
-    with pytest.raises(ValueError, match="data.prompt_variants: .* has pictures and labels, but no question"):
+    with pytest.raises(
+        ValueError, match="data.prompt_variants: .* has pictures and labels, but no question"
+    ) as refused:
         ProblemDataset([str(tmp_path)], "train")
+    advice = re.search(r"as in (\S+\['.*'\])", str(refused.value))[1]
+    config = load_config(
+        "toy-grpo-cpu", [f"data.train_data_paths=[{tmp_path}]", f"data.val_data_paths=[{tmp_path}]", advice]
+    )
+    taken = ProblemDataset(config.data.train_data_paths, "train", RowFormat.of(config.data))
+    assert said(taken[0]) == ["IMAGE", "What is this?"], "the advice is taken by every check"
+
+
+def test_a_question_that_would_not_be_asked_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"problem": ["x?"], "answer": ["3"]}), tmp_path / "rows.parquet")
+    form = RowFormat(image_keys=[], prompt_variants=["Think."])
+    with pytest.raises(ValueError, match="'Think.' has no {problem}, so that the question of .* is not asked"):
+        ProblemDataset([str(tmp_path / "rows.parquet")], "train", form)
 
 
 def test_images_beyond_a_limit_are_left_out_and_counted(tmp_path: Path) -> None:
