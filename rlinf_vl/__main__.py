@@ -136,7 +136,11 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             print(write_timeline(arguments.run_dir, arguments.output))
         case "report":
             from rlinf_vl.report import build_report
+            from rlinf_vl.report.runs_table import runs_in, runs_table
 
+            if len(arguments.runs) == 1 and (runs := runs_in(arguments.runs[0])):
+                print(runs_table(runs))
+                return 0
             print(build_report(arguments.runs, arguments.output))
         case "check-env":
             from rlinf_vl.rollout import check_env

@@ -2,11 +2,12 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import rlinf_vl
 from rlinf_vl.cli.completion import complete_config, complete_override
@@ -14,10 +15,28 @@ from rlinf_vl.cli.keys import configs_and_keys
 from rlinf_vl.cli.new import KINDS
 from rlinf_vl.config.aliases import SYSTEMS
 from rlinf_vl.config.keys import config_keys, config_sections
+from rlinf_vl.config.load import examples
+from rlinf_vl.config.overrides import ONE_RUN
 from rlinf_vl.config.toys import TOYS
+from rlinf_vl.errors import nearest
 from rlinf_vl.runtime.run_code import OPTION
 
 COMMAND = "rlinf-vl"
+
+
+class _MainParser(argparse.ArgumentParser):
+    """Its error about a verb says which one is near, or that a config's name wants `train` before it."""
+
+    verbs: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        mistyped = re.search(r"argument VERB: invalid choice: '(.*?)' \(choose", message)
+        if mistyped is None:
+            super().error(message)
+        name = mistyped[1]
+        is_config = name.removesuffix(".yaml") in examples() or name.endswith(".yaml")
+        hint = f" did you mean '{self.prog} train {name}'?" if is_config else nearest(name, self.verbs)
+        super().error(f"no verb {name!r};{hint} there are {', '.join(self.verbs)}")
 
 
 class _VerbParser(argparse.ArgumentParser):
@@ -48,7 +67,7 @@ class _Version(argparse.Action):
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The verb and its arguments. Exits with 2 and a line on what is wrong, or with 0 where help was asked for."""
     in_path = os.path.basename(sys.argv[0]) == COMMAND
-    parser = argparse.ArgumentParser(
+    parser = _MainParser(
         prog=COMMAND if in_path else "python -m rlinf_vl",
         description="Reinforcement learning for vision-language models.",
     )
@@ -104,7 +123,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json")
 
     argument = verb("report", "one HTML file on a run, or on several side by side")
-    argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, still going or ended")
+    argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="runs, going or ended; one folder of runs: a table",
+    )
     argument("--output", type=Path, default=None, help="the file; the default is report.html in the first run's folder")
 
     argument = verb("check-env", "play an environment with random and hostile answers; say what breaks its contract")
@@ -147,6 +172,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument = verb("completion", f"print what completes '{COMMAND}' in your shell; its first lines say how to use it")
     argument("shell", choices=("bash", "zsh", "fish"), nargs="?", default="bash", help="bash unless named")
 
+    parser.verbs = list(verbs.choices)
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next
         import argcomplete
 
@@ -155,6 +181,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     takes_overrides = "overrides" in arguments
     if dashed := [text for text in rest if text.startswith("-")] if takes_overrides else rest:
         plain = [text.lstrip("-") for text in dashed if text.lstrip("-").partition("=")[0] in config_keys()]
+        if sweep := {"--multirun", "-m"}.intersection(dashed):
+            parser.error(f"{sweep.pop()}: {ONE_RUN}")
         said = f": {' '.join(plain)}" if plain else ""
         hint = f"; overrides are written key=value, without dashes{said}" if takes_overrides else ""
         parser.error(f"unrecognized arguments: {' '.join(dashed)}{hint}")

@@ -31,8 +31,8 @@ from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import SCHEMA_NAME, Config
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
-from rlinf_vl.config.validate import Rule, validate_config
-from rlinf_vl.errors import ConfigError, nearest
+from rlinf_vl.config.validate import ALGORITHM_HINTS, Rule, validate_config
+from rlinf_vl.errors import ConfigError, did_you_mean, nearest
 
 if TYPE_CHECKING:  # a quarter of the time that loading a config takes
     from upath import UPath
@@ -138,8 +138,16 @@ def _find(config_name: str) -> Path:
         if path and os.path.isfile(path):
             return path.resolve()
     there = sorted({*examples(), *(path.stem for path in Path.cwd().glob("*.yaml") if _is_config(path))})
+    if ours := ALGORITHM_HINTS.get(name.lower()):
+        raise ConfigError(
+            f"config {config_name!r}: is no config but an algorithm: {ours}; name a config, such as toy-grpo-cpu"
+        )
+    likely = [one for one in there if one.startswith(f"{name}-")]
+    likely = [one for one in likely if one.endswith("-cpu")] or likely  # which runs everywhere
     where = f"not in {EXAMPLES_DIR} or {Path.cwd()}"
-    raise ConfigError(f"config {config_name!r}: {where};{nearest(name, there)} there are: {', '.join(there)}")
+    raise ConfigError(
+        f"config {config_name!r}: {where};{did_you_mean(likely[:1]) or nearest(name, there)} there are: {', '.join(there)}"
+    )
 
 
 def _compose(path: Path) -> dict[str, Any]:

@@ -14,6 +14,11 @@ from hydra.errors import HydraException
 from rlinf_vl.config.keys import config_keys, config_sections
 from rlinf_vl.config.presets import PRESETS
 
+#: What to write for Hydra's sweeps.
+ONE_RUN = (
+    "there is no multirun: start one run after the other in a shell, such as "
+    "for seed in 1 2; do rlinf-vl train CONFIG runner.seed=$seed runner.experiment_name=seed-$seed; done"
+)
 _BEGINS = re.compile(r"[+~]*[\w./@-]+=")
 _DELETES = re.compile(r"~[\w.]+$")
 _PLAIN = re.compile(r"[\w./:+%@-]+", re.ASCII)  # what neither a shell nor Hydra's grammar takes for anything else
@@ -30,6 +35,9 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str
     chosen = {key: written.get(f"algorithm.{key}", config_keys()[f"algorithm.{key}"].default) for key in PRESETS}
     for words in _expanded(list(_groups([text for text in overrides if isinstance(text, str)]))):
         text = words[0]
+        if text in ("--multirun", "-m"):
+            problems.append(f"{text}: {ONE_RUN}")
+            continue
         if len(words) > 1:
             fixed = _corrected(_joined(words))
             rest = ", ".join(map(repr, words[1:]))
@@ -52,7 +60,7 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str
             problems.append(f"override {text!r}: '{key}' can't be removed; give it a value")
         elif override.is_sweep_override():
             fixed = _corrected(text)
-            way_out = f"write {fixed}" if fixed else "quote a value with a comma in it, or write a list as [a,b]"
+            way_out = f"write {fixed}" if fixed else f"quote a value with a comma in it; {ONE_RUN}"
             problems.append(f"override {text!r}: is a sweep; a run takes one value: {way_out}")
         else:
             given |= _set(written, key, value)

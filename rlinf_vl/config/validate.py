@@ -51,6 +51,22 @@ def _values(config: Config) -> Iterator[str]:
         yield from value_problems(name, reduce(getattr, name.split("."), config))
 
 
+#: Algorithms by the names of their papers, where they are no value of a key but several keys together.
+ALGORITHM_KEYS = {"algorithm.adv_type", "algorithm.loss_type"}
+ALGORITHM_HINTS = {
+    "dapo": "DAPO is grpo with algorithm.clip_ratio_high=0.28 algorithm.loss_agg_func=token-mean "
+    "algorithm.dynamic_sampling.enable=true and algorithm.overlong.*; leave adv_type and loss_type as they are",
+    "ppo": "there is no critic here: PPO's clipped loss is algorithm.loss_type=actor, with algorithm.adv_type=grpo or rloo",
+    "gae": "there is no critic here; set algorithm.adv_type=grpo or rloo",
+    "grpo": "GRPO is algorithm.adv_type=grpo with algorithm.loss_type=actor, the defaults",
+    "gspo": "GSPO is algorithm.loss_type=gspo with algorithm.adv_type=grpo",
+    "cispo": "CISPO is algorithm.loss_type=cispo with algorithm.adv_type=grpo",
+    "reinforce": "set algorithm.adv_type=reinforce_plus_plus or rloo",
+    "reinforce++": "set algorithm.adv_type=reinforce_plus_plus",
+    "drgrpo": "set algorithm.adv_type=dr_grpo",
+}
+
+
 def value_problems(name: str, value: Any) -> Iterator[str]:
     """What a key's own limit or list has against a value, or against each of a list's."""
     allowed = config_keys()[name].allowed
@@ -58,7 +74,8 @@ def value_problems(name: str, value: Any) -> Iterator[str]:
         if isinstance(allowed, tuple):
             if one not in (None, *allowed) and not (isinstance(allowed, OrCode) and (is_code(one) or not allowed)):
                 own = ", module:Name, path/to/file.py:Name" if isinstance(allowed, OrCode) else ""
-                hint = nearest(one, allowed)
+                hint = ALGORITHM_HINTS.get(str(one).lower()) if name in ALGORITHM_KEYS else None
+                hint = f" {hint}" if hint else nearest(one, allowed)
                 yield f"{name}: {one!r} is unknown; allowed: {', '.join(allowed)}{own};{hint}".rstrip(";")
         elif isinstance(one, float) and not (math.isfinite(one) or (allowed and allowed.may_be_infinite and one > 0)):
             yield f"{name}: {one} must be a finite number"
@@ -169,7 +186,8 @@ def _runner(config: Config) -> Iterator[str]:
     resume_dir = runner.resume_dir
     if resume_dir not in (None, "auto") and "://" not in resume_dir and not os.path.isdir(resume_dir):
         why = why_absent(resume_dir)
-        yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; give a checkpoint's path, auto or null"
+        way_out = "give a checkpoint's path, a run's folder (its newest checkpoint), auto or null"
+        yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; {way_out}"
     for backend in {"wandb", "trackio"}.intersection(runner.logger.logger_backends):
         if importlib.util.find_spec(backend) is None:
             way_out = f"pip install 'rlinf_vl[{backend}]', or leave it out"

@@ -36,7 +36,7 @@ from rlinf_vl.preflight.teacher import teacher
 from rlinf_vl.rewards.forms import SIGNATURE
 from rlinf_vl.rewards.named import named_function
 from rlinf_vl.rewards.processes import load_function
-from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, STATE_FILE, folder_at
+from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, STATE_FILE, folder_at, newest_checkpoint
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.types import Problem
 
@@ -212,7 +212,10 @@ def _folders(config: Config) -> Iterator[str]:
     if elsewhere and "://" not in elsewhere and (reason := _unwritable(Path(elsewhere))):
         yield f"runner.checkpoint_dir: {elsewhere!r} can't be written ({reason}); name another folder"
     resume = runner.resume_dir
-    if resume not in (None, "auto") and os.path.isdir(resume):
+    is_folder = resume not in (None, "auto") and os.path.isdir(resume)
+    if is_folder and (newest := newest_checkpoint(Path(resume))):
+        resume = str(newest)  # a run's folder
+    if is_folder:
         parts = (STATE_FILE, f"{ACTOR_FOLDER}/.metadata")
         if lacking := [name for name in parts if not os.path.isfile(Path(resume) / name)]:
             yield (

@@ -187,6 +187,8 @@ def find_checkpoint(home: Folder, resume_dir: str | None) -> Folder | None:
                     return None
             else:
                 found = folder_at(resume_dir)
+                if not (found / STATE_FILE).is_file():  # a run's folder means its newest checkpoint
+                    found = newest_checkpoint(found, found) or found
                 if not (found / STATE_FILE).is_file():
                     raise ConfigError(
                         f"runner.resume_dir: {resume_dir!r} is not a complete checkpoint (no {STATE_FILE} in it); "

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -184,3 +185,14 @@ def test_digests_are_those_of_sha256sum(tmp_path):
     done = subprocess.run(command, shell=True, cwd=tmp_path / "a", capture_output=True, text=True, check=True)
     assert digest(tmp_path / "a") == {"sha256": done.stdout.split()[0], "bytes": 1004}
     assert digest(tmp_path / "a/x.bin")["sha256"] == done.stderr.splitlines()[1].split()[0]
+
+
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_the_snippet_of_the_card_generates(tmp_path, toy_folder, is_lora, monkeypatch, capsys):
+    run_of(tmp_path / "run", str(toy_folder), f"actor.model.is_lora={str(is_lora).lower()}")
+    output = tmp_path / "out"
+    publish(tmp_path / "run", output, dtype="fp32", adapters=is_lora)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(snippet.replace("<this repository or folder>", str(output)), made := {})  # noqa: S102
+    assert made["output"].shape[1] > made["inputs"]["input_ids"].shape[1], "tokens were generated"

@@ -1,5 +1,6 @@
 """What the command line says: versions, keys, starts of own files, completion."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 from rlinf_vl.__main__ import main
 from rlinf_vl.config.keys import config_keys
-from rlinf_vl.config.load import examples
+from rlinf_vl.config.load import examples, load_config
 
 
 def said(capsys, *words):
@@ -111,3 +112,47 @@ def test_the_script_for_the_shell(capsys):
     code, text, _ = said(capsys, "completion", "bash")
     assert code == 0 and text.startswith('# eval "$(rlinf-vl completion bash)"')
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("tarin toy-grpo-cpu", "no verb 'tarin'; did you mean 'train'?"),
+        ("toy-grpo-cpu", "train toy-grpo-cpu'?"),
+        ("train toy-grpo", "did you mean 'toy-grpo-cpu'?"),
+        ("train dapo", "algorithm.clip_ratio_high=0.28"),
+        ("train toy-grpo-cpu --multirun runner.seed=1,2", "there is no multirun"),
+        ("train toy-grpo-cpu -m runner.seed=1,2", "there is no multirun"),
+        ("train toy-grpo-cpu algorithm.adv_type=dapo", "algorithm.dynamic_sampling.enable=true"),
+        ("train toy-grpo-cpu algorithm.loss_type=ppo", "PPO's clipped loss is algorithm.loss_type=actor"),
+        ("train toy-grpo-cpu runner.seed=1 ~data.seed", "override '~data.seed': 'data.seed' can't be removed"),
+    ],
+)
+def test_what_newcomers_type_gets_the_right_hint(capsys, words, hint):
+    code, _, errors = said(capsys, *words.split())
+    assert code == 2 and hint in errors and "runner.seed=1'" not in errors
+
+
+def test_reward_functions_may_be_bare_names(tmp_path):
+    (tmp_path / "f.py").write_text("def g(response, answer):\n    return 1.0\n")
+    functions = load_config("toy-grpo-cpu", [f"reward.functions=[math,{tmp_path}/f.py:g]"]).reward.functions
+    assert [entry["function"].rpartition("/")[2] for entry in functions] == ["math", "f.py:g"]
+    (alone,) = load_config("toy-grpo-cpu", ["reward.functions=exact"]).reward.functions
+    assert alone == {"function": "exact"}
+
+
+def test_a_folder_of_runs_is_reported_as_a_table(tmp_path, capsys):
+    for number, name in enumerate(("first", "second")):
+        (tmp_path / name).mkdir()
+        rows = [{"step": 1, "val/accuracy": 0.9}, {"step": 2, "reward/mean": 0.25, "val/accuracy": 0.5}]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        status = {"state": "done", "started": 1e9 + number, "total_steps": 2, "host": "elsewhere"}
+        (tmp_path / name / "status.json").write_text(json.dumps(status))
+    (tmp_path / "datasets").mkdir()
+    code, text, _ = said(capsys, "report", str(tmp_path))
+    heading, *lines = text.splitlines()
+    assert code == 0 and heading.split()[:3] == ["run", "state", "step"]
+    assert [line.split()[:6] for line in lines] == [
+        ["second", "done", "2/2", "0.250", "0.500", "0.900"],
+        ["first", "done", "2/2", "0.250", "0.500", "0.900"],
+    ]

@@ -98,6 +98,11 @@ def test_a_name_that_is_run_again_keeps_each_former_run_whole(tmp_path, caplog):
     assert event["message"] in caplog.text
 
 
+def test_a_runs_folder_resumes_from_its_newest_checkpoint(tmp_path):
+    folder = trained(tmp_path, 4)
+    assert find_checkpoint(folder, str(folder)) == find_checkpoint(folder, "auto") is not None
+
+
 def test_a_start_that_failed_before_its_first_step_takes_no_number(tmp_path):
     for _ in range(2):
         folder, _ = opened(tmp_path)
