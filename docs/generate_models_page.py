@@ -69,7 +69,8 @@ optimizer steps such a model can be 1e-4 from a plain one: so far does a plain o
 last bit. One rank and two stay within 1e-5. On SGLang these families need a GPU: it computes the net with Triton, which has no
 CPU backend. `qwen3` has no vision tower, and its column "all trained" is text alone.
 
-Measure again, SGLang's column in its own environment, and write this page:
+Measure again, SGLang's column in its own environment (`bash requirements/install.sh --dev` and `--sglang --dev` make both with
+the tests' tools), and write this page:
 
 ```bash
 RLINF_VL_FIGURES=docs/models.json .venv/bin/python -m pytest tests/integration/test_models.py tests/unit/models/test_many_images.py

@@ -53,7 +53,7 @@ else
     venv="$(cd -- "$(dirname -- "$venv")" && pwd)/$(basename -- "$venv")"
 fi
 python="$venv/bin/python"
-stamp="$venv/.rlinf_vl" # written last: what the environment was made with, and a hash of all that went in
+stamp="$venv/.rlinf_vl" # written last: what was asked for, the versions that came of it, and a hash of all that went in
 
 # What an earlier, finished run was asked for stands until something else is asked for.
 remembered() { [[ ! -f "$stamp" ]] || sed -n "s/^$1=//p" "$stamp"; }
@@ -63,7 +63,7 @@ recall() {
     torch="${torch:-$(remembered torch)}"
     transformers="${transformers:-$(remembered transformers)}"
     dev="${dev:-$(remembered dev)}"
-    inputs=("$here/install.sh" "$here/base.txt" "$root/pyproject.toml")
+    inputs=("$here/install.sh" "$here/base.txt" "$root/pyproject.toml" "$root/rlinf_vl/preflight/packages.py")
     if [[ -n "$dev" ]]; then inputs+=("$here/dev.txt"); fi
     key="$({ cat -- "${inputs[@]}"; printf '%s\n' "$root" "$with_sglang" "$sglang" "$torch" "$transformers" "$dev"; } |
         { sha256sum 2>/dev/null || shasum -a 256; } | cut -d ' ' -f 1)"
@@ -116,9 +116,12 @@ if gpus and not visible:
 EOF
 }
 
+packages() { "$python" -P "$root/rlinf_vl/preflight/packages.py" "$1" "$stamp"; }
+# Prints the packages that some other pip has moved since: name, recorded version, installed version.
+moved() { if [[ -x "$python" ]]; then packages moved 2>/dev/null || true; fi; }
 up_to_date() {
     recall
-    [[ "$(remembered key)" == "$key" ]] && verify quick 2>/dev/null
+    [[ "$(remembered key)" == "$key" && -z "$(moved)" ]] && verify quick 2>/dev/null
 }
 if up_to_date; then
     say "nothing to do: $venv is up to date"
@@ -149,9 +152,23 @@ if command -v flock >/dev/null; then
     fi
 fi
 say "making $venv (first time: a few minutes and 2 GB; more with CUDA or SGLang)"
+# Asked for what it was made for, an environment gets the versions back that it was made with.
+restore=()
+torch_was=""
+if [[ "$(remembered key)" == "$key" || "$(remembered begun)" == "$key" ]]; then
+    while read -r name was now; do
+        if [[ -z "$name" ]]; then continue; fi
+        say "moved since it was made: $name $was -> $now"
+        if [[ "$name" == torch ]]; then torch_was="$was"; fi
+        if [[ "$name" != torchvision && "$was" != none ]]; then restore+=("$name==$was"); fi
+    done <<<"$(moved)"
+fi
 if [[ -f "$stamp" ]]; then # no longer a finished environment, but what it was made with stays known
-    sed '/^key=/d' "$stamp" >"$stamp.new"
+    sed -e '/^begun=/d' -e "s/^key=/begun=/" "$stamp" >"$stamp.new"
     mv -- "$stamp.new" "$stamp"
+fi
+if [[ "$torch_was" == *+* && -z "${TORCH_INDEX_URL:-}" ]]; then # the build that was there, not PyPI's
+    TORCH_INDEX_URL="https://download.pytorch.org/whl/${torch_was#*+}"
 fi
 
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -198,20 +215,40 @@ else
         say "no NVIDIA GPU here. If this fetches gigabytes of CUDA packages, this spares them:"
         say "  TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash requirements/install.sh"
     fi
-    torch_version="${torch:-$TORCH_DEFAULT}"
+    torch_version="${torch_was:-${torch:-$TORCH_DEFAULT}}"
     pip_install "torch $torch_version" "torch==$torch_version" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
     wanted+=("torch==$torch_version") # and nothing below may move it
 fi
 if [[ -n "$dev" ]]; then wanted+=(-r "$here/dev.txt"); fi
 pip_install "the requirements${with_sglang:+ with SGLang ${sglang:-$SGLANG_DEFAULT}}${dev:+ and the test tools}" \
-    -r "$here/base.txt" "${wanted[@]}"
+    -r "$here/base.txt" "${wanted[@]}" ${restore[@]+"${restore[@]}"}
 pip_install "rlinf_vl (editable)" --no-deps -e "$root"
+
+# Of use beside rlinf_vl, to load what it exports with AutoProcessor. It must be built for this torch, or transformers
+# can't be imported any more; and there is no such build for every torch.
+fit_torchvision() {
+    local arguments=() argument
+    while read -r argument; do
+        if [[ -n "$argument" ]]; then arguments+=("$argument"); fi
+    done <<<"$(packages torchvision)"
+    if ((${#arguments[@]} == 0)); then return; fi
+    say "installing torchvision for this torch …"
+    if "$python" -m pip -qq --disable-pip-version-check --retries 0 --timeout 20 "${arguments[@]}" 2>/dev/null &&
+        "$python" -P -c 'import torchvision' 2>/dev/null; then
+        return
+    fi
+    "$python" -m pip uninstall -qq --yes --disable-pip-version-check torchvision 2>/dev/null || true
+    say "  none for this torch can be had here, which rlinf_vl does without; AutoProcessor (videos) wants it:"
+    say "  $python -m pip ${arguments[*]:0:${#arguments[@]}-1} '${arguments[${#arguments[@]}-1]}'"
+}
+if [[ -z "$with_sglang" ]]; then fit_torchvision; fi # SGLang brings its own
 
 say "verifying (imports everything once) …"
 verify full || fail "the environment does not work (message above); run this again, or delete $venv first"
 {
     printf 'key=%s\nwith_sglang=%s\nsglang=%s\n' "$key" "$with_sglang" "$sglang"
     printf 'torch=%s\ntransformers=%s\ndev=%s\n' "$torch" "$transformers" "$dev"
+    packages record
 } >"$stamp.new"
 mv -- "$stamp.new" "$stamp"
 say "ready in $SECONDS s: $venv"

@@ -107,6 +107,7 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             seed = {} if arguments.seed is None else {"seed": arguments.seed}
             print(f"checkpoint: {toy_checkpoint_path(arguments.name, **seed)}")
         case "export":
+            from rlinf_vl.preflight.packages import installed_version, torchvision_command
             from rlinf_vl.publish import publish
             from rlinf_vl.runtime.checkpoints import folder_at
 
@@ -125,8 +126,9 @@ def _run_verb(arguments: argparse.Namespace) -> int:
                 return 0
             log.info(
                 "wrote %s, for AutoModelForImageTextToText (text only: AutoModelForCausalLM), AutoTokenizer and AutoImageProcessor; "
-                "AutoProcessor wants torchvision besides, for videos (pip install torchvision)",
+                "AutoProcessor wants torchvision besides, for videos (%s)",
                 place,
+                "installed here" if installed_version("torchvision") else torchvision_command(),
             )
         case "watch":
             from rlinf_vl.report.watch import watch

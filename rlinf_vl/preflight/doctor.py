@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +30,7 @@ from rlinf_vl.engines.sglang.machine import cuda_environment, missing_tools
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.gpus import gpu_memory
 from rlinf_vl.preflight.inputs import RULES, packages_missing
+from rlinf_vl.preflight.packages import STAMP, installed_version, moved_packages, torchvision_command
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
 
 GIB = 2**30
@@ -79,6 +79,8 @@ class Machine:
     environment: dict[str, str]
     cluster: str = ""  # address of the Ray cluster that a run would join; "": a private one
     cluster_answers: bool = True
+    moved: tuple[str, ...] = ()  # packages with another version than the environment was made with
+    restore: str = ""  # the command that puts them back
 
 
 class Line(NamedTuple):
@@ -133,15 +135,14 @@ def look(config: Config | None = None) -> Machine:
     """The facts of this machine, as a run of `config` would meet them. About a second beside the import of torch."""
     import torch
 
+    stamp = Path(sys.prefix) / STAMP
     address = cluster_to_join(config.cluster.ray_address, dict(os.environ))[0] if config else None
     sglang = config is None or config.rollout.rollout_backend == "sglang"
     driver, cuda = Path("/proc/driver/nvidia/version"), torch.version.cuda
     found = re.search(r"\b\d{3,}\.[\d.]+\b", driver.read_text()) if driver.exists() else None
     return Machine(
         python=".".join(map(str, sys.version_info[:3])),
-        packages={
-            name: next((d.version for d in distributions(name=name)), None) for name in TESTED if name != "python"
-        },
+        packages={name: installed_version(name) for name in TESTED if name != "python"},
         cuda_major=int(cuda.split(".")[0]) if cuda else None,
         driver=found[0] if found else None,
         gpus=gpu_memory() or (),
@@ -156,6 +157,8 @@ def look(config: Config | None = None) -> Machine:
         environment=dict(os.environ),
         cluster=address or "",
         cluster_answers=address is None or reachable(address, timeout=5),
+        moved=tuple(map(str, moved_packages(stamp))),
+        restore=f"bash requirements/install.sh --venv {sys.prefix}" if stamp.is_file() else torchvision_command(),
     )
 
 
@@ -176,6 +179,9 @@ def _versions(machine: Machine, config: Config | None) -> Iterator[Line]:
         elif name in needed:
             install = f"bash requirements/install.sh{' --sglang' if sglang else ''}"
             yield line(name, "not installed", f"`{install}` makes an environment that has it")
+    if machine.moved:
+        moved = f"other versions than the environment was made with: {', '.join(machine.moved)}"
+        yield line("packages", moved, f"`{machine.restore}` puts them back", "warn")
 
 
 def _gpus(machine: Machine, config: Config | None) -> Iterator[Line]:

@@ -6,12 +6,17 @@ import importlib.util
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from rlinf_vl.__main__ import main
 from rlinf_vl.config import config_keys, load_config
@@ -35,7 +40,8 @@ RUN_BY = {
     r"\S*python benchmarks/\w+\.py": "tests/integration/test_benchmarks.py",
     r"RLINF_VL_FIGURES=\S+ \S*python -m pytest": "tests/integration/test_models.py tests/integration/sglang/test_families.py",
     r"\S*python docs/generate_models_page\.py": "tests/unit/docs/test_config_page.py",
-    r"\S*python -m pip install": "none: it fetches a peer to compare with",
+    r"\S*python -m pip install": "none: it fetches what is not in the environment",
+    r"\S*jupyter lab": "none: it is a server",
     r"\S*ruff (check|format)": "none: it is a check itself",
     r"\S*basedpyright": "tests/checks/type_hints.py",
     r"bash tests/checks\.sh": "none: it is a check itself",
@@ -256,3 +262,73 @@ def test_messages_that_are_quoted_are_printed():
     for message in quoted:
         pattern = ".*".join(map(re.escape, re.split(r"\s*…\s*", " ".join(message.split()))))
         assert any(re.search(pattern, text, re.S) for text in texts), message
+
+
+# --- tools that commands use ------------------------------------------------------------------------------------------
+
+#: Options of install.sh and extras of pip, by which a page adds packages to the environment before it uses them.
+ADDED_BY = re.compile(r"install\.sh [^\n`]*--(dev)\b|pip install -e '\.\[(\w+)\]'|bash tests/run\.sh")
+#: Programs of Python itself.
+OF_PYTHON = {"python", "pip", "venv", "activate"}
+
+
+def requirement_names(lines: list[str]) -> set[str]:
+    return {
+        canonicalize_name(Requirement(line.partition("#")[0]).name) for line in lines if line.partition("#")[0].strip()
+    }
+
+
+def with_dependencies(names: set[str]) -> set[str]:
+    """These distributions and all that they need, as far as they are installed here."""
+    known, pending = set(), [*names]
+    while pending:
+        name = pending.pop()
+        if name in known:
+            continue
+        try:
+            needed = [Requirement(line) for line in metadata.distribution(name).requires or ()]
+        except metadata.PackageNotFoundError:
+            continue
+        known.add(name)
+        pending += [
+            canonicalize_name(one.name) for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})
+        ]
+    return known
+
+
+@cache
+def modules_by_distribution():
+    return metadata.packages_distributions()
+
+
+def programs_of(distributions: set[str]) -> set[str]:
+    """What can be run of them: console scripts, and modules for `python -m`."""
+    scripts = {entry.name for name in distributions for entry in metadata.distribution(name).entry_points}
+    modules = modules_by_distribution().items()
+    return scripts | {
+        module for module, owners in modules if distributions & {canonicalize_name(one) for one in owners}
+    }
+
+
+def programs_used(page: Path) -> set[str]:
+    text = page.read_text(encoding="utf-8")
+    return set(re.findall(r"\.venv/bin/(?:python -m )?([\w-]+)", text)) | set(re.findall(r"\bpython -m ([\w-]+)", text))
+
+
+def test_every_tool_of_a_command_is_in_the_environment_that_the_page_makes():
+    base = requirement_names((ROOT / "requirements/base.txt").read_text().splitlines()) | {"rlinf-vl"}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    by_default = programs_of(with_dependencies(base)) | OF_PYTHON
+    used_beyond = {}
+    for page in PAGES:
+        steps = list(ADDED_BY.finditer(page.read_text(encoding="utf-8")))
+        added = {step[1] or step[2] or "dev" for step in steps}  # tests/run.sh installs with --dev
+        names = {name for extra in added for name in requirement_names(extras[extra])}
+        # Named by the page, and not installed where the tests run (JupyterLab): its command is called as it is.
+        there = (
+            by_default | programs_of(with_dependencies(base | names)) | {"jupyter" for one in names if "jupyter" in one}
+        )
+        if lacking := programs_used(page) - there:
+            used_beyond[name_of(page)] = lacking
+    assert not used_beyond, "say how to install them, or install them"
+    assert "mkdocs" in programs_used(ROOT / "README.md") and "mkdocs" not in by_default, "nothing was looked for"

@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,12 @@ def test_a_machine_that_has_everything_has_no_other_line():
         ({"run_disk": 40 * GIB}, "disk", "warn", "3 checkpoints of 20.7 GiB"),
         ({"run_disk": 10 * GIB}, "disk", "fail", "lower runner.keep_last"),
         ({"cache_disk": GIB}, "cache", "warn", "HF_HOME"),
+        (
+            {"moved": ("torch 2.13.0 → 2.15.0",), "restore": "bash requirements/install.sh --venv /env"},
+            "packages",
+            "warn",
+            "torch 2.13.0 → 2.15.0: `bash requirements/install.sh --venv /env` puts them back",
+        ),
         ({"python": "3.14.0"}, "python", "warn", "not tested; tested: 3.11"),
         ({"cluster": "10.0.0.1:6379", "cluster_answers": False}, "cluster", "fail", "nothing answers"),
     ],
@@ -105,6 +112,16 @@ def test_image_tokens_by_arithmetic(tmp_path):
     assert "at most 100 an image (8 × 8 pixels" in own.said
     tiny_model(family="qwen3").config.save_pretrained(tmp_path)
     assert "image tokens" not in lines(GPUS, f"rollout.model.model_path={tmp_path}")
+
+
+def test_versions_are_compared_with_those_that_the_environment_was_made_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    (tmp_path / ".rlinf_vl").write_text(f"key=1\nversion.torch={version('torch')}\nversion.ray=2.1\nversion.gone=3\n")
+    machine = doctor.look()
+    assert machine.moved == (f"ray 2.1 → {version('ray')}", "gone 3 → none")
+    assert machine.restore == f"bash requirements/install.sh --venv {tmp_path}"
+    (tmp_path / ".rlinf_vl").write_text("key=1\n")
+    assert doctor.look().moved == ()
 
 
 def test_this_machine_is_looked_at():
