@@ -267,7 +267,9 @@ def test_messages_that_are_quoted_are_printed():
 # --- tools that commands use ------------------------------------------------------------------------------------------
 
 #: Options of install.sh and extras of pip, by which a page adds packages to the environment before it uses them.
-ADDED_BY = re.compile(r"install\.sh [^\n`]*--(dev)\b|pip install -e '\.\[(\w+)\]'|bash tests/run\.sh")
+ADDED_BY = re.compile(
+    r"install\.sh [^\n`]*--(dev)\b|pip install -e '\.\[(\w+)\]'|bash tests/run\.sh +# [^\n]*makes the environment"
+)
 #: Programs of Python itself.
 OF_PYTHON = {"python", "pip", "venv", "activate"}
 
