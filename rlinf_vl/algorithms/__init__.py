@@ -1,9 +1,13 @@
 """The mathematics of the update: pure functions on torch tensors, to be read beside the papers.
 
-Conventions of all of them: per-token tensors are float, 1-D `[T]` (packed) or 2-D `[B, T]` (padded), with a boolean
-mask of the same shape; what stands outside the mask, NaN included, changes neither a value nor a gradient. Sequences
-are the segments of `segment_ids` (integers of the mask's shape; one id is one sequence wherever it stands in the call),
-or, without it, the rows of a 2-D tensor and the whole of a 1-D one. float16 and bfloat16 are computed in float32.
+Conventions of all functions:
+
+- Per-token tensors are float, 1-D `[T]` (packed) or 2-D `[B, T]` (padded), with a boolean mask of
+  the same shape. Values outside the mask, NaN included, change neither a value nor a gradient.
+- Sequences are the segments of `segment_ids`: integers of the mask's shape; tokens of one id are
+  one sequence, wherever they stand in the call. Without `segment_ids`, each row of a 2-D tensor is
+  a sequence, and a 1-D tensor is one sequence.
+- float16 and bfloat16 are computed in float32.
 """
 
 from rlinf_vl.algorithms.advantages import advantages, group_advantages, token_moments, token_normalized

@@ -1,7 +1,7 @@
-"""From per-token losses to one scalar, and the sequence bookkeeping that needs.
+"""Reduction of per-token losses to one scalar, and sums over the sequences of a packed tensor.
 
-A loss is a sum over micro-batches and ranks divided by a count that is global and known beforehand; a mean of
-micro-batch means would weigh a sequence by how it was packed.
+A loss is a sum over micro-batches and ranks, divided by a count that is global and known
+beforehand. A mean of micro-batch means would weigh a sequence by how it was packed.
 """
 
 import torch
@@ -18,13 +18,14 @@ def aggregate(
     denominator: float | torch.Tensor | None = None,
     n_segments: int | None = None,
 ) -> torch.Tensor:
-    """Reduces a per-token loss over the mask.
+    """Reduce a per-token loss over the mask.
 
     - `token-mean`: sum over tokens / number of masked tokens. Every token weighs the same (DAPO).
-    - `seq-mean-token-mean`: sum over sequences of their token mean / number of sequences. Every sequence weighs the
-      same (GRPO). A sequence's own token count is taken inside this call: a sequence must not be split over calls.
-    - `seq-mean-token-sum`: sum over sequences of their token sum / number of sequences; with a `denominator` that is this number
-      times a constant length, Dr. GRPO.
+    - `seq-mean-token-mean`: sum over sequences of their token mean / number of sequences. Every
+      sequence weighs the same (GRPO). A sequence must not be split over calls, since each call
+      counts the tokens of its sequences.
+    - `seq-mean-token-sum`: sum over sequences of their token sum / number of sequences. With a
+      `denominator` that is this number times a constant length, it is Dr. GRPO.
 
     Only sequences with at least one masked token count as sequences.
 
@@ -32,10 +33,12 @@ def aggregate(
         per_token: float `[T]` or `[B, T]`.
         mask: bool, same shape.
         segment_ids: integers, same shape, or None (see `rlinf_vl.algorithms`).
-        denominator: what divides instead of the count found in this call: the number of tokens (`token-mean`) or
-            sequences (the others) of the whole mini-batch over all ranks. Summed over the micro-batches and ranks, the
-            results then are the whole's. A number or a scalar tensor, >= 0.
-        n_segments: says that `segment_ids` are 0…n_segments-1; without it they are looked through, which waits for a GPU.
+        denominator: the divisor, a number or a scalar tensor, >= 0: the number of tokens
+            (`token-mean`) or sequences (other modes) of the whole mini-batch over all ranks. The
+            results of all micro-batches and ranks then sum to the loss of the mini-batch. None
+            divides by the count of this call.
+        n_segments: promises that `segment_ids` are 0…n_segments-1. Without it, the distinct ids are
+            looked up, which waits for a GPU.
 
     Returns:
         Scalar on the graph of `per_token`, float32 or wider. Nothing in the mask gives 0 with zero gradients.
@@ -43,8 +46,8 @@ def aggregate(
     Raises:
         ValueError: unknown mode, shapes that differ, a mask that isn't boolean, a negative denominator.
 
-    Sources: Yu et al., "DAPO" (2025); Shao et al., "DeepSeekMath" (2024); Liu et al., "Understanding R1-Zero-Like
-    Training" (2025).
+    Sources: Yu et al., "DAPO" (2025); Shao et al., "DeepSeekMath" (2024); Liu et al.,
+    "Understanding R1-Zero-Like Training" (2025).
     """
     check_allowed("mode", mode, AGGREGATION_MODES)
     check_shapes(mask, per_token=per_token)
@@ -58,11 +61,13 @@ def aggregate(
         _, sums, tokens = segment_sums(values, mask, segment_ids, n_segments)
         total = (sums / tokens.clamp(min=1) if mode == "seq-mean-token-mean" else sums).sum()
         count = (tokens > 0).sum()
+    # A count of 0 comes with a total of 0: dividing by 1 gives 0, not NaN. `where` decides on the
+    # device; reading a tensor's value here would wait for the GPU.
     divisor = count if denominator is None else denominator
     if isinstance(divisor, torch.Tensor):
         divisor = torch.where(divisor > 0, divisor.to(mask.device).double(), 1.0)
     elif divisor == 0:
-        divisor = 1.0  # a count of 0 goes with a total of 0
+        divisor = 1.0
     return (total / divisor).to(values.dtype)
 
 
@@ -72,8 +77,8 @@ def segment_sums(
     """Sum `values` and the mask over each sequence.
 
     Returns:
-        The sequence of each token, int64 0…n-1 of the mask's shape; the sums, and the counts of masked tokens, both
-        float64 `[n]`, so that the order of tokens doesn't show.
+        The sequence number of each token, int64 0…n-1 of the mask's shape; the sums; the counts of
+        masked tokens. Both are float64 `[n]`, so that the order of tokens doesn't show.
 
     Raises:
         ValueError: segment_ids have another shape than the mask or aren't integers.
@@ -96,12 +101,16 @@ def segment_sums(
 
 
 def zero_outside(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values` inside the mask and 0 outside, at least float32. Whatever stands outside also gets a gradient of 0."""
+    """Return `values` inside the mask and 0 outside, in float32 or wider.
+
+    Values outside the mask get a gradient of 0, too.
+    """
+    # `where`, not a product with the mask: NaN times 0 is NaN, in the value and in the gradient.
     return values.to(torch.promote_types(values.dtype, torch.float32)).where(mask, 0.0)
 
 
 def check_shapes(mask: torch.Tensor, **tensors: torch.Tensor) -> None:
-    """ValueError unless the mask is boolean, 1-D or 2-D, and every named tensor has its shape."""
+    """Raise ValueError unless the mask is boolean, 1-D or 2-D, and every tensor has its shape."""
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be boolean, got {mask.dtype}")
     if mask.ndim not in (1, 2):
@@ -112,6 +121,6 @@ def check_shapes(mask: torch.Tensor, **tensors: torch.Tensor) -> None:
 
 
 def check_allowed(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """ValueError naming the allowed values unless `value` is one of them."""
+    """Raise ValueError, which names the allowed values, unless `value` is one of them."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")

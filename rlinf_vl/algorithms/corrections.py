@@ -1,4 +1,7 @@
-"""What corrects for tokens that other weights, or another arithmetic, have sampled: old logprobs, importance weights, rejection."""
+"""Corrections for tokens sampled by other weights or other arithmetic than the trainer's.
+
+They are importance weights, rejection of tokens, and interpolated old logprobs.
+"""
 
 import math
 
@@ -6,7 +9,8 @@ import torch
 
 from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, segment_sums, zero_outside
 
-#: What has a ratio ρ of its own: exp(Δ) of a token, Δ = train - rollout logprob; of a sequence exp(ΣΔ), or exp(mean Δ).
+#: Definitions of the ratio ρ, with Δ = train - rollout logprob of a token: exp(Δ) for each token,
+#: or one ratio for all tokens of a sequence, exp(ΣΔ) or exp(mean Δ).
 IMPORTANCE_LEVELS = ("token", "sequence", "geometric")
 
 
@@ -21,38 +25,40 @@ def importance_weights(
     segment_ids: torch.Tensor | None = None,
     n_segments: int | None = None,
 ) -> torch.Tensor:
-    """Truncated importance weights of the trainer's distribution over the engine's.
+    """Return truncated importance weights of the trainer's distribution over the engine's.
 
         w_t = min(exp(Δ_t), clip),  Δ = train_logprobs - rollout_logprobs
 
-    - `token`: each token by its own ratio.
-    - `sequence`: every token of a sequence by the ratio of the whole, exp(Σ_t Δ_t): unbiased, of high variance.
-    - `geometric`: every token of a sequence by the geometric mean of its ratios, exp(mean_t Δ_t).
+    - `token`: a token's weight is its own ratio.
+    - `sequence`: the weight of every token is the ratio of its sequence, exp(Σ_t Δ_t): unbiased, of
+      high variance.
+    - `geometric`: the weight of every token is the geometric mean of its sequence's ratios,
+      exp(mean_t Δ_t).
 
     Sums and means are over the masked tokens of a sequence, which must not be split over calls.
 
     Args:
         train_logprobs: float `[T]` or `[B, T]`, the trainer's logprobs of the sampled tokens.
-        rollout_logprobs: same shape, the engine's logprobs, each of the weights that sampled the token.
+        rollout_logprobs: same shape, the engine's logprobs, by the weights that sampled the token.
         mask: bool, same shape: the sampled tokens.
         clip: upper bound of a weight, > 0; None doesn't truncate.
         segment_ids, n_segments: see `aggregate`.
 
     Returns:
-        Weights of the same shape, float32 or wider, detached; 0 outside the mask. An exponent that the dtype can't hold
-        is lowered to one it can, so a weight is finite even without `clip`.
+        Weights of the same shape, float32 or wider, detached; 0 outside the mask. An exponent whose
+        exp overflows the dtype is lowered, so a weight is finite even without `clip`.
 
     Raises:
         ValueError: unknown level, shapes that differ, clip <= 0.
 
-    Sources: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025) for the
-    truncated token weights; Ionides, "Truncated Importance Sampling" (2008); Zheng et al., "Group Sequence
-    Policy Optimization" (2025) for the geometric mean.
+    Sources: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+    (2025) for the truncated token weights; Ionides, "Truncated Importance Sampling" (2008); Zheng
+    et al., "Group Sequence Policy Optimization" (2025) for the geometric mean.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip must be > 0 or None, got {clip}")
     delta = log_ratios(train_logprobs, rollout_logprobs, mask, level, segment_ids, n_segments)
-    # One below the logarithm of the largest number: exp rounds, and must not round to infinity.
+    # One below the logarithm of the largest number, since exp must not round to infinity.
     weights = delta.clamp(max=math.log(torch.finfo(delta.dtype).max) - 1).exp()
     if clip is not None:
         weights = weights.clamp(max=clip)
@@ -72,17 +78,18 @@ def rejection_mask(
     segment_ids: torch.Tensor | None = None,
     n_segments: int | None = None,
 ) -> torch.Tensor:
-    """The masked tokens that may be trained on, as what sampled them is close enough to the trainer.
+    """Return the mask of tokens whose sampling distribution is close enough to train on them.
 
-    A token stays if low <= ρ <= high, with ρ of the level as in `importance_weights` before it is truncated; and if no token of its
-    sequence has exp(Δ_t) < veto. At the levels `sequence` and `geometric` a sequence stays or goes as a whole. NaN goes.
+    A token is accepted if low <= ρ <= high, with ρ of the level as in `importance_weights`, but not
+    truncated, and if no token of its sequence has exp(Δ_t) < veto. At the levels `sequence` and
+    `geometric`, a sequence is accepted or rejected as a whole. NaN is rejected.
 
     Args:
-        level: None rejects nothing but by `veto`.
-        low, high: bounds of ρ = exp(train - rollout), both included; 0 and infinity are none. Systems that bound
-            exp(rollout - train) have their reciprocals.
-        veto: least ratio of a single token; None is off.
-        Others: see `importance_weights`.
+        train_logprobs, rollout_logprobs, mask, segment_ids, n_segments: see `importance_weights`.
+        level: the level of ρ; None rejects by `veto` only.
+        low, high: inclusive bounds of ρ = exp(train - rollout); 0 and infinity don't bound. Systems
+            that bound exp(rollout - train) use the reciprocals.
+        veto: the least ratio of a single token; None is off.
 
     Returns:
         bool, of the mask's shape; False outside the mask.
@@ -90,22 +97,25 @@ def rejection_mask(
     Raises:
         ValueError: unknown level, shapes that differ, bounds that leave nothing between them.
 
-    Sources: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (2025) for
-    masked importance sampling (MIS), the geometric mean and the veto; Ling Team, "Every Step Evolves: Scaling Reinforcement Learning
-    for Trillion-Scale Thinking Model" (2025) for tokens (IcePop).
+    Sources: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the
+    Training-Inference Mismatch" (2025) for masked importance sampling (MIS), the geometric mean and
+    the veto; Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale
+    Thinking Model" (2025) for tokens (IcePop).
     """
     if not 0 <= low < high:
         raise ValueError(f"low and high must be 0 <= low < high, got {low} and {high}")
-    kept = mask
+    accepted = mask
     if level is not None:
         delta = log_ratios(train_logprobs, rollout_logprobs, mask, level, segment_ids, n_segments)
-        kept = kept & (delta >= _log(low)) & (delta <= _log(high))
+        # NaN compares false with both bounds, so it is rejected.
+        accepted = accepted & (delta >= _log(low)) & (delta <= _log(high))
     if veto is not None:
-        tokens = log_ratios(train_logprobs, rollout_logprobs, mask, "token")
-        vetoed = mask & ~(tokens >= _log(veto))
-        index, count, _ = segment_sums(vetoed, mask, segment_ids, n_segments)
-        kept = kept & (count == 0)[index]
-    return kept
+        token_log_ratios = log_ratios(train_logprobs, rollout_logprobs, mask, "token")
+        # "not >=" instead of "<": NaN must be vetoed, too.
+        vetoed = mask & ~(token_log_ratios >= _log(veto))
+        index, vetoed_tokens, _ = segment_sums(vetoed, mask, segment_ids, n_segments)
+        accepted = accepted & (vetoed_tokens == 0)[index]
+    return accepted
 
 
 def log_ratios(
@@ -116,7 +126,10 @@ def log_ratios(
     segment_ids: torch.Tensor | None = None,
     n_segments: int | None = None,
 ) -> torch.Tensor:
-    """log ρ of each token at a `level` of `importance_weights`, of the mask's shape, float32 or wider; of no meaning outside it."""
+    """Return log ρ of each token at a `level` of `importance_weights`.
+
+    The result has the mask's shape and is float32 or wider; values outside the mask mean nothing.
+    """
     check_allowed("level", level, IMPORTANCE_LEVELS)
     check_shapes(mask, train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
     delta = zero_outside(train_logprobs, mask) - zero_outside(rollout_logprobs, mask)
@@ -130,24 +143,29 @@ def log_ratios(
 def interpolated_logprobs(
     train_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, staleness: torch.Tensor
 ) -> torch.Tensor:
-    """Old logprobs between the engine's and the trainer's: the staler a token, the closer to the latter. They need no pass.
+    """Interpolate old logprobs between the engine's and the trainer's, without a forward pass.
+
+    The staler a token, the closer its old logprob is to the trainer's.
 
         log π_old = log π_rollout + α·(log π_train - log π_rollout),  α = d / (d + 1)
 
     Args:
         train_logprobs: float `[T]` or `[B, T]`, of the weights being trained.
         rollout_logprobs: same shape, of the weights that sampled each token.
-        staleness: integers, same shape, d >= 0: how many steps older those weights are than the weights at the step's start.
+        staleness: integers, same shape, d >= 0: the number of steps between the weights that
+            sampled the token and the weights at the start of the training step.
 
     Returns:
         Same shape, detached.
 
-    Source: Li et al., "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy Approximation" (2025), as
-    AReaL computes it: versions of the old policy and of the policy being trained differ by one.
+    Source: Li et al., "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal
+    Policy Approximation" (2025), as AReaL computes it: versions of the old policy and of the policy
+    being trained differ by one.
     """
     d = staleness.to(rollout_logprobs.dtype)
     return rollout_logprobs + d / (d + 1) * (train_logprobs.detach() - rollout_logprobs)
 
 
 def _log(bound: float) -> float:
+    """Return the logarithm of a bound; minus infinity for 0, where `math.log` raises."""
     return math.log(bound) if bound else -math.inf

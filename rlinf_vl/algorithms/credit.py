@@ -1,6 +1,7 @@
-"""Advantages of single turns: which of an episode's answers was better than the others.
+"""Advantages of single turns of multi-turn episodes.
 
-Turns are the elements of 1-D tensors, those of a trajectory in order of time; trajectories may stand in any order.
+Turns are the elements of 1-D tensors. The turns of one trajectory stand in order of time; turns of
+different trajectories may be interleaved.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -14,12 +15,13 @@ Ids = torch.Tensor | Iterable[Hashable]
 
 
 def discounted_returns(rewards: torch.Tensor, trajectory_ids: Ids, discount: float) -> torch.Tensor:
-    """What is paid from each turn on, later rewards for less: G_t = r_t + discount · G_{t+1}.
+    """Return the discounted return of each turn: G_t = r_t + discount · G_{t+1}.
 
     Args:
-        rewards: float `[N]`, paid for each turn.
-        trajectory_ids: `[N]`, whose turn each is: an integer tensor or any hashable values.
-        discount: 0 (a turn's own reward counts) … 1 (all later ones, too).
+        rewards: float `[N]`, the reward of each turn.
+        trajectory_ids: `[N]`, the trajectory of each turn: an integer tensor or any hashable
+            values.
+        discount: 0 (only a turn's own reward counts) … 1 (later rewards count in full).
 
     Returns:
         float64 `[N]`, on the device of `rewards`.
@@ -32,11 +34,12 @@ def discounted_returns(rewards: torch.Tensor, trajectory_ids: Ids, discount: flo
     if not 0 <= discount <= 1:
         raise ValueError(f"discount must lie in [0, 1], got {discount}")
     trajectories = listed("trajectory_ids", trajectory_ids, rewards)
-    after: dict[Hashable, float] = {}
+    # Backward in time; one next return per trajectory, since trajectories may be interleaved.
+    next_returns: dict[Hashable, float] = {}
     returns = rewards.detach().double().tolist()
     for t in range(len(returns) - 1, -1, -1):
-        returns[t] += discount * after.get(trajectories[t], 0.0)
-        after[trajectories[t]] = returns[t]
+        returns[t] += discount * next_returns.get(trajectories[t], 0.0)
+        next_returns[trajectories[t]] = returns[t]
     return torch.tensor(returns, dtype=torch.float64, device=rewards.device)
 
 
@@ -49,39 +52,42 @@ def turn_advantages(
     compare: Callable[..., torch.Tensor] = group_advantages,
     **options: Any,
 ) -> torch.Tensor:
-    """Each turn's return against those of the same turn of its group's other trajectories.
+    """Compare each turn's return with those of the same turn of its group's other trajectories.
 
         G_{i,t} = Σ_{l≥t} discount^(l-t) · r_{i,l}
         A_{i,t} = (G_{i,t} - mean_j G_{j,t}) / (std_j G_{j,t} + eps)
 
-    Mean and deviation are over the trajectories of the group that have a turn number t. One that alone lasted so long gets
-    exactly 0 from there on, as any tie does (`group_advantages`, which has the variants too).
+    Mean and deviation are over the trajectories of the group that have a turn number t. A turn
+    that no other trajectory reached gets exactly 0, like any tie. `compare` and its options choose
+    other baselines (see `group_advantages`).
 
     With one turn per trajectory this is `group_advantages`.
 
     Args:
         rewards, trajectory_ids, discount: see `discounted_returns`.
         group_ids: `[N]`, the group of each turn's trajectory.
-        compare: gets the returns, an id of each turn's group and number, and `options`.
+        compare: computes the advantages; called with the returns, an id of each turn's group and
+            turn number, and `options`.
 
     Returns:
         `[N]`, dtype and device of `rewards`.
 
     Raises:
-        ValueError: as `discounted_returns` and `group_advantages`.
+        ValueError: see `discounted_returns` and `group_advantages`.
 
-    Sources: Baronio et al., "Kevin: Multi-Turn RL for Generating CUDA Kernels" (2025), where every turn is a sample of its own,
-    paid the discounted sum of the scores from there on (theirs is compared with all turns of the group). That only equal turn
-    numbers are compared is as in MT-GRPO (Zeng et al., "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit
-    Assignment", 2025): later turns have less ahead of them, which is no merit or fault of theirs.
+    Sources: Baronio et al., "Kevin: Multi-Turn RL for Generating CUDA Kernels" (2025), where every
+    turn is a sample of its own, with the discounted sum of the scores from there on as its reward,
+    compared with all turns of the group. Here, as in MT-GRPO (Zeng et al., "Reinforcing Multi-Turn
+    Reasoning in LLM Agents via Turn-Level Credit Assignment", 2025), only turns of the same number
+    are compared: a later turn has fewer rewards ahead of it, which says nothing of its quality.
     """
     returns = discounted_returns(rewards, trajectory_ids, discount)
-    seen: dict[Hashable, int] = {}
+    last_turns: dict[Hashable, int] = {}
     keys = []
     groups = listed("group_ids", group_ids, rewards)
     for trajectory, group in zip(listed("trajectory_ids", trajectory_ids, rewards), groups, strict=True):
-        seen[trajectory] = number = seen.get(trajectory, -1) + 1
-        keys.append((group, number))
+        last_turns[trajectory] = turn_number = last_turns.get(trajectory, -1) + 1
+        keys.append((group, turn_number))
     return compare(returns, keys, **options).to(rewards.dtype)
 
 
@@ -95,46 +101,53 @@ def gigpo_advantages(
     discount: float = 1.0,
     **options: Any,
 ) -> torch.Tensor:
-    """GiGPO: how good the episode was in its group, plus how good the turn was among those that answered to the same state.
+    """Return GiGPO advantages: the episode's in its group plus the turn's among turns of one state.
 
         A_E(i)   = (R_i - mean_j R_j) / (std_j R_j + eps),  R_i = Σ_t r_{i,t}  over the trajectories j of the group
         A_S(i,t) = (G_{i,t} - mean G) / (std G + eps)       over all turns of the group with the state of turn (i, t)
         A(i,t)   = A_E(i) + weight · A_S(i,t),              G_{i,t} = Σ_{l≥t} discount^(l-t) · r_{i,l}
 
-    A trajectory that came back to a state has several turns in that mean. A state that nobody else answered to, or that has no
-    name, adds exactly 0. Without `normalize` both are plain differences, the paper's F_norm = 1.
+    A trajectory that returned to a state has several turns in the mean G. If a state has one turn
+    only, or no name, A_S is exactly 0. Without `normalize`, both terms are plain differences: the
+    paper's F_norm = 1.
 
     Args:
         rewards, trajectory_ids, group_ids, discount: see `turn_advantages`.
-        states: `[N]`, the state that each turn answered to; None for one without a name. Equal states of different groups are
-            different ones.
-        weight: the paper's ω, >= 0 (there: 1, with a discount of 0.95).
-        options: of `group_advantages`.
+        states: `[N]`, the name of the state in which each turn was taken, or None. Equal names in
+            different groups are different states.
+        weight: the paper's ω, >= 0 (in the paper 1, with a discount of 0.95).
+        options: keyword arguments of `group_advantages`.
 
     Returns:
         `[N]`, dtype and device of `rewards`.
 
     Raises:
-        ValueError: as `turn_advantages`; or weight < 0; or a trajectory is in two groups.
+        ValueError: see `turn_advantages`; or weight < 0; or a trajectory is in two groups.
 
-    Source: Feng et al., "Group-in-Group Policy Optimization for LLM Agent Training" (2025), equations 3, 6, 7 and 8. Their code
-    takes mean and deviation of R over turns, which counts long trajectories more; here it is over trajectories, as in the text.
+    Source: Feng et al., "Group-in-Group Policy Optimization for LLM Agent Training" (2025),
+    equations 3, 6, 7 and 8. Their code takes mean and deviation of R over turns, which counts long
+    trajectories more; here, as in the paper's text, they are over trajectories.
     """
     if not weight >= 0:
         raise ValueError(f"weight must be >= 0, got {weight}")
     returns = discounted_returns(rewards, trajectory_ids, discount)
-    trajectories, groups, named = (
+    trajectories, groups, state_names = (
         listed(name, ids, rewards)
         for name, ids in (("trajectory_ids", trajectory_ids), ("group_ids", group_ids), ("states", states))
     )
     pairs = list(dict.fromkeys(zip(trajectories, groups, strict=True)))
-    number = {trajectory: n for n, (trajectory, _) in enumerate(pairs)}
-    if len(number) < len(pairs):
+    trajectory_numbers = {trajectory: n for n, (trajectory, _) in enumerate(pairs)}
+    if len(trajectory_numbers) < len(pairs):
         raise ValueError("a trajectory is in two groups")
-    whose = torch.tensor([number[t] for t in trajectories], dtype=torch.int64, device=rewards.device)
-    totals = returns.new_zeros(len(pairs)).index_add(0, whose, rewards.detach().double())
+    trajectory_index = torch.tensor(
+        [trajectory_numbers[t] for t in trajectories], dtype=torch.int64, device=rewards.device
+    )
+    totals = returns.new_zeros(len(pairs)).index_add(0, trajectory_index, rewards.detach().double())
+    # A turn without a state's name is a group of its own, and so adds exactly 0. Its key, a
+    # 1-tuple, never equals a pair of group and state.
     keys = [
-        (t,) if state is None else (group, state) for t, (group, state) in enumerate(zip(groups, named, strict=True))
+        (t,) if state is None else (group, state)
+        for t, (group, state) in enumerate(zip(groups, state_names, strict=True))
     ]
-    episode = group_advantages(totals, [group for _, group in pairs], **options)[whose]
+    episode = group_advantages(totals, [group for _, group in pairs], **options)[trajectory_index]
     return (episode + weight * group_advantages(returns, keys, **options)).to(rewards.dtype)

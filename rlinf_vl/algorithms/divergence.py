@@ -6,20 +6,23 @@ from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, zero_ou
 
 DIVERGENCE_ESTIMATORS = ("k1", "k2", "k3", "abs")
 
-#: Log-ratios above this are lowered to it before exp (and carry no gradient): e^20 is 5e8, and a few of those would
-#: drown a batch or overflow.
+#: Upper bound of a log-ratio before exp; a lowered one carries no gradient. e^20 is 5e8: a few such
+#: tokens would drown a batch or overflow.
 MAX_LOG_RATIO = 20.0
-#: Least probability that `reverse_kl` gives to all tokens but its K together: what float32 leaves of 1.
+#: Least probability that `reverse_kl` gives to the tokens outside its K together: below it,
+#: 1 - Σ q_k is rounding error of float32.
 MIN_REST = 1e-6
 
 
 def reverse_kl(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
-    """KL(q‖p) per token of two distributions over K tokens and "any other", whose probability is what is left of 1.
+    """Return KL(q‖p) per token of two distributions over K tokens and one rest.
+
+    The rest stands for all other tokens; its probability is 1 minus the sum of the K.
 
         Σ_k q_k (log q_k - log p_k) + q_rest (log q_rest - log p_rest)
 
-    Never more than the KL over all tokens, and equal to it if the K are all. Differentiable in both; a rest below 1e-6 counts as
-    that.
+    The result never exceeds the KL over all tokens and equals it if the K are the whole vocabulary.
+    It is differentiable in both arguments. A rest below 1e-6 counts as 1e-6.
 
     Args:
         log_q, log_p: float `[..., K]`, logprobs of the same K distinct tokens.
@@ -27,7 +30,8 @@ def reverse_kl(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
     Returns:
         `[...]`, float32 or wider.
 
-    Source: Agarwal et al., "On-Policy Distillation of Language Models" (2024) for the reverse KL on the student's own samples.
+    Source: Agarwal et al., "On-Policy Distillation of Language Models" (2024) for the reverse KL on
+    the student's own samples.
     """
     if log_q.shape != log_p.shape:
         raise ValueError(f"log_q has shape {tuple(log_q.shape)}, log_p {tuple(log_p.shape)}")
@@ -38,27 +42,32 @@ def reverse_kl(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Estimates KL(q‖p) = E_q[log q - log p] per token, for tokens **sampled from q**.
+    """Estimate KL(q‖p) = E_q[log q - log p] per token, for tokens **sampled from q**.
 
     - `k1` = log q - log p: unbiased; a single estimate may be negative.
     - `k2` = (log q - log p)² / 2: never negative, biased, of low variance.
     - `k3` = p/q - 1 - log(p/q): unbiased and never negative.
-    - `abs` = |log q - log p|: not an estimate of the KL; how far the two are apart.
+    - `abs` = |log q - log p|: not an estimate of the KL, but the distance of the two logprobs.
 
-    Sign: positive where q gives the sampled token more probability than p does (k1). The KL penalty of a policy against
-    its reference samples from the policy: log_q = policy, log_p = reference, and the loss adds +beta times this. The
-    rollout-train gap samples from the engine: log_q = rollout, log_p = train.
+    Sign: k1 is positive where q gives the sampled token more probability than p does. The KL
+    penalty of a policy against its reference samples from the policy: log_q = policy,
+    log_p = reference, and the loss adds +beta times the estimate. The gap between rollout and
+    trainer samples from the engine: log_q = rollout, log_p = train.
 
-    As a loss, an estimator is differentiated in log_q, which is not the same as differentiating what it estimates: the
-    samples depend on q, too. Expected gradients, for tokens sampled from the q that is trained:
+    In a loss, an estimator is differentiated in log_q. That is not the gradient of the KL that it
+    estimates, since the samples depend on q, too. Expected gradients, for tokens sampled from the q
+    that is trained:
 
-    - `k1`: E_q[∇log q] = 0, whatever p is. It pulls nowhere; as a loss it is noise. It belongs into the reward.
-    - `k2`: E_q[(log q - log p) ∇log q] = ∇KL(q‖p), the gradient of what is wanted.
-    - `k3`: E_q[(1 - p/q) ∇log q] = -E_p[∇log q] = ∇KL(p‖q), the other direction; the two agree where q is close to p.
-    - `abs`: E_q[sign(log q - log p) ∇log q] = ∇‖q - p‖₁, twice the total variation: as strong near p as far from it.
+    - `k1`: E_q[∇log q] = 0, whatever p is. In a loss it is mere noise; use it in the reward.
+    - `k2`: E_q[(log q - log p) ∇log q] = ∇KL(q‖p), the gradient of the KL penalty itself.
+    - `k3`: E_q[(1 - p/q) ∇log q] = -E_p[∇log q] = ∇KL(p‖q), the other direction; the two agree
+      where q is close to p.
+    - `abs`: E_q[sign(log q - log p) ∇log q] = ∇‖q - p‖₁, twice the total variation: as strong near
+      p as far from it.
 
     Args:
-        log_p, log_q: float `[T]` or `[B, T]`, logprobs of the sampled tokens; the result is differentiable in both.
+        log_p, log_q: float `[T]` or `[B, T]`, logprobs of the sampled tokens; the result is
+            differentiable in both.
         mask: bool, same shape.
 
     Returns:
@@ -67,8 +76,8 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, est
     Raises:
         ValueError: unknown estimator, shapes that differ.
 
-    Sources: Schulman, "Approximating KL Divergence" (2020); Tang and Munos, "On a few pitfalls in KL divergence gradient
-    estimation for RL" (2025).
+    Sources: Schulman, "Approximating KL Divergence" (2020); Tang and Munos, "On a few pitfalls in
+    KL divergence gradient estimation for RL" (2025).
     """
     check_allowed("estimator", estimator, DIVERGENCE_ESTIMATORS)
     check_shapes(mask, log_p=log_p, log_q=log_q)
@@ -80,4 +89,5 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, est
     if estimator == "abs":
         return log_ratio.abs()
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
+    # expm1 keeps k3 >= 0 near p = q, where exp(x) - 1 - x cancels in float32.
     return log_ratio.expm1() - log_ratio

@@ -27,7 +27,7 @@ def policy_loss(
     segment_ids: torch.Tensor | None = None,
     n_segments: int | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The policy-gradient loss per token, optionally importance-weighted.
+    """Compute the policy-gradient loss per token, optionally importance-weighted.
 
         Δ = logprobs - old_logprobs;  ρ = exp(Δ);  c(ρ) = clip(ρ, 1 - clip_low, 1 + clip_high)
 
@@ -37,33 +37,40 @@ def policy_loss(
         sapo:   L = -A·(4/τ)·sigmoid(τ·(ρ - 1)),  τ = tau_pos where A > 0, else tau_neg
         result: weights · L
 
-    At ρ = 1 all of them have the gradient -A·weights. Where `actor` or `gspo` clips, it is 0; `cispo` bounds it, and `sapo` lets it
-    fade. For "gspo", sequences must not be split over calls.
+    At ρ = 1, all of them have the gradient -A·weights. Where `actor` or `gspo` clips, the gradient
+    is 0; `cispo` bounds it; `sapo` lets it fade as ρ leaves 1. For "gspo", sequences must not be
+    split over calls.
 
     Args:
-        logprobs: float `[T]` or `[B, T]`, of the policy being trained; the only input that gets a gradient.
+        logprobs: float `[T]` or `[B, T]`, of the policy being trained; the only input that gets a
+            gradient.
         old_logprobs: same shape, of the policy at the start of the step.
         advantages: anything that broadcasts to that shape: `[T]`, `[B, T]`, or `[B, 1]` for one per row.
         mask: bool, same shape as `logprobs`.
-        clip_low, clip_high: >= 0; needed by all but "sapo".
-        clip_c: > 1, or None for no dual clip; of "actor" and "gspo".
+        clip_low, clip_high: >= 0; required by all types but "sapo".
+        clip_c: > 1, or None for no dual clip; used by "actor" and "gspo".
         weights: broadcasts like `advantages`; None is 1.
-        loss_type: or a function `(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high)` that returns L, of the
-            shape of `logprobs`; what it returns outside of the mask does not count.
+        loss_type: one of `LOSS_TYPES`, or a function `(logprobs, old_logprobs, advantages,
+            segment_ids, clip_low, clip_high)` that returns L in the shape of `logprobs`. Its values
+            outside the mask do not count.
+        tau_pos, tau_neg: temperatures τ of "sapo".
         segment_ids, n_segments: see `aggregate`.
 
     Returns:
-        The loss per token (same shape, float32 or wider, 0 outside the mask), and detached scalar tensors over the
-        masked tokens (all 0 if there are none): `clip_fraction`, the share whose clipped branch counts; `dual_clip_fraction`, the
-        share capped by clip_c; `ratio_mean`; `ratio_max`; `approx_kl`, the mean k3 estimate of KL(old‖new). "sapo" and functions
-        have neither of the first two. The log of ρ is capped at 20 (`MAX_LOG_RATIO`).
+        The loss per token (same shape, float32 or wider, 0 outside the mask), and detached scalar
+        tensors over the masked tokens (all 0 if there are none): `clip_fraction`, the share of
+        tokens that the clip changed; `dual_clip_fraction`, the share that clip_c capped;
+        `ratio_mean`; `ratio_max`; `approx_kl`, the mean k3 estimate of KL(old‖new). "sapo" and
+        functions have no `clip_fraction`; only "actor" and "gspo" have a `dual_clip_fraction`. The
+        log of ρ is capped at 20 (`MAX_LOG_RATIO`).
 
     Raises:
         ValueError: shapes that don't fit, a clip out of range, an unknown loss.
 
-    Sources: Schulman et al., "Proximal Policy Optimization Algorithms" (2017); Ye et al., "Mastering Complex Control in
-    MOBA Games with Deep Reinforcement Learning" (2020) for the dual clip; Yu et al., "DAPO" (2025) for two bounds; Zheng et
-    al., "Group Sequence Policy Optimization" (2025); MiniMax, "MiniMax-M1" (2025) for CISPO; Gao et al., "Soft Adaptive Policy
+    Sources: Schulman et al., "Proximal Policy Optimization Algorithms" (2017); Ye et al.,
+    "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning" (2020) for the dual
+    clip; Yu et al., "DAPO" (2025) for two bounds; Zheng et al., "Group Sequence Policy
+    Optimization" (2025); MiniMax, "MiniMax-M1" (2025) for CISPO; Gao et al., "Soft Adaptive Policy
     Optimization" (2025).
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs)
@@ -82,15 +89,16 @@ def policy_loss(
     log_ratio = new - old
     if loss_type == "gspo":
         index, sums, tokens = segment_sums(log_ratio, mask, segment_ids, n_segments)
+        # Every token of a sequence has the same ratio, the geometric mean of its tokens' ratios.
         log_ratio = (sums / tokens.clamp(min=1)).to(log_ratio.dtype)[index]
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-    shares: dict[str, torch.Tensor] = {}
+    clip_masks: dict[str, torch.Tensor] = {}
     if callable(loss_type):
         loss = loss_type(new, old, advantage, segment_ids, clip_low, clip_high)
         if not isinstance(loss, torch.Tensor) or loss.shape != mask.shape:
-            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            returned = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
-                f"must return the loss of each token, a tensor of shape {tuple(mask.shape)}; returned {found}"
+                f"must return the loss of each token, a tensor of shape {tuple(mask.shape)}; returned {returned}"
             )
     elif loss_type == "sapo":
         tau = torch.where(advantage > 0, advantage.new_full((), tau_pos), advantage.new_full((), tau_neg))
@@ -99,13 +107,16 @@ def policy_loss(
         assert clip_low is not None and clip_high is not None
         clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
         if loss_type == "cispo":
-            loss, shares["clip_fraction"] = -advantage * clipped.detach() * new, clipped != ratio
+            # The ratio is a constant weight: every token keeps a gradient, through `new` alone.
+            loss, clip_masks["clip_fraction"] = -advantage * clipped.detach() * new, clipped != ratio
         else:
-            shares["clip_fraction"] = binds = -advantage * clipped > -advantage * ratio
-            loss = -advantage * torch.where(binds, clipped, ratio)
+            # PPO is pessimistic: the larger of the two losses counts.
+            clip_masks["clip_fraction"] = is_clipped = -advantage * clipped > -advantage * ratio
+            loss = -advantage * torch.where(is_clipped, clipped, ratio)
+            # Dual clip: with A < 0 the loss grows with ρ without bound; the cap is one.
             cap = -advantage * (math.inf if clip_c is None else clip_c)
-            shares["dual_clip_fraction"] = dual = (advantage < 0) & (loss > cap)
-            loss = torch.where(dual, cap, loss)
+            clip_masks["dual_clip_fraction"] = is_capped = (advantage < 0) & (loss > cap)
+            loss = torch.where(is_capped, cap, loss)
     if weights is not None:
         loss = loss * zero_outside(_broadcast("weights", weights, mask), mask)
     loss = loss.where(mask, 0.0)
@@ -113,7 +124,7 @@ def policy_loss(
     with torch.no_grad():
         count = mask.sum().clamp(min=1)
         masked_ratio = zero_outside(ratio, mask)
-        stats = {name: (binds & mask).sum() / count for name, binds in shares.items()} | {
+        stats = {name: (clip_mask & mask).sum() / count for name, clip_mask in clip_masks.items()} | {
             "ratio_mean": masked_ratio.sum() / count,
             "ratio_max": masked_ratio.max() if mask.numel() else masked_ratio.sum(),
             "approx_kl": divergence(logprobs, old_logprobs, mask, "k3").sum() / count,
@@ -122,7 +133,11 @@ def policy_loss(
 
 
 def _broadcast(name: str, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values`, detached, in the mask's shape; ValueError naming both shapes if they don't fit."""
+    """Return `values`, detached and expanded to the mask's shape.
+
+    Raises:
+        ValueError: the shapes don't fit; the message has both.
+    """
     try:
         return values.detach().expand(mask.shape)
     except RuntimeError:
