@@ -1,1 +1,1 @@
-"""Who trains what, in which micro-batch (`planner`), and how trajectories become one packed row (`collator`)."""
+"""Packing of trajectories: micro-batches are planned (`planner`) and built as rows (`collator`)."""

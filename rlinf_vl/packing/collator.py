@@ -1,11 +1,16 @@
-"""Trajectories → one packed row (`MicroBatch`).
+"""Building of one packed row (`MicroBatch`) from trajectories.
 
-A row is a forest of segments in depth-first order. What sequences share is a segment that stands once, and each branch a
-segment that continues it: level one is a group's prefix, below it are the longer prefixes that sequences of one trajectory
-share. With `share_prompts` off, and for a group with one trajectory in the row, prompt and response are one segment.
+A row is a forest of segments in depth-first order. A prefix that sequences share is one segment,
+and each branch is a segment that continues it. A root is the prefix of a group; below it are the
+longer prefixes that sequences of one trajectory share. With `share_prompts` off, and for a group
+with one trajectory in the row, prompt and response are one segment.
 
-Invariants: trajectories stay whole, with their images; each distinct image is encoded once; positions are computed per
-sequence before packing; the placeholder count of every sequence is that of its images.
+Invariants:
+
+- Trajectories stay whole, with their images.
+- Each distinct image is encoded once.
+- Positions are computed per sequence, before packing.
+- Every sequence has as many image placeholders as its images need.
 """
 
 import math
@@ -17,12 +22,12 @@ import numpy as np
 
 from rlinf_vl.models.families import Family
 from rlinf_vl.packing.parts import row_part
-from rlinf_vl.types import Group, ImageRef, MicroBatch, TokenSequence, Trajectory
+from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch, TokenSequence, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One trajectory of a group, and the advantage of each of its turns."""
+    """One trajectory of a group, with the advantage of each of its turns."""
 
     group: Group
     index: int
@@ -35,14 +40,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Collator:
-    """Makes packed rows for one model.
+    """A builder of packed rows for one model.
 
     Attributes:
-        pixels: image → float32 [t·h·w, d] patches; None leaves them out, for a trainer that has features by hash.
-        pad_id: id of the filler tokens.
-        pad_to: tokens every row is padded to (`actor.model.variable_seq_lengths` false); None pads nothing.
+        pixels: function from an image to its patches, float32 [t·h·w, d]; None leaves pixels out,
+            for a trainer that has image features by hash.
+        pad_id: the id of filler tokens.
+        pad_to: the tokens to which every row is padded (`actor.model.variable_seq_lengths` false);
+            None for no padding.
         share_prompts: whether the trajectories of one group share its prompt.
-        part: (number, how many): the part of each row that is made, of so many equal ones.
+        part: (k, n) builds only the k-th of n equal parts of each row, k from 0 on.
     """
 
     family: Family
@@ -55,33 +62,49 @@ class Collator:
     part: tuple[int, int] = (0, 1)
 
     def __call__(self, members: Sequence[Member], *, run_vision: bool) -> MicroBatch:
-        """Pack `members` in order. With none, the row is two filler tokens without loss, which keeps a rank in step."""
-        sequences = [member.trajectory.sequences for member in members]
-        shown = {image.hash: (image, grid) for own in sequences for s in own for image, grid in s.images}
-        features_before = np.cumsum([0, *(math.prod(grid) // self.merge_size**2 for _, grid in shown.values())])
-        first_feature = dict(zip(shown, features_before.tolist(), strict=False))
-        placed = [[self._placed(sequence, first_feature) for sequence in own] for own in sequences]
-        row = _Row()
+        """Pack `members` in order.
+
+        Without members, the row is two filler tokens without loss: a rank must take part in every
+        step, since its collectives have to match those of the other ranks.
+        """
+        images: dict[str, tuple[ImageRef, Grid]] = {}
+        for member in members:
+            for sequence in member.trajectory.sequences:
+                images.update({image.hash: (image, grid) for image, grid in sequence.images})
+        features_before = np.cumsum([0, *(math.prod(grid) // self.merge_size**2 for _, grid in images.values())])
+        first_feature = dict(zip(images, features_before.tolist(), strict=False))
+        placed: list[list[_PlacedSequence]] = []
+        for member in members:
+            placed.append([self._place(sequence, first_feature) for sequence in member.trajectory.sequences])
+        row = _RowBuilder()
+        # A plan lists a group's items side by side, so one pass finds the members of each group.
         for _, run in groupby(range(len(members)), key=lambda i: members[i].group.id if self.share_prompts else i):
-            together = list(run)
+            group_members = list(run)
             shared, parent = 0, -1
-            if len(together) > 1 and (shared := members[together[0]].group.prefix_length):
-                parent = row.add([p for i in together for p in placed[i]], 0, shared, -1)
-            for i in together:
-                self._branch(row, placed[i], shared, parent)
+            if len(group_members) > 1 and (shared := members[group_members[0]].group.prefix_length):
+                parent = row.add([p for i in group_members for p in placed[i]], 0, shared, -1)
+            for i in group_members:
+                self._add_branches(row, placed[i], shared, parent)
         self._pad(row)
-        sampled = [(i, p, np.flatnonzero(p.sequence.loss_mask)) for i, own in enumerate(placed) for p in own]
+        # (trajectory, sequence, indices of its sampled tokens), in the order of the loss's tokens
+        sampled = [
+            (i, p, np.flatnonzero(p.sequence.loss_mask)) for i, sequences in enumerate(placed) for p in sequences
+        ]
         logprobs = [p.sequence.logprobs[t] for _, p, t in sampled if p.sequence.logprobs is not None]
-        names = sampled[0][1].sequence.columns if sampled else ()
+        column_names = sampled[0][1].sequence.columns if sampled else ()
         features = np.concatenate([p.features[start:end] for p, start, end in row.segments])
         owners = np.repeat(np.array([i for i, _, _ in sampled], np.int64), [len(t) for _, _, t in sampled])
         corrupted = np.array([member.trajectory.corrupted for member in members], bool)
         advantages = [np.array(member.advantages, np.float32) for member in members]
         assert all(len(a) == len(m.trajectory.turns) for a, m in zip(advantages, members, strict=True))
-        before = np.cumsum([0, *map(len, advantages)])
+        # Turns are numbered over the whole row: those of earlier trajectories come first.
+        turns_before = np.cumsum([0, *map(len, advantages)])
         turns = _concatenate(
-            [n + before[i] for i, m in enumerate(members) for n in m.trajectory.turn_numbers()], np.int64
+            [n + turns_before[i] for i, m in enumerate(members) for n in m.trajectory.turn_numbers()], np.int64
         )
+        columns: dict[str, np.ndarray] = {}
+        for name in column_names:
+            columns[name] = np.concatenate([p.sequence.columns[name][t] for _, p, t in sampled])
         batch = MicroBatch(
             ids=np.concatenate([p.ids[start:end] for p, start, end in row.segments]),
             positions=np.concatenate([p.positions[:, start:end] for p, start, end in row.segments], axis=1),
@@ -89,17 +112,18 @@ class Collator:
             prefix=np.asarray(row.prefix),
             copies=np.asarray(row.copies),
             routes=_routes(row),
-            predict=_concatenate([p.rows[t - 1] for _, p, t in sampled], np.int64),
+            # The hidden state one token earlier predicts a token.
+            predict=_concatenate([p.row_index[t - 1] for _, p, t in sampled], np.int64),
             targets=_concatenate([p.ids[t] for _, p, t in sampled], np.int64),
             trajectories=owners,
             turns=turns,
             advantages=_concatenate(advantages, np.float32)[turns],
             rollout_logprobs=_concatenate(logprobs, np.float32) if len(logprobs) == len(sampled) else None,
             versions=_concatenate([p.sequence.versions[t] for _, p, t in sampled], np.int32),
-            columns={name: np.concatenate([p.sequence.columns[name][t] for _, p, t in sampled]) for name in names},
-            images=tuple(shown),
+            columns=columns,
+            images=tuple(images),
             pixel_values=None,
-            grids=np.array([grid for _, grid in shown.values()], np.int64).reshape(-1, 3),
+            grids=np.array([grid for _, grid in images.values()], np.int64).reshape(-1, 3),
             image_positions=np.flatnonzero(features >= 0),
             image_features=features[features >= 0],
             corrupted=corrupted[owners] if corrupted.any() else None,
@@ -109,68 +133,82 @@ class Collator:
             batch = row_part(batch, *self.part, self.merge_size)
         if self.pixels is None or not batch.images:
             return batch
-        return replace(batch, pixel_values=np.concatenate([self.pixels(shown[name][0]) for name in batch.images]))
+        return replace(batch, pixel_values=np.concatenate([self.pixels(images[name][0]) for name in batch.images]))
 
-    def _placed(self, sequence: TokenSequence, first_feature: Mapping[str, int]) -> "_Placed":
-        """A sequence that is not in the row yet; the features of its images begin at `first_feature`, by hash."""
+    def _place(self, sequence: TokenSequence, first_feature: Mapping[str, int]) -> "_PlacedSequence":
+        """Compute a sequence's positions and image features, before it is added to a row.
+
+        `first_feature` maps an image's hash to the row's first feature of that image.
+        """
         ids = sequence.ids.astype(np.int64)
         grids = np.array([grid for _, grid in sequence.images], np.int64).reshape(-1, 3)
         positions = self.family.positions(ids, self.image_token_id, grids, self.merge_size)
         starts = np.array([first_feature[image.hash] for image, _ in sequence.images], np.int64)
         counts = grids.prod(axis=1) // self.merge_size**2
         features = np.full(len(ids), -1)
-        # one image's features follow each other: their numbers are its first plus 0, 1, …
+        # The features of one image are contiguous: its first, plus 0, 1, …
         features[ids == self.image_token_id] = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(
             counts.sum()
         )
-        return _Placed(sequence, ids, positions, features, np.full(len(ids), -1))
+        return _PlacedSequence(sequence, ids, positions, features, np.full(len(ids), -1))
 
-    def _branch(self, row: "_Row", sequences: Sequence["_Placed"], start: int, parent: int) -> None:
-        """Add what follows token `start` of sequences that share everything before it, which ends with segment `parent`."""
-        waiting = [placed for placed in sequences if len(placed.ids) > start]
-        while waiting:
-            first = waiting[0].sequence
-            ends = [first.shared_length(placed.sequence, self.image_token_id) for placed in waiting]
-            together = [placed for placed, end in zip(waiting, ends, strict=True) if end > start]
-            waiting = [placed for placed, end in zip(waiting, ends, strict=True) if end <= start]
+    def _add_branches(
+        self, row: "_RowBuilder", sequences: Sequence["_PlacedSequence"], start: int, parent: int
+    ) -> None:
+        """Add the tokens from `start` on of sequences that share all tokens before it.
+
+        The shared tokens end with segment `parent`.
+        """
+        pending = [placed for placed in sequences if len(placed.ids) > start]
+        while pending:
+            # One branch: the first sequence and all that share more than `start` tokens with it, up
+            # to the shortest shared prefix among them. The recursion splits them there.
+            first = pending[0].sequence
+            ends = [first.shared_length(placed.sequence, self.image_token_id) for placed in pending]
+            branch = [placed for placed, end in zip(pending, ends, strict=True) if end > start]
+            pending = [placed for placed, end in zip(pending, ends, strict=True) if end <= start]
             end = min(end for end in ends if end > start)
-            self._branch(row, together, end, row.add(together, start, end, parent))
+            self._add_branches(row, branch, end, row.add(branch, start, end, parent))
 
-    def _pad(self, row: "_Row") -> None:
-        """Append a segment of filler where the row is empty or its length is fixed."""
+    def _pad(self, row: "_RowBuilder") -> None:
+        """Append a segment of filler if the row is empty or its length is fixed."""
         n = (self.pad_to or 0) - row.tokens if row.segments else max(self.pad_to or 0, 2)
         assert self.pad_to is None or n >= 0, f"{row.tokens} tokens exceed the row's {self.pad_to}"
         if n > 0:
             filler = TokenSequence(np.full(n, self.pad_id), np.zeros(n, bool), None, np.full(n, -1))
-            row.add([self._placed(filler, {})], 0, n, -1)
-            row.copies[-1] = 0
+            row.add([self._place(filler, {})], 0, n, -1)
+            row.copies[-1] = 0  # a filler stands for no sequence
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
-    """A sequence on its way into a row: ids int64 [T], positions int64 [4, T], `features` int64 [T] (which row of the images'
-    features stands at a placeholder, -1 elsewhere), and `rows` int64 [T], each token's place in the row once it is there."""
+class _PlacedSequence:
+    """A sequence of T tokens, with the columns that a row needs of it."""
 
     sequence: TokenSequence
-    ids: np.ndarray
-    positions: np.ndarray
-    features: np.ndarray
-    rows: np.ndarray
+    ids: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [4, T]
+    features: np.ndarray  # int64 [T], at a placeholder the index of its image feature, -1 elsewhere
+    row_index: np.ndarray  # int64 [T], index of each token in the row; -1 until it is added
 
 
 @dataclass(slots=True)
-class _Row:
-    """A row in the making: its segments, each tokens `start` … `end` of a sequence that has them, and which one each continues."""
+class _RowBuilder:
+    """The segments of a row that is being built."""
 
     tokens: int = 0
-    segments: list[tuple[_Placed, int, int]] = field(default_factory=list)
-    prefix: list[int] = field(default_factory=list)
-    copies: list[int] = field(default_factory=list)
+    #: (sequence, start, end): a segment's tokens are `start` … `end` of that sequence.
+    segments: list[tuple[_PlacedSequence, int, int]] = field(default_factory=list)
+    prefix: list[int] = field(default_factory=list)  # the segment that each continues, -1 for none
+    copies: list[int] = field(default_factory=list)  # the number of sequences that share each
 
-    def add(self, sequences: Sequence[_Placed], start: int, end: int, parent: int) -> int:
-        """Append tokens `start` … `end`, which these sequences share, behind segment `parent`; returns the new one's number."""
+    def add(self, sequences: Sequence[_PlacedSequence], start: int, end: int, parent: int) -> int:
+        """Append tokens `start` … `end` of these sequences, which share them, as one segment.
+
+        Returns:
+            The number of the new segment, which continues segment `parent`.
+        """
         for placed in sequences:
-            placed.rows[start:end] = np.arange(self.tokens, self.tokens + end - start)
+            placed.row_index[start:end] = np.arange(self.tokens, self.tokens + end - start)
         self.tokens += end - start
         self.segments.append((sequences[0], start, end))
         self.prefix.append(parent)
@@ -178,14 +216,19 @@ class _Row:
         return len(self.prefix) - 1
 
 
-def _routes(row: _Row) -> np.ndarray | None:
-    """[T, L·k]; 0 where a sequence has none."""
-    known = next((p.sequence.routes for p, _, _ in row.segments if p.sequence.routes is not None), None)
-    if known is None:
+def _routes(row: _RowBuilder) -> np.ndarray | None:
+    """Return the routes of a row's tokens, [T, L·k], 0 where a sequence has none.
+
+    None if no sequence has routes.
+    """
+    example = next((p.sequence.routes for p, _, _ in row.segments if p.sequence.routes is not None), None)
+    if example is None:
         return None
-    none = np.zeros((row.tokens, known.shape[1]), known.dtype)
-    own = [none if p.sequence.routes is None else p.sequence.routes for p, _, _ in row.segments]
-    return np.concatenate([routes[start:end] for routes, (_, start, end) in zip(own, row.segments, strict=True)])
+    zeros = np.zeros((row.tokens, example.shape[1]), example.dtype)
+    segment_routes = [zeros if p.sequence.routes is None else p.sequence.routes for p, _, _ in row.segments]
+    return np.concatenate(
+        [routes[start:end] for routes, (_, start, end) in zip(segment_routes, row.segments, strict=True)]
+    )
 
 
 def _concatenate(parts: list[np.ndarray], dtype) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The part of a packed row that one of the ranks which share it computes (`rlinf_vl.models.context`)."""
+"""Splitting of a packed row over the ranks that compute it together (`rlinf_vl.models.context`)."""
 
 from dataclasses import replace
 
@@ -8,42 +8,48 @@ from rlinf_vl.types import MicroBatch, RowPart
 
 
 def row_part(batch: MicroBatch, rank: int, size: int, merge_size: int) -> MicroBatch:
-    """The `rank`-th part of a row without pixels, of `size` equal ones; with the images that it has tokens of, and no others. A row
-    that can't be divided equally gets a segment of filler."""
-    missing = -len(batch.ids) % size
+    """Return the `rank`-th of `size` equal parts of a row without pixels.
+
+    The part has the images of its own placeholder tokens only. A row whose length `size` does not
+    divide is padded with a segment of filler first.
+    """
+    filler = -len(batch.ids) % size
     bounds, prefix, copies = batch.cu_seqlens, batch.prefix, batch.copies
-    if missing:
-        bounds = np.append(bounds, bounds[-1] + missing)
+    if filler:
+        # Every rank adds the same filler segment, so that all of them agree on the segments.
+        bounds = np.append(bounds, bounds[-1] + filler)
         prefix, copies = np.append(prefix, -1), np.append(copies, 0)
-    own = int(bounds[-1]) // size
-    tokens = slice(rank * own, (rank + 1) * own)
+    part_length = int(bounds[-1]) // size
+    tokens = slice(rank * part_length, (rank + 1) * part_length)
 
-    def local(x: np.ndarray) -> np.ndarray:
-        """Of [T, …]."""
-        return np.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)])[tokens]
+    def part_of(x: np.ndarray) -> np.ndarray:
+        """Return the part's slice of a per-token array [T, …]."""
+        return np.pad(x, [(0, filler), *[(0, 0)] * (x.ndim - 1)])[tokens]
 
-    def within(places: np.ndarray) -> np.ndarray:
-        return np.flatnonzero((tokens.start <= places) & (places < tokens.stop))
+    def indices_in_part(positions: np.ndarray) -> np.ndarray:
+        """Return the indices of those row positions that lie in the part."""
+        return np.flatnonzero((tokens.start <= positions) & (positions < tokens.stop))
 
-    sampled, shown = within(batch.predict), within(batch.image_positions)
-    counts = batch.grids.prod(axis=1) // merge_size**2  # features of each image
-    image_of = np.repeat(np.arange(len(counts)), counts)
-    features = batch.image_features[shown]
-    kept = np.unique(image_of[features])
-    number = np.cumsum(np.isin(image_of, kept)) - 1  # of each feature among those of kept images
+    sampled, placeholders = indices_in_part(batch.predict), indices_in_part(batch.image_positions)
+    feature_counts = batch.grids.prod(axis=1) // merge_size**2
+    image_of_feature = np.repeat(np.arange(len(feature_counts)), feature_counts)
+    features = batch.image_features[placeholders]
+    part_images = np.unique(image_of_feature[features])
+    # Index of each feature among the features of the part's images alone.
+    part_feature = np.cumsum(np.isin(image_of_feature, part_images)) - 1
     return replace(
         batch,
-        ids=local(batch.ids),
-        positions=local(batch.positions.T).T,
+        ids=part_of(batch.ids),
+        positions=part_of(batch.positions.T).T,
         cu_seqlens=bounds,
         prefix=prefix,
         copies=copies,
-        routes=None if batch.routes is None else local(batch.routes),
+        routes=None if batch.routes is None else part_of(batch.routes),
         predict=batch.predict[sampled] - tokens.start,
         targets=batch.targets[sampled],
-        images=tuple(batch.images[i] for i in kept),
-        grids=batch.grids[kept],
-        image_positions=batch.image_positions[shown] - tokens.start,
-        image_features=number[features],
+        images=tuple(batch.images[i] for i in part_images),
+        grids=batch.grids[part_images],
+        image_positions=batch.image_positions[placeholders] - tokens.start,
+        image_features=part_feature[features],
         part=RowPart(tokens, sampled),
     )
