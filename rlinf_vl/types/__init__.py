@@ -1,7 +1,10 @@
-"""What flows between the rooms: frozen dataclasses over bytes and numpy arrays; no torch, no Ray, nothing of ours.
+"""The data types that packages of rlinf_vl exchange: dataclasses over bytes and numpy arrays.
 
-Invariants: a sequence's per-token arrays have one length (asserted at every hand-over); sampled ids are trained on as they
-are, never decoded and encoded again; an image travels once per group, named by the hash of its encoded bytes.
+They are frozen, and import neither torch nor Ray nor any other package of rlinf_vl. Invariants:
+
+- The per-token arrays of a sequence have one length (asserted on construction).
+- Sampled ids are trained on as they are, never decoded and encoded again.
+- An image is sent once per group, identified by the hash of its encoded bytes.
 """
 
 from rlinf_vl.types.engine import Completion, Request, Sample, SamplingParams

@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it answers."""
+"""Requests to a generation engine, and its replies."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,10 @@ from rlinf_vl.types.problem import ImageRef
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one response is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole distribution."""
+    """The sampling settings of one response.
+
+    `temperature` 0 is greedy decoding; `top_k` 0 and `top_p` 1 keep the whole distribution.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -20,34 +23,34 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt for an engine: `len(seeds)` samples are drawn, sample i from its own stream `seeds[i]`."""
+    """One prompt for an engine, which draws one sample from each random stream of `seeds`."""
 
     ids: np.ndarray = field(repr=False)  # int32 [P], image placeholders expanded
     images: tuple[ImageRef, ...] = field(repr=False)  # in order of their placeholders
     image_grids: np.ndarray = field(repr=False)  # int32 [n, 3], (t, h, w) of each image in patches
     sampling: SamplingParams
     seeds: tuple[int, ...]
-    #: One name per seed, or none: the engine may keep what it computed for sample i under `sessions[i]`. The next request of a
-    #: session has this one seed, and begins with all ids and images so far, or some where the history was rewritten. Nothing but
-    #: speed depends on it.
+    #: One name per seed, or none. The engine may cache its computation for sample i under
+    #: `sessions[i]`. The next request of a session has a single seed and begins with all ids and
+    #: images so far, or with fewer if the history was rewritten. Only speed depends on sessions.
     sessions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sampled continuation: ids int32 [R], logprobs float32 [R], versions int32 [R] and columns, see `TokenSequence`."""
+    """One sampled continuation of R tokens after a prompt of P (arrays: see `TokenSequence`)."""
 
-    ids: np.ndarray = field(repr=False)
-    logprobs: np.ndarray = field(repr=False)
-    versions: np.ndarray = field(repr=False)
+    ids: np.ndarray = field(repr=False)  # int32 [R]
+    logprobs: np.ndarray = field(repr=False)  # float32 [R]
+    versions: np.ndarray = field(repr=False)  # int32 [R]
     finish_reason: str
     columns: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
-    #: [P + R, L·k], of prompt and sample; see `TokenSequence`.
+    #: [P + R, L·k], for the tokens of prompt and sample.
     routes: np.ndarray | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine answers to one `Request`: one `Sample` per seed, in order."""
+    """The reply of an engine to one `Request`: one `Sample` per seed, in the order of the seeds."""
 
     samples: tuple[Sample, ...]

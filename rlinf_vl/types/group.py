@@ -1,9 +1,10 @@
-"""The trajectories of one problem, how they travel, and what the controller learns of them."""
+"""The trajectories of one problem: their group, its compact pickle, and its summary."""
 
 import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import numpy as np
 from rlinf_vl.types.problem import UNGRADABLE, Grid, ImageRef
 from rlinf_vl.types.trajectory import TokenSequence, Trajectory, Turn, distinct_tokens
 
-#: Per-token arrays that are constant where nothing was sampled, and so aren't sent for a group's prefix.
+#: Per-token arrays that are constant where nothing was sampled: a group's prefix is sent without
+#: them.
 _NOT_SAMPLED = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
 
 
-#: dtype of a per-token array, and the shape of what one token has.
+#: dtype of a per-token array, and the shape of one token's value.
 _Kind = tuple[str, tuple[int, ...]]
 
 
@@ -25,12 +27,14 @@ def _kinds(sequence: TokenSequence) -> dict[str, _Kind]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one problem. All their sequences begin with the same `prefix_length` tokens, images and columns,
-    none of them sampled, and have columns of the same names.
+    """The trajectories of one problem.
 
-    The first sequence's routes of the prefix stand for all: engines compute a prompt once, or alike but for rounding.
+    All sequences begin with the same `prefix_length` tokens, images and columns, none of them
+    sampled, and have columns of the same names. The first sequence's routes of the prefix stand for
+    all sequences: an engine computes a prompt once, or several times with rounding differences
+    only.
 
-    Pickled, the prefix and each distinct image are written once, and all arrays are one buffer.
+    A pickle holds the prefix and each distinct image once, and all arrays in one buffer.
     """
 
     id: str
@@ -38,17 +42,17 @@ class Group:
     prefix_length: int
     trajectories: tuple[Trajectory, ...] = field(repr=False)
     answer: str = ""
-    #: What its corrupted trajectories saw, by the image's own hash.
-    shown: dict[str, ImageRef] = field(default_factory=dict)
-    labels: dict[str, str | float] = field(default_factory=dict)  # its problem's
+    #: The images that its corrupted trajectories saw, by the hash of the original image.
+    corrupted_images: dict[str, ImageRef] = field(default_factory=dict)
+    labels: dict[str, str | float] = field(default_factory=dict)  # `Problem.labels`
 
     def __post_init__(self) -> None:
         fields, prefix = self._fields(), self.prefix
         for sequence in self.sequences:
             assert np.array_equal(sequence.ids[: self.prefix_length], prefix), "sequences have different prefixes"
             assert not sequence.loss_mask[: self.prefix_length].any(), "a token of the prefix was sampled"
-            own = _kinds(sequence)
-            assert own == fields, f"one sequence has {fields}, another {own}"
+            sequence_fields = _kinds(sequence)
+            assert sequence_fields == fields, f"one sequence has {fields}, another {sequence_fields}"
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -56,12 +60,12 @@ class Group:
 
     @property
     def prefix(self) -> np.ndarray:
-        """Token ids that all sequences begin with, int32 [prefix_length]."""
+        """The token ids with which all sequences begin, int32 [prefix_length]."""
         return self.sequences[0].ids[: self.prefix_length] if self.sequences else np.zeros(0, np.int32)
 
     @property
     def images(self) -> tuple[tuple[ImageRef, Grid], ...]:
-        """Distinct images with their grids, in order of appearance."""
+        """The distinct images with their grids, in order of appearance."""
         return tuple({image.hash: (image, grid) for s in self.sequences for image, grid in s.images}.values())
 
     @property
@@ -69,25 +73,25 @@ class Group:
         return sum(array.nbytes for array in self._arrays())
 
     def with_images(self, images: Mapping[str, Any]) -> "Group":
-        """The same group with these objects in place of its images, by hash."""
-
-        trajectories = (
-            replace(t, sequences=tuple(s.with_images(images) for s in t.sequences)) for t in self.trajectories
-        )
+        """Return the group with its images replaced by `images`, a mapping by hash."""
+        trajectories = []
+        for trajectory in self.trajectories:
+            sequences = tuple(sequence.with_images(images) for sequence in trajectory.sequences)
+            trajectories.append(replace(trajectory, sequences=sequences))
         return replace(self, trajectories=tuple(trajectories))
 
     def as_seen(self, trajectory: Trajectory) -> Trajectory:
-        """One of its trajectories with the images that its answers were drawn on."""
+        """Return one of its trajectories with the images on which its answers were sampled."""
         if not trajectory.corrupted:
             return trajectory
-        return replace(trajectory, sequences=tuple(s.with_images(self.shown) for s in trajectory.sequences))
+        return replace(trajectory, sequences=tuple(s.with_images(self.corrupted_images) for s in trajectory.sequences))
 
     def _fields(self) -> dict[str, "_Kind"]:
-        """Per-token arrays by name."""
+        """Return dtype and shape of the per-token arrays, by name."""
         return _kinds(self.sequences[0]) if self.sequences else {}
 
     def _arrays(self) -> list[np.ndarray]:
-        """Everything that is sent of the arrays: the prefix, then what follows it in each sequence."""
+        """Return the arrays in a pickle: those of the prefix, then the rest of each sequence."""
         sequences, fields, start = self.sequences, self._fields(), self.prefix_length
         prefix = [sequences[0].arrays()[name][:start] for name in fields if name not in _NOT_SAMPLED]
         return prefix + [s.arrays()[name][start:] for s in sequences for name in fields]
@@ -95,24 +99,32 @@ class Group:
     def __reduce_ex__(self, protocol: Any) -> tuple:
         images = tuple(image for image, _ in self.images)
         number = {image.hash: i for i, image in enumerate(images)}
-        shown: dict[tuple, tuple] = {}  # pickle writes an object once however often it is named
+        # Pickle writes one object once, however often it is referred to; equal ones several times.
+        unique_images: dict[tuple, tuple] = {}
         rows = []
         for t in self.trajectories:
             sequences = []
             for sequence in t.sequences:
-                places = tuple((number[image.hash], grid) for image, grid in sequence.images)
-                sequences.append((len(sequence.ids) - self.prefix_length, shown.setdefault(places, places)))
+                sequence_images = tuple((number[image.hash], grid) for image, grid in sequence.images)
+                sequences.append(
+                    (len(sequence.ids) - self.prefix_length, unique_images.setdefault(sequence_images, sequence_images))
+                )
             turns = tuple(map(astuple, t.turns))
-            facts = (
-                t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics, t.cuts, t.corrupted, t.ungraded, t.penalized
+            rows.append(
+                (
+                    sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics,
+                    t.cuts, t.corrupted, t.ungraded, t.penalized,
+                )
             )  # fmt: skip
-            rows.append((sequences, turns, *facts))
         buffer = np.concatenate(
             [np.zeros(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in self._arrays())]
         )
+        # Protocol 5 passes the buffer on without a copy; older ones have no out-of-band buffers.
         packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
-        head = (self.id, self.problem_id, self.answer, self.prefix_length, self.shown, self.labels)
-        return _load_group, (*head, self._fields(), images, tuple(rows), packed)
+        return _load_group, (
+            self.id, self.problem_id, self.answer, self.prefix_length, self.corrupted_images, self.labels,
+            self._fields(), images, tuple(rows), packed,
+        )  # fmt: skip
 
 
 def _load_group(
@@ -120,14 +132,14 @@ def _load_group(
     problem_id: str,
     answer: str,
     prefix_length: int,
-    shown: dict,
+    corrupted_images: dict,
     labels: dict,
     fields,
     images,
     rows,
     packed,
 ) -> Group:
-    """The inverse of `Group.__reduce_ex__`."""
+    """Rebuild a group from the arguments that `Group.__reduce_ex__` returns."""
     offset = 0
 
     def read(kind: _Kind, n: int) -> np.ndarray:
@@ -136,65 +148,84 @@ def _load_group(
         offset += array.nbytes
         return array.reshape(n, *kind[1])
 
+    # The order of reading is that of `Group._arrays`.
     prefix = {name: read(kind, prefix_length) for name, kind in fields.items() if name not in _NOT_SAMPLED}
     for name in fields.keys() & _NOT_SAMPLED:
         prefix[name] = np.full(prefix_length, _NOT_SAMPLED[name], fields[name][0])
     trajectories = []
-    for lengths, turns, *rest in rows:
+    for (
+        sequence_rows, turns, reward, reward_parts, status, correct, error, metrics, cuts, corrupted, ungraded, penalized
+    ) in rows:  # fmt: skip
         sequences = []
-        for n, places in lengths:
+        for n, sequence_images in sequence_rows:
             columns = {name: np.concatenate([prefix[name], read(kind, n)]) for name, kind in fields.items()}
-            own: dict[str, Any] = {name: columns.pop(name, None) for name in ("ids", "routes", *_NOT_SAMPLED)}
-            own_images = tuple((images[i], grid) for i, grid in places)
-            sequences.append(TokenSequence(**own, images=own_images, columns=columns))
-        trajectories.append(Trajectory(tuple(sequences), tuple(Turn(*turn) for turn in turns), *rest))
-    return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer, shown, labels)
+            arrays: dict[str, Any] = {name: columns.pop(name, None) for name in ("ids", "routes", *_NOT_SAMPLED)}
+            image_grids = tuple((images[i], grid) for i, grid in sequence_images)
+            sequences.append(TokenSequence(**arrays, images=image_grids, columns=columns))
+        trajectories.append(
+            Trajectory(
+                tuple(sequences), tuple(starmap(Turn, turns)), reward, reward_parts, status, correct, error, metrics,
+                cuts, corrupted, ungraded, penalized,
+            )
+        )  # fmt: skip
+    return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer, corrupted_images, labels)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """All that the controller learns of a group: numbers, no tokens, no pixels. Tuples have one entry per trajectory."""
+    """The figures of a group that the controller gets, without tokens and pixels.
+
+    Tuples have one entry per trajectory, unless a comment says otherwise.
+    """
 
     id: str
     problem_id: str
     prompt_tokens: int  # length of the prefix that all trajectories share
-    tokens: tuple[int, ...]  # length with the prefix; what several sequences of a trajectory share counts once
-    response_tokens: tuple[int, ...]  # sampled ones; one in several sequences counts for each
+    tokens: tuple[int, ...]  # prefix included; shared tokens of a trajectory count once
+    response_tokens: tuple[int, ...]  # sampled tokens; one in several sequences counts for each
     rewards: tuple[float, ...]
     correct: tuple[bool, ...]
     statuses: tuple[str, ...]
     errors: tuple[str | None, ...]
     min_version: int
     max_version: int
-    images: int  # distinct ones of all trajectories
-    patches: int  # theirs
-    image_bytes: dict[str, int]  # encoded bytes of each by hash, those that corrupted trajectories saw included
+    images: int  # distinct images of all trajectories
+    patches: int  # patches of those images
+    #: Encoded bytes of each image by hash, including those that corrupted trajectories saw.
+    image_bytes: dict[str, int]
     array_bytes: int = 0
-    object_bytes: int = 0  # in the object store: the group, and each image that no group before it had stored
-    ungradable: int = 0  # responses that a reward function came to no verdict on
-    ungraded: tuple[str, ...] = ()  # why
-    turns: tuple[int, ...] = ()  # answers of each
-    metrics: tuple[dict[str, float], ...] = ()  # `Trajectory.metrics` of each
-    #: Since its worker's last group: seconds with work for the engine, and all.
+    #: Bytes in the object store: of the group, and of each image that no earlier group had stored.
+    object_bytes: int = 0
+    ungradable: int = 0  # the number of responses that a reward function could not grade
+    ungraded: tuple[str, ...] = ()  # the reasons why; one entry per such response
+    turns: tuple[int, ...] = ()  # number of answers
+    metrics: tuple[dict[str, float], ...] = ()  # `Trajectory.metrics`
+    #: Not per trajectory: seconds in which the engine had work, and all seconds, since the worker's
+    #: last group.
     engine_seconds: tuple[float, float] = (0.0, 0.0)
-    prefilled_tokens: int = 0  # by its worker's engine, since the worker's last group
-    hung_calls: int = 0  # calls of environments that hung in its worker when it was done
-    turn_rewards: tuple[tuple[float, ...], ...] = ()  # of each turn of each
-    turn_tokens: tuple[tuple[int, ...], ...] = ()  # sampled in each turn of each
-    turn_states: tuple[tuple[str, ...], ...] = ()  # `Turn.state` of each turn of each
-    turn_thoughts: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # `Trajectory.turn_thoughts` of each
-    cuts: tuple[int, ...] = ()  # `Trajectory.cuts` of each
-    corrupted: tuple[bool, ...] = ()  # `Trajectory.corrupted` of each
-    version_tokens: dict[int, int] = field(default_factory=dict)  # sampled tokens by the version of their weights
-    parts: tuple[dict[str, float], ...] = ()  # `Trajectory.reward_parts` of each, but for `UNGRADABLE`
-    penalized: tuple[str, ...] = ()  # `Trajectory.penalized` of those that have one
+    prefilled_tokens: int = 0  # by the worker's engine, since the worker's last group
+    hung_calls: int = 0  # environment calls hanging in the worker when the group was finished
+    turn_rewards: tuple[tuple[float, ...], ...] = ()  # `Trajectory.turn_rewards`
+    turn_tokens: tuple[tuple[int, ...], ...] = ()  # `Trajectory.turn_tokens`
+    turn_states: tuple[tuple[str, ...], ...] = ()  # `Trajectory.turn_states`
+    turn_thoughts: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # `Trajectory.turn_thoughts`
+    cuts: tuple[int, ...] = ()  # `Trajectory.cuts`
+    corrupted: tuple[bool, ...] = ()  # `Trajectory.corrupted`
+    #: Number of sampled tokens by the version of the weights that sampled them.
+    version_tokens: dict[int, int] = field(default_factory=dict)
+    parts: tuple[dict[str, float], ...] = ()  # `Trajectory.reward_parts` without `UNGRADABLE`
+    penalized: tuple[str, ...] = ()  # `Trajectory.penalized`; one entry per penalized trajectory
 
     @classmethod
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
-        """Summarize a group whose image placeholders are `image_token_id`."""
-
-        seen = np.concatenate([np.zeros(0, np.int32), *(s.versions[s.loss_mask] for s in group.sequences)])
+        """Summarize a group; `image_token_id` is the id of image placeholders."""
+        versions = np.concatenate([np.zeros(0, np.int32), *(s.versions[s.loss_mask] for s in group.sequences)])
+        distinct_versions, version_counts = np.unique(versions, return_counts=True)
         images = group.images
+        all_images = [image for image, _ in images] + list(group.corrupted_images.values())
+        parts = []
+        for trajectory in group.trajectories:
+            parts.append({name: part for name, part in trajectory.reward_parts.items() if name != UNGRADABLE})
         return cls(
             id=group.id,
             problem_id=group.problem_id,
@@ -207,26 +238,24 @@ class GroupSummary:
             correct=tuple(bool(t.correct) for t in group.trajectories),
             statuses=tuple(t.status for t in group.trajectories),
             errors=tuple(t.error for t in group.trajectories),
-            min_version=int(seen.min()) if seen.size else -1,
-            max_version=int(seen.max()) if seen.size else -1,
-            version_tokens=dict(zip(*(part.tolist() for part in np.unique(seen, return_counts=True)), strict=True)),
+            min_version=int(versions.min()) if versions.size else -1,
+            max_version=int(versions.max()) if versions.size else -1,
+            version_tokens=dict(zip(distinct_versions.tolist(), version_counts.tolist(), strict=True)),
             images=len(images),
             patches=sum(math.prod(grid) for _, grid in images),
-            image_bytes={i.hash: len(i.data) for i in (*(image for image, _ in images), *group.shown.values())},
+            image_bytes={image.hash: len(image.data) for image in all_images},
             array_bytes=group.array_bytes,
             object_bytes=object_bytes,
             ungradable=sum(UNGRADABLE in t.reward_parts for t in group.trajectories),
             ungraded=tuple(t.ungraded for t in group.trajectories if t.ungraded),
             turns=tuple(len(t.turns) for t in group.trajectories),
             metrics=tuple(t.metrics for t in group.trajectories),
-            turn_rewards=tuple(tuple(float(turn.reward) for turn in t.turns) for t in group.trajectories),
+            turn_rewards=tuple(t.turn_rewards for t in group.trajectories),
             turn_tokens=tuple(t.turn_tokens for t in group.trajectories),
-            turn_states=tuple(tuple(turn.state for turn in t.turns) for t in group.trajectories),
+            turn_states=tuple(t.turn_states for t in group.trajectories),
             turn_thoughts=tuple(t.turn_thoughts for t in group.trajectories),
             cuts=tuple(t.cuts for t in group.trajectories),
             corrupted=tuple(t.corrupted for t in group.trajectories),
             penalized=tuple(t.penalized for t in group.trajectories if t.penalized),
-            parts=tuple(
-                {name: part for name, part in t.reward_parts.items() if name != UNGRADABLE} for t in group.trajectories
-            ),
+            parts=tuple(parts),
         )

@@ -1,4 +1,4 @@
-"""What the trainer computes on, and what that costs."""
+"""The input of the trainer, a packed row, and the prices of training it."""
 
 from dataclasses import dataclass
 
@@ -7,46 +7,50 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """What one of the ranks that share a row has of it: which of the row's tokens, and which of the R sampled ones they predict,
-    int64 [r]."""
+    """The part of a row that one of several ranks computes."""
 
-    tokens: slice
-    sampled: np.ndarray
+    tokens: slice  # the part's tokens, in row positions
+    sampled: np.ndarray  # int64 [r], which of the row's R sampled tokens they predict
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MicroBatch:
     """One packed row for the trainer: S segments end to end, T tokens, R sampled tokens, N image tokens.
 
-    Segments form trees, in depth-first order: a prompt that stands once is followed by the responses that continue it. With a
-    `part`, what has a value for each token, image token or image is only that of the part's, and so are `predict` and `targets`.
+    Segments form trees in depth-first order: a shared prompt is followed by the responses that
+    continue it. With a `part`, the arrays over tokens, image tokens and images, `predict` and
+    `targets` hold the part's values only; all others are those of the whole row.
     """
 
     ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [4, T], rows (text, t, h, w); a segment goes on where the one it continues ends
-    cu_seqlens: np.ndarray  # int64 [S + 1], segment boundaries 0 … T; padding, if any, is the last segment
-    prefix: np.ndarray  # int64 [S], the segment that each continues, -1 for none
-    copies: np.ndarray  # int64 [S], sequences that each stands for; 0 for padding
-    routes: np.ndarray | None  # [T, L·k], of `TokenSequence.routes`; None if no sequence has them
+    positions: np.ndarray  # int64 [4, T], (text, t, h, w); a segment continues its prefix
+    cu_seqlens: np.ndarray  # int64 [S + 1], segment bounds 0 … T; the last may be padding
+    prefix: np.ndarray  # int64 [S], the segment that it continues, -1 for none
+    copies: np.ndarray  # int64 [S], the number of sequences that share it; 0 for padding
+    routes: np.ndarray | None  # [T, L·k], see `TokenSequence.routes`; None if no sequence has them
     predict: np.ndarray  # int64 [R], row positions whose hidden state predicts a sampled token
-    targets: np.ndarray  # int64 [R], those tokens
-    trajectories: np.ndarray  # int64 [R], which trajectory of the micro-batch each belongs to, 0, 1, …
-    turns: (
-        np.ndarray
-    )  # int64 [R], which turn of the micro-batch each was sampled in; those of a trajectory follow each other
+    targets: np.ndarray  # int64 [R], the sampled tokens
+    trajectories: np.ndarray  # int64 [R], the trajectory of the sampled token, 0, 1, … in the row
+    #: int64 [R], the turn in which the token was sampled, numbered over the whole row; the turns of
+    #: one trajectory are consecutive.
+    turns: np.ndarray
     advantages: np.ndarray  # float32 [R]
     rollout_logprobs: np.ndarray | None  # float32 [R], None if the engine returned none
-    versions: np.ndarray  # int32 [R], version of the weights that sampled each
-    columns: dict[str, np.ndarray]  # [R] each, of `TokenSequence.columns`; a row without trajectories has none
+    versions: np.ndarray  # int32 [R], version of the weights that sampled the token
+    columns: dict[str, np.ndarray]  # [R], see `TokenSequence.columns`; empty without trajectories
     images: tuple[str, ...]  # hashes of the distinct images
-    pixel_values: np.ndarray | None  # float32 [P, d], their patches; None without images, or if features replace them
+    #: float32 [P, d], the patches of the images; None without images, or if features replace them.
+    pixel_values: np.ndarray | None
     grids: np.ndarray  # int64 [n, 3], (t, h, w) of those images
     image_positions: np.ndarray  # int64 [N], row positions of image placeholders
-    image_features: np.ndarray  # int64 [N], which row of the images' features stands at each
-    #: bool [R], sampled on a corrupted image: rollout_logprobs are of that; None: none was
+    image_features: np.ndarray  # int64 [N], index of the image feature at each placeholder
+    #: bool [R], whether the token was sampled on a corrupted image; its rollout logprob is then of
+    #: that image. None if no token was.
     corrupted: np.ndarray | None = None
-    part: RowPart | None = None  # None: all of the row
-    run_vision: bool = False  # run the tower, on a blank patch without images: another rank does in this micro-step
+    part: RowPart | None = None  # None for the whole row
+    #: Whether to run the vision tower, on a blank patch if the row has no images: another rank runs
+    #: it in this micro-step, and the ranks' collectives must match.
+    run_vision: bool = False
 
     def __post_init__(self) -> None:
         assert self.positions.shape == (4, len(self.ids))
@@ -60,14 +64,14 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What training costs, in units of one token's linear part in all layers of the language model.
+    """The prices of training, relative to one token's linear layers in the whole language model.
 
-    `attention` is the price of a (query, key) pair, `head` of a token that carries loss, `patch` of a vision patch. The
-    defaults are those of Qwen3-VL-2B with a frozen tower: a token's linear part is
-    28 × 2048 × (128 × 2 × (16 + 8) + 3 × 6144) = 1.41e9 multiply-adds, a pair 2 × 16 × 128 × 28 = 1.15e5,
-    the head 151936 × 2048 = 3.1e8, and a patch's forward 3.3e8, a third of what it would be with its backward.
+    The defaults are those of Qwen3-VL-2B with a frozen tower. In multiply-adds, the linear layers
+    of a token take 28 × 2048 × (128 × 2 × (16 + 8) + 3 × 6144) = 1.41e9, a pair of query and key
+    2 × 16 × 128 × 28 = 1.15e5, and the head 151936 × 2048 = 3.1e8. The forward of a patch takes
+    3.3e8; it counts a third, since a frozen tower has no backward.
     """
 
-    attention: float = 8.1e-5
-    head: float = 0.22
-    patch: float = 0.077
+    attention: float = 8.1e-5  # per pair of query and key
+    head: float = 0.22  # per token that carries loss
+    patch: float = 0.077  # per vision patch

@@ -1,4 +1,4 @@
-"""What an episode leaves: token sequences with their images, and turns."""
+"""The record of an episode: token sequences with their images, and turns."""
 
 import json
 import math
@@ -14,18 +14,23 @@ from rlinf_vl.types.problem import Grid, ImageRef
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TokenSequence:
-    """One row that a trainer could train on alone, from the first prompt token on. Arrays have one value per token, [T]."""
+    """A conversation as T tokens, from the first prompt token on; it can be trained on alone.
+
+    Arrays have one value per token, [T].
+    """
 
     ids: np.ndarray  # int32, image placeholders expanded
     loss_mask: np.ndarray  # bool, True where the policy sampled the token (False: prompt or observation)
-    #: float32, log-probability at the sampling temperature with banned ids left out (top-k and top-p restrict the draw and
-    #: don't change it), 0 where not sampled; None if `rollout.return_logprobs` is off.
+    #: float32, log-probability at the sampling temperature over all ids that are not banned (top-k
+    #: and top-p restrict the sampling, not this distribution), 0 where not sampled; None if
+    #: `rollout.return_logprobs` is off.
     logprobs: np.ndarray | None
     versions: np.ndarray  # int32, version of the weights that sampled the token, -1 where not sampled
-    images: tuple[tuple[ImageRef, Grid], ...] = ()  # in order of their placeholders; one shown twice is listed twice
+    images: tuple[tuple[ImageRef, Grid], ...] = ()  # in order of placeholders, repeats included
     columns: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays by name
-    #: Experts that the engine computed each token with, uint8 or int16 [T, L·k] (`Mixture.dtype`): k of each of the L mixtures. All
-    #: 0 for a token that it did not report, such as the last. None if it reports none (`actor.routing_replay`).
+    #: Experts that the engine chose for each token, uint8 or int16 [T, L·k] (`Mixture.dtype`): k in
+    #: each of the L mixture layers. All 0 for a token that the engine did not report, such as the
+    #: last. None if it reports no experts (`actor.routing_replay`).
     routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -37,7 +42,7 @@ class TokenSequence:
 
     @classmethod
     def of_sample(cls, request: Request, sample: Sample) -> "TokenSequence":
-        """A prompt followed by one sample drawn from it; `sample.columns` are 0 on the prompt."""
+        """Join a prompt and one sample drawn for it; `sample.columns` are 0 on the prompt."""
         prompt = len(request.ids)
         grids = [(t, h, w) for t, h, w in request.image_grids.tolist()]
         return cls(
@@ -51,29 +56,38 @@ class TokenSequence:
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Every per-token array by name."""
+        """Return every per-token array by name."""
         arrays = {"ids": self.ids, "loss_mask": self.loss_mask, "versions": self.versions} | self.columns
-        may_lack = {"logprobs": self.logprobs, "routes": self.routes}
-        return arrays | {name: array for name, array in may_lack.items() if array is not None}
+        optional = {"logprobs": self.logprobs, "routes": self.routes}
+        return arrays | {name: array for name, array in optional.items() if array is not None}
 
     def with_images(self, images: Mapping[str, Any]) -> "TokenSequence":
-        """The same sequence with these objects in place of its images, by hash."""
+        """Return the sequence with its images replaced by `images`, a mapping by hash."""
         return replace(self, images=tuple((images.get(image.hash, image), grid) for image, grid in self.images))
 
     def assert_images_placed(self, image_token_id: int, merge_size: int) -> None:
         """Assert that there are as many placeholder ids as the images need."""
-        found = int((self.ids == image_token_id).sum())
+        placeholders = int((self.ids == image_token_id).sum())
         needed = sum(math.prod(grid) for _, grid in self.images) // merge_size**2
-        assert found == needed, f"{found} image placeholder ids for {len(self.images)} images that need {needed}"
+        assert placeholders == needed, (
+            f"{placeholders} image placeholder ids for {len(self.images)} images that need {needed}"
+        )
 
-    def shared_length(self, other: "TokenSequence", image_token_id: int) -> int:
-        """How many leading tokens two sequences have in common, images included; an image counts whole or not at all."""
-        n = min(len(self.ids), len(other.ids))
-        differing = np.flatnonzero(self.ids[:n] != other.ids[:n])
+    def shared_length(self, sequence: "TokenSequence", image_token_id: int) -> int:
+        """Return the length of the longest common prefix of two sequences, in tokens.
+
+        Placeholders are common only if their images are equal, and an image is common as a whole or
+        not at all.
+        """
+        n = min(len(self.ids), len(sequence.ids))
+        differing = np.flatnonzero(self.ids[:n] != sequence.ids[:n])
         n = int(differing[0]) if len(differing) else n
-        pairs = zip(self.images, other.images, strict=False)
+        pairs = zip(self.images, sequence.images, strict=False)
         for k, ((ours, our_grid), (theirs, their_grid)) in enumerate(pairs):
             if ours.hash != theirs.hash or our_grid != their_grid:
+                # The ids of placeholders are equal although the images differ: the common prefix
+                # ends before the first placeholder of image k. An image has as many placeholders
+                # as patches, up to one constant factor.
                 patches = np.cumsum([0, *(math.prod(grid) for _, grid in self.images)])
                 placeholders = np.flatnonzero(self.ids == image_token_id)
                 return min(n, int(placeholders[len(placeholders) * patches[k] // patches[-1]]))
@@ -81,7 +95,10 @@ class TokenSequence:
 
 
 def distinct_tokens(sequences: Sequence[TokenSequence], image_token_id: int) -> int:
-    """Tokens of the tree of prefixes that these share: a sequence adds what no sequence before it has."""
+    """Return the number of tokens in the prefix tree of `sequences`.
+
+    Each sequence adds the tokens behind its longest prefix shared with an earlier one.
+    """
     total = 0
     for j, sequence in enumerate(sequences):
         shared = (sequence.shared_length(earlier, image_token_id) for earlier in sequences[:j])
@@ -91,47 +108,54 @@ def distinct_tokens(sequences: Sequence[TokenSequence], image_token_id: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy answered: tokens `start` … `end` of the trajectory's `sequences[sequence]`, all of them sampled but those that
-    closed a thought for it (`rollout.thinking.budget`)."""
+    """One answer of the policy: tokens `start` … `end` of `Trajectory.sequences[sequence]`.
+
+    All of them are sampled, except tokens inserted to close a thought (`rollout.thinking.budget`).
+    """
 
     sequence: int
     start: int
     end: int
     finish_reason: str
     reward: float
-    #: JSON object of the environment's `tool_calls` and `state` (`envs.base.StepResult`); "" if it gave neither.
+    #: JSON object of the environment's `tool_calls` and `state` (`envs.base.StepResult`); "" if it
+    #: has neither.
     info: str = ""
-    thought: int = 0  # how many of its tokens, from the first on, are thoughts with their marks
+    thought: int = 0  # the number of its leading tokens that are thoughts, marks included
 
     @property
     def state(self) -> str:
-        """Name of the state that it answered to; "" where the environment gave none."""
+        """The name of the state in which the turn was taken; "" if the environment gives none."""
         return json.loads(self.info).get("state", "") if self.info else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One episode: a sequence, or several where the context was rewritten on the way."""
+    """One episode: one sequence, or several if the context was rewritten during the episode."""
 
-    sequences: tuple[TokenSequence, ...] = field(repr=False)  # none if it failed before a token was sampled
+    #: Empty if the episode failed before a token was sampled.
+    sequences: tuple[TokenSequence, ...] = field(repr=False)
     turns: tuple[Turn, ...]
-    reward: float  # what the environment and the reward functions paid, scaled to reward_min_val … reward_max_val
-    reward_parts: dict[str, float]  # what the environment and the reward functions say it is made of, by name
+    #: Reward of environment and reward functions, scaled to reward_min_val … reward_max_val.
+    reward: float
+    reward_parts: dict[str, float]  # components of the reward, by name
     status: str  # "stop" (an end token), "length" (cut by max_new_tokens) or "error"
-    correct: bool = False  # whether the answer was graded right, before scaling; validation accuracy is its mean
-    #: "kind: reason" if the row, the engine or the environment failed (`ENGINE_FAULT`, `ENVIRONMENT_FAULT`; any other kind is
-    #: the row's); such a trajectory is masked and counted, never trained on.
+    #: Whether the answer was graded right, before scaling; validation accuracy is its mean.
+    correct: bool = False
+    #: "kind: reason" if the row, the engine or the environment failed (`ENGINE_FAULT`,
+    #: `ENVIRONMENT_FAULT`; any other kind is a fault of the row). Such a trajectory is masked and
+    #: counted, never trained on.
     error: str | None = None
-    metrics: dict[str, float] = field(
-        default_factory=dict
-    )  # what the environment measured, by name: the last value of each
-    cuts: int = 0  # prompts and observations of it that were cut to fit
-    #: Whether its answers were drawn on corrupted images (`algorithm.image_corruption`), which `Group.shown` has. Its sequences have
-    #: the images as they are, on which it is trained; their logprobs are those that it was sampled with.
+    #: The last value of each metric of the environment, by name.
+    metrics: dict[str, float] = field(default_factory=dict)
+    cuts: int = 0  # the number of its prompts and observations that were cut to fit
+    #: Whether its answers were sampled on corrupted images (`algorithm.image_corruption`), which
+    #: are in `Group.corrupted_images`. Its sequences have the original images, on which it is
+    #: trained, but the logprobs with which it was sampled.
     corrupted: bool = False
-    ungraded: str = ""  # why reward functions came to no verdict on its answer, and score it 0
-    #: "environment: reason" if its environment failed and it is trained on with the least reward (`rollout.faults: penalize`);
-    #: `error` is None then.
+    ungraded: str = ""  # why reward functions could not grade the answer, which then scores 0
+    #: "environment: reason" if its environment failed and it is trained on with the least reward
+    #: (`rollout.faults: penalize`); `error` is None then.
     penalized: str = ""
 
     def __post_init__(self) -> None:
@@ -140,30 +164,43 @@ class Trajectory:
 
     @property
     def n_response_tokens(self) -> int:
-        """Sampled tokens: those that carry loss, in every sequence that has them."""
+        """The number of sampled tokens, which carry loss, summed over all sequences."""
         return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
 
     def turn_numbers(self) -> list[np.ndarray]:
-        """Of each sequence, which turn each sampled token is of: int64 [sampled tokens]."""
+        """Return for each sequence the turn of each sampled token, int64 [sampled tokens]."""
         numbers = [np.full(len(sequence.ids), -1) for sequence in self.sequences]
         for k, turn in enumerate(self.turns):
             numbers[turn.sequence][turn.start : turn.end] = k
-        sampled = [own[s.loss_mask] for own, s in zip(numbers, self.sequences, strict=True)]
-        assert all((own >= 0).all() for own in sampled), "a sampled token is of no turn"
+        sampled = [token_turns[s.loss_mask] for token_turns, s in zip(numbers, self.sequences, strict=True)]
+        assert all((token_turns >= 0).all() for token_turns in sampled), "a sampled token is of no turn"
         return sampled
 
     @property
     def turn_thoughts(self) -> tuple[tuple[int, int, int], ...]:
-        """Of each turn: tokens sampled in its thoughts, tokens sampled behind them, and tokens that closed them unsampled."""
-        found = []
+        """Token counts of each turn: sampled in thoughts, sampled after them, and not sampled.
+
+        The tokens that are not sampled were inserted to close the thoughts.
+        """
+        counts = []
         for turn in self.turns:
             sampled = self.sequences[turn.sequence].loss_mask[turn.start : turn.end]
-            n = turn.thought
-            found.append((int(sampled[:n].sum()), int(sampled[n:].sum()), int((~sampled).sum())))
-        return tuple(found)
+            thought = turn.thought
+            counts.append((int(sampled[:thought].sum()), int(sampled[thought:].sum()), int((~sampled).sum())))
+        return tuple(counts)
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """The reward of each turn."""
+        return tuple(float(turn.reward) for turn in self.turns)
+
+    @property
+    def turn_states(self) -> tuple[str, ...]:
+        """The `Turn.state` of each turn."""
+        return tuple(turn.state for turn in self.turns)
 
     @property
     def turn_tokens(self) -> tuple[int, ...]:
-        """Sampled tokens of each turn."""
+        """The number of sampled tokens of each turn."""
         numbers = np.concatenate([np.zeros(0, np.int64), *self.turn_numbers()])
         return tuple(np.bincount(numbers, minlength=len(self.turns)).tolist())

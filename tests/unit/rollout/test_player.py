@@ -598,17 +598,24 @@ def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_cl
     summary = GroupSummary.of(group, processor.image_token_id)
     assert summary.errors == (None,) * 4 and summary.corrupted == (False, False, True, True)
     first = [[image.hash for image in request.images] for request in engine.requests[:2]]
-    assert first == [[SHOWN.hash], [group.shown[SHOWN.hash].hash]] != [[SHOWN.hash]] * 2, "one request for each view"
+    assert first == [[SHOWN.hash], [group.corrupted_images[SHOWN.hash].hash]] != [[SHOWN.hash]] * 2, (
+        "one request for each view"
+    )
     assert [request.seeds for request in engine.requests[:2]] == [(0, 1), (2, 3)]
     shown = {SHOWN.hash, encoded(new).hash}
-    assert group.shown.keys() == shown and {image.hash for image, _ in group.images} == shown
+    assert group.corrupted_images.keys() == shown and {image.hash for image, _ in group.images} == shown
     assert group.prefix_length == len(engine.requests[0].ids), "what is trained on shares the prompt"
-    assert {group.shown[name].hash for name in shown} <= summary.image_bytes.keys()
+    assert {group.corrupted_images[name].hash for name in shown} <= summary.image_bytes.keys()
     seen = [[image.hash for s in group.as_seen(t).sequences for image, _ in s.images] for t in group.trajectories]
     clean = [SHOWN.hash, encoded(new).hash]
-    assert seen == [clean] * 2 + [[group.shown[name].hash for name in clean]] * 2
+    assert seen == [clean] * 2 + [[group.corrupted_images[name].hash for name in clean]] * 2
     sent = pickle.loads(pickle.dumps(group, protocol=5))
-    assert sent.shown == group.shown and [t.corrupted for t in sent.trajectories] == [False, False, True, True]
+    assert sent.corrupted_images == group.corrupted_images and [t.corrupted for t in sent.trajectories] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(processor, env_class):
