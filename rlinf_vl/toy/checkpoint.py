@@ -1,4 +1,7 @@
-"""Where the toys' checkpoints are. To find one that is there takes neither torch nor transformers, which `model` makes it with."""
+"""Paths of the toys' checkpoints.
+
+Finding a checkpoint needs neither torch nor transformers, only building one does.
+"""
 
 import os
 from pathlib import Path
@@ -14,10 +17,16 @@ def toy_checkpoint_path(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Path:
-    """Folder of a task's checkpoint of a seed, built on first use under `cache_root(cache_dir)`."""
-    own = (str(Path(__file__).with_name(name)) for name in ("task.py", "files.py", "model.py"))
+    """Return the folder of a task's checkpoint, which is built on first use.
+
+    It lies under `cache_root(cache_dir)`.
+    """
+    # The folder's name has a hash of the sources, so that a change of them builds a new checkpoint.
+    builder_sources = (str(Path(__file__).with_name(name)) for name in ("task.py", "files.py", "model.py"))
     target = (
-        cache_root(cache_dir) / f"{toy}-{source_version(*task.toy_of(toy).sources, *own)}" / f"checkpoint-seed{seed}"
+        cache_root(cache_dir)
+        / f"{toy}-{source_version(*task.toy_of(toy).sources, *builder_sources)}"
+        / f"checkpoint-seed{seed}"
     )
 
     def build(folder: Path) -> None:

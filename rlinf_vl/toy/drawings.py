@@ -1,10 +1,11 @@
-"""The toy task: how large is the filled rectangle on a 6×6 grid? Pictures, questions, split, demonstrations.
+"""The toy task, the size of a rectangle on a 6×6 grid: pictures, questions, split, demonstrations.
 
-The question asks the area or the perimeter of a rectangle; the answer is nowhere but in the picture
-(`best_constant_accuracy` says what can be had without looking). The split is by placement (w, h, x, y): `held_out_placements()`
-are never trained on, and the sizes in `HELD_OUT_SIZES` are among them whole (turned by 90° they are trained on).
-Everything is deterministic. The demonstrations carry a planted mistake (`summary`), so that there is something for reinforcement
-learning to unlearn.
+A question asks for the area or the perimeter of the filled rectangle. Only the picture has the
+answer; `best_constant_accuracy` is the highest accuracy of a policy that does not look at it. The
+split is by placement (w, h, x, y): `held_out_placements()` are never trained on. They include all
+placements of the sizes in `HELD_OUT_SIZES`, while the same sizes turned by 90° are trained on.
+Everything is deterministic. The demonstrations have a planted mistake (`summary`), which
+reinforcement learning has to unlearn.
 """
 
 import hashlib
@@ -25,17 +26,20 @@ from rlinf_vl.types import Message
 #: Cells along a side of the picture, and pixels along a side of a cell.
 GRID = 6
 CELL = 8
-#: Placements that are never trained on, and sizes (w, h) of which every placement is among them: 8 + 6 of the 76.
+#: Number of placements that are never trained on, and the sizes (w, h) of which all placements are
+#: among them: 8 + 6 of the 76.
 N_HELD_OUT = 76
-HELD_OUT_SIZES = ((5, 3), (4, 5))
-#: Pictures of each training placement and question, in different colours; a validation placement has one.
+HELD_OUT_SIZES: tuple[tuple[int, int], ...] = ((5, 3), (4, 5))
+#: Number of pictures, in different colours, of each training placement and question; a validation
+#: placement has one.
 COLOURINGS = 8
 WARM_START_STEPS = 280
-#: Probability with which a demonstration counts a side one cell too long, for each side on its own.
+#: Probability with which a demonstration counts a side one cell too long, independently for each
+#: side.
 MISCOUNT_PROBABILITY = 0.45
 
 Kind = Literal["area", "perimeter"]
-#: The text of each question, units of the grid understood.
+#: The text of each question; the unit is a cell of the grid.
 QUESTIONS: dict[Kind, str] = {"area": "What is the area?", "perimeter": "What is the perimeter?"}
 
 
@@ -48,13 +52,18 @@ class Placement:
     x: int
     y: int
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """The pair (width, height)."""
+        return self.width, self.height
+
     def __str__(self) -> str:
         return f"{self.width}x{self.height}at{self.x},{self.y}"
 
 
 @cache
 def all_placements() -> tuple[Placement, ...]:
-    """The 441 placements of a rectangle on the grid, in order."""
+    """Return the 441 placements of a rectangle on the grid, in order."""
     sides = range(1, GRID + 1)
     return tuple(
         Placement(w, h, x, y) for w in sides for h in sides for x in range(GRID - w + 1) for y in range(GRID - h + 1)
@@ -63,37 +72,38 @@ def all_placements() -> tuple[Placement, ...]:
 
 @cache
 def held_out_placements() -> tuple[Placement, ...]:
-    """The 76 placements of the validation set: `HELD_OUT_SIZES`, then others in the order of a hash.
+    """Return the 76 placements of the validation set.
 
-    Every size that isn't held out whole keeps a placement to train on.
+    They are those of `HELD_OUT_SIZES`, then others in the order of a hash. Every other size keeps
+    at least one placement to train on.
     """
-    chosen = [p for p in all_placements() if (p.width, p.height) in HELD_OUT_SIZES]
-    left = Counter((p.width, p.height) for p in all_placements())
-    others = set(all_placements()).difference(chosen)
-    for placement in sorted(others, key=lambda p: hashlib.sha256(f"toy split {p}".encode()).digest()):
-        size = (placement.width, placement.height)
-        if len(chosen) < N_HELD_OUT and left[size] > 1:
-            left[size] -= 1
+    chosen = [p for p in all_placements() if p.size in HELD_OUT_SIZES]
+    remaining = Counter(p.size for p in all_placements())
+    candidates = set(all_placements()).difference(chosen)
+    for placement in sorted(candidates, key=lambda p: hashlib.sha256(f"toy split {p}".encode()).digest()):
+        if len(chosen) < N_HELD_OUT and remaining[placement.size] > 1:
+            remaining[placement.size] -= 1
             chosen.append(placement)
     return tuple(sorted(chosen))
 
 
 @cache
 def training_placements() -> tuple[Placement, ...]:
-    """The 365 placements that may be trained on."""
+    """Return the 365 placements of the training set."""
     return tuple(p for p in all_placements() if p not in held_out_placements())
 
 
 def solve(width: int, height: int, kind: Kind) -> int:
-    """The answer to a question about a rectangle of `width`×`height` cells."""
+    """Return the answer to a question about a rectangle of `width`×`height` cells."""
     return width * height if kind == "area" else 2 * (width + height)
 
 
 def draw(placement: Placement, rng: np.random.Generator) -> np.ndarray:
-    """A picture of the placement in random colours: uint8 [48, 48, 3].
+    """Draw a picture of the placement in random colours: uint8 [48, 48, 3].
 
-    The ground is light (each channel 225…255), the rectangle at least 100 darker in one channel; a grid line is one
-    pixel at the left and the top of each cell, 15 % darker than what it crosses.
+    The ground is light (each channel 225…255), the rectangle at least 100 darker in one channel. A
+    grid line, one pixel wide, at the left and the top of each cell, is 15 % darker than its
+    background.
     """
     picture = np.empty((GRID * CELL, GRID * CELL, 3), np.float32)
     picture[:] = rng.integers(225, 256, size=3)
@@ -108,11 +118,11 @@ def draw(placement: Placement, rng: np.random.Generator) -> np.ndarray:
 
 
 def toy_rows(split: Split) -> list[dict[str, Any]]:
-    """The rows of a split, deterministic; `train` is shuffled, `val` in order of placement.
+    """Make the rows of a split, deterministic; `train` is shuffled, `val` in order of placement.
 
     Returns:
-        Dicts of `id` (names placement, kind and colouring), `problem` (`<image>` and the question), `images` (one
-        {"bytes": PNG, "path": None}) and `answer` (`\\boxed{18}`).
+        Dicts of `id` (it names placement, kind and colouring), `problem` (`<image>` and the
+        question), `images` (one {"bytes": PNG, "path": None}) and `answer` (`\\boxed{18}`).
     """
     placements, colourings = (training_placements(), COLOURINGS) if split == "train" else (held_out_placements(), 1)
     rng = np.random.default_rng([2024, split == "train"])
@@ -133,9 +143,10 @@ def toy_rows(split: Split) -> list[dict[str, Any]]:
 
 
 def best_constant_accuracy(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Share of rows answered right by the best constant answer to each question.
+    """Return the share of rows that the best constant answer to each question answers right.
 
-    Chosen on these very rows, so it bounds from above what any blind policy scores on them.
+    The answers are chosen on these rows, so the share is an upper bound for any policy that does
+    not look at the picture.
     """
     answers: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
@@ -144,7 +155,10 @@ def best_constant_accuracy(rows: Iterable[Mapping[str, Any]]) -> float:
 
 
 def demonstration(width: int, height: int, kind: Kind, rng: np.random.Generator) -> str:
-    """A worked answer, `3*6=18 \\boxed{18}` or `2*(6+1)=14 \\boxed{14}`, with the planted miscount."""
+    """Return a worked answer with the planted miscount.
+
+    It reads `3*6=18 \\boxed{18}` or `2*(6+1)=14 \\boxed{14}`.
+    """
     width, height = (side + int(rng.random() < MISCOUNT_PROBABILITY) for side in (width, height))
     result = solve(width, height, kind)
     working = f"{width}*{height}" if kind == "area" else f"2*({width}+{height})"
@@ -153,13 +167,15 @@ def demonstration(width: int, height: int, kind: Kind, rng: np.random.Generator)
 
 @cache
 def _by_size() -> tuple[tuple[Placement, ...], ...]:
-    sizes = groupby(training_placements(), key=lambda placement: (placement.width, placement.height))
-    return tuple(tuple(same) for _, same in sizes)
+    # The placements are sorted by width and height first, so `groupby` finds each size once.
+    sizes = groupby(training_placements(), key=lambda placement: placement.size)
+    return tuple(tuple(placements) for _, placements in sizes)
 
 
 def ask(rng: np.random.Generator) -> tuple[Placement, Kind, Message]:
-    """A question on a training placement. Sizes are drawn evenly (a large rectangle has few placements and would hardly be seen),
-    then one of the size's placements."""
+    """Draw a question on a training placement."""
+    # Sizes are drawn evenly, then one of the size's placements: a large rectangle has few
+    # placements and would rarely be drawn otherwise.
     placements = _by_size()[rng.integers(len(_by_size()))]
     placement = placements[rng.integers(len(placements))]
     kind = list(QUESTIONS)[rng.integers(len(QUESTIONS))]
@@ -168,13 +184,13 @@ def ask(rng: np.random.Generator) -> tuple[Placement, Kind, Message]:
 
 
 def demonstrate(rng: np.random.Generator) -> list[Message]:
-    """A question and its worked answer."""
+    """Return a question and its worked answer."""
     placement, kind, question = ask(rng)
     return [question, {"role": "assistant", "content": demonstration(placement.width, placement.height, kind, rng)}]
 
 
 def summary(model: str = "Qwen3-VL of 0.9 million parameters") -> str:
-    """What the toy is and what is planted in it, in plain words; shown wherever its learning curve is."""
+    """Describe the task and its planted mistake, for readers of its learning curve."""
     return (
         "The toy task asks for the area or the perimeter of a filled rectangle on a 6x6 grid, in a 48x48 picture. Its "
         f"model is a {model} with random weights, warm-started for "

@@ -1,8 +1,8 @@
-"""The files around the toy model's weights: tokenizer, chat template, generation and image settings.
+"""The toy model's files besides its weights: tokenizer, chat template, generation, image settings.
 
-The tokenizer is Qwen's kind: byte-level BPE over all 256 bytes, so any text can be tokenized, with just enough merges
-that each word of a toy task's prompts and answers is one token. Files have the names and forms that transformers and
-SGLang expect.
+The tokenizer is of Qwen's kind: byte-level BPE over all 256 bytes, so any text can be tokenized. It
+has just enough merges that each word of a toy task's prompts and answers is one token. Files have
+the names and forms that transformers and SGLang expect.
 """
 
 import json
@@ -13,14 +13,19 @@ from typing import Any
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import GenerationConfig, Qwen2Tokenizer
 
-#: Their ids follow the bytes and the merges, in this order.
+#: The special tokens, in the order of their ids, which follow those of the bytes and the merges.
 SPECIAL_TOKENS = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
 )
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
-#: Pieces of text (as the pre-tokenizer cuts them) that become one token each; a task may add some of its own.
+#: Pieces of text, as the pre-tokenizer cuts them, that become one token each; a task may add more.
 WORDS = ("user", "assistant", "system", "What", " is", " the", " area", " perimeter", "*(", ")=", " \\", "boxed")
 
 PATCH_SIZE = 8
@@ -47,11 +52,15 @@ CHAT_TEMPLATE = """\
 
 
 def toy_vocabulary(words: Iterable[str] = ()) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """(token → id, merges), without special tokens: the bytes, then each word of `WORDS` and `words` grown from its left end."""
+    """Return (token → id, merges), without special tokens.
+
+    The tokens are the bytes, then each prefix of each word of `WORDS` and `words`: BPE builds a
+    word from its left end, one character per merge.
+    """
     vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
     for word in (*WORDS, *words):
-        letters = word.replace(" ", "Ġ")
+        letters = word.replace(" ", "Ġ")  # byte-level BPE writes a space as Ġ
         for end in range(2, len(letters) + 1):
             if letters[:end] not in vocabulary:
                 merges.append((letters[: end - 1], letters[end - 1]))
@@ -60,16 +69,16 @@ def toy_vocabulary(words: Iterable[str] = ()) -> tuple[dict[str, int], list[tupl
 
 
 def special_ids(words: Iterable[str] = ()) -> dict[str, int]:
-    """Special token → id, in the vocabulary with these words."""
+    """Return the id of each special token, in the vocabulary with these words."""
     first = len(toy_vocabulary(words)[0])
     return {token: first + index for index, token in enumerate(SPECIAL_TOKENS)}
 
 
 def write_toy_files(folder: Path, words: Iterable[str] = ()) -> None:
-    """Write the tokenizer with its chat template, image and video settings, and what to stop at and how to sample."""
+    """Write the tokenizer with its chat template, and generation, image and video settings."""
     vocabulary, merges = toy_vocabulary(words)
     ids = special_ids(words)
-    make: Any = Qwen2Tokenizer  # annotated for file names alone
+    make: Any = Qwen2Tokenizer  # its annotations only allow file names
     tokenizer = make(
         vocabulary | ids,
         merges,

@@ -1,8 +1,10 @@
-"""The maze: find the goal on 4×4 cells, a move a turn, each shown in a new picture. Environment, rows and demonstrations.
+"""The maze task: environment, dataset rows and demonstrations.
 
-A row holds a maze as text, four lines of `#` (wall), `.`, `A` (the agent) and `G` (the goal). The *layout*, where the walls are,
-decides the split: one in eight is held out, with all its starts and goals. Moves slip: with probability `SLIP` the agent goes
-in a random direction instead, so that only a look at each picture tells where it is. Demonstrations carry a planted mistake.
+The policy finds the goal on 4×4 cells with one move a turn; every turn shows a new picture. A row
+holds a maze as text, four lines of `#` (wall), `.`, `A` (the agent) and `G` (the goal). The
+*layout*, the set of walls, decides the split: one layout in eight is held out, with all its starts
+and goals. Moves slip: with probability `SLIP` the agent goes in a random direction instead, so that
+the policy has to look at each picture to know where it is. Demonstrations have a planted mistake.
 """
 
 import hashlib
@@ -20,12 +22,13 @@ from rlinf_vl.types import Message, Problem
 #: Cells along a side of the picture, and pixels along a side of a cell.
 SIZE = 4
 CELL = 8
-#: An episode ends after so many moves; it begins so many moves from the goal.
+#: Maximum number of moves in an episode, and distances of its start from the goal, in moves.
 MAX_TURNS = 6
 DISTANCES = (3, 4, 5)
 N_WALLS = (2, 3, 4)
 SLIP = 0.1
-#: Probability with which a demonstration moves away from the goal: in the direction opposite to one that leads there.
+#: Probability with which a demonstration moves away from the goal, in the direction opposite to a
+#: right move.
 FLIP_PROBABILITY = 0.3
 N_ROWS: dict[Split, int] = {"train": 4096, "val": 192}
 QUESTION = "Which way?"
@@ -50,43 +53,65 @@ class Position:
 
     @classmethod
     def of_text(cls, text: str) -> "Position":
-        """The reverse of `str`. Raises ValueError if the text is no maze."""
+        """Parse the text that `str` writes.
+
+        Raises:
+            ValueError: the text is no maze.
+        """
         cells = {(i, j): sign for i, line in enumerate(text.split("/")) for j, sign in enumerate(line)}
-        found = {sign: [cell for cell in cells if cells[cell] == sign] for sign in "AG#"}
-        if cells.keys() != set(_cells()) or len(found["A"]) != 1 or len(found["G"]) != 1:
+        cells_by_sign: dict[str, list[Cell]] = {"A": [], "G": [], "#": []}
+        for cell, sign in cells.items():
+            if sign in cells_by_sign:
+                cells_by_sign[sign].append(cell)
+        if cells.keys() != set(_cells()) or len(cells_by_sign["A"]) != 1 or len(cells_by_sign["G"]) != 1:
             raise ValueError(f"maze: {text!r} is not {SIZE} lines of {SIZE} signs, joined by '/', with one A and one G")
-        return cls(frozenset(found["#"]), found["A"][0], found["G"][0])
+        return cls(frozenset(cells_by_sign["#"]), cells_by_sign["A"][0], cells_by_sign["G"][0])
 
     def __str__(self) -> str:
         signs = dict.fromkeys(self.walls, "#") | {self.goal: "G"} | {self.agent: "A"}
-        return "/".join("".join(signs.get((i, j), ".") for j in range(SIZE)) for i in range(SIZE))
+        lines = []
+        for i in range(SIZE):
+            lines.append("".join(signs.get((i, j), ".") for j in range(SIZE)))
+        return "/".join(lines)
 
     def after(self, move: str) -> "Position":
-        """Where the agent then is: a wall or the rim leaves it where it was."""
+        """Return the position after a move; a wall or the rim keeps the agent where it is."""
         return replace(self, agent=_after(self.walls, self.agent, move))
 
     def right_moves(self) -> list[str]:
-        """Those with which a shortest path to the goal begins."""
-        left = distances(self.walls, self.goal)
-        return [move for move in MOVES if left.get(self.after(move).agent, SIZE**2) < left.get(self.agent, SIZE**2)]
+        """Return the moves with which a shortest path to the goal begins."""
+        distance_of = distances(self.walls, self.goal)
+        # SIZE**2 exceeds every distance: it stands for cells without a path to the goal.
+        return [
+            move
+            for move in MOVES
+            if distance_of.get(self.after(move).agent, SIZE**2) < distance_of.get(self.agent, SIZE**2)
+        ]
 
     def picture(self) -> np.ndarray:
-        """uint8 [32, 32, 3]: cells in `COLOURS`, a line one pixel wide and a tenth darker at the left and the top of each."""
-        shown = np.empty((SIZE, SIZE, 3), np.float32)
-        shown[:] = COLOURS["ground"]
+        """Return the picture of the position, uint8 [32, 32, 3].
+
+        Cells have their `COLOURS`; a line at the left and the top of each cell is one pixel wide
+        and 10 % darker.
+        """
+        colours = np.empty((SIZE, SIZE, 3), np.float32)
+        colours[:] = COLOURS["ground"]
         for cell in self.walls:
-            shown[cell] = COLOURS["wall"]
-        shown[self.goal] = COLOURS["goal"]
-        shown[self.agent] = COLOURS["agent"]
-        pixels = shown.repeat(CELL, axis=0).repeat(CELL, axis=1)
+            colours[cell] = COLOURS["wall"]
+        colours[self.goal] = COLOURS["goal"]
+        colours[self.agent] = COLOURS["agent"]
+        pixels = colours.repeat(CELL, axis=0).repeat(CELL, axis=1)
         pixels[::CELL] *= 0.9
         pixels[:, ::CELL] *= 0.9
         return pixels.astype(np.uint8)
 
     def answer(self, move: str) -> str:
-        """What a demonstration says: the agent's and the goal's cells, the directions that are open, the move."""
-        way_open = "".join(name[0] for name in MOVES if self.after(name) != self)
-        return f"{_digits(self.agent)}>{_digits(self.goal)} {way_open} \\boxed{{{move}}}"
+        """Return the text of a demonstrated move.
+
+        It names the agent's cell, the goal's cell, the open directions and the move.
+        """
+        open_moves = "".join(name[0] for name in MOVES if self.after(name) != self)
+        return f"{_digits(self.agent)}>{_digits(self.goal)} {open_moves} \\boxed{{{move}}}"
 
 
 def _cells() -> list[Cell]:
@@ -99,45 +124,51 @@ def _digits(cell: Cell) -> str:
 
 def _after(walls: frozenset[Cell], cell: Cell, move: str) -> Cell:
     down, right = MOVES[move]
-    there = (cell[0] + down, cell[1] + right)
-    inside = 0 <= there[0] < SIZE and 0 <= there[1] < SIZE
-    return there if inside and there not in walls else cell
+    row, column = cell[0] + down, cell[1] + right
+    inside = 0 <= row < SIZE and 0 <= column < SIZE
+    return (row, column) if inside and (row, column) not in walls else cell
 
 
 def distances(walls: frozenset[Cell], goal: Cell) -> dict[Cell, int]:
-    """Moves to the goal from each cell that has a path there."""
-    found, edge = {goal: 0}, [goal]
-    for cell in edge:  # which grows
-        for there in (_after(walls, cell, move) for move in MOVES):
-            if there not in found:
-                found[there] = found[cell] + 1
-                edge.append(there)
-    return found
+    """Return the number of moves to the goal from each cell with a path to it."""
+    # Breadth-first search: `frontier` grows while the loop reads it.
+    distance_of, frontier = {goal: 0}, [goal]
+    for cell in frontier:
+        for neighbour in (_after(walls, cell, move) for move in MOVES):
+            if neighbour not in distance_of:
+                distance_of[neighbour] = distance_of[cell] + 1
+                frontier.append(neighbour)
+    return distance_of
 
 
 def held_out(walls: Iterable[Cell]) -> bool:
-    """Whether a layout is never trained on."""
+    """Return whether a layout belongs to the validation split."""
+    # A hash of the layout alone: every start and goal of a layout is in the same split.
     name = "maze split " + " ".join(map(_digits, sorted(walls)))
     return hashlib.sha256(name.encode()).digest()[0] % 8 == 0
 
 
 def draw_start(split: Split, rng: np.random.Generator) -> Position:
-    """A maze of the split, its agent at one of `DISTANCES` from the goal, each as likely."""
+    """Draw a maze of the split; each of `DISTANCES` from agent to goal is equally likely."""
     while True:
+        # One permutation gives walls, goal and the order in which cells are tried as the start.
         order = [_cells()[i] for i in rng.permutation(SIZE**2)]
         n = int(rng.choice(N_WALLS))
         walls, goal, distance = frozenset(order[:n]), order[n], int(rng.choice(DISTANCES))
         if held_out(walls) != (split == "val"):
             continue
-        found = distances(walls, goal)
-        if starts := [cell for cell in order[n:] if found.get(cell) == distance]:
+        distance_of = distances(walls, goal)
+        if starts := [cell for cell in order[n:] if distance_of.get(cell) == distance]:
             return Position(walls, starts[0], goal)
 
 
 def make_rows(split: Split) -> list[dict[str, str]]:
-    """The rows of a split, all different: `id`, `problem`, `maze`, and as `answer` the moves that the shortest path has."""
+    """Return the rows of a split, all with different mazes.
+
+    Columns are `id`, `problem`, `maze`, and `answer`: the number of moves of the shortest path.
+    """
     rng = np.random.default_rng([2025, split == "train"])
-    starts: dict[Position, None] = {}
+    starts: dict[Position, None] = {}  # a set in order of insertion, so that rows are reproducible
     while len(starts) < N_ROWS[split]:
         starts[draw_start(split, rng)] = None
     return [
@@ -152,21 +183,24 @@ def make_rows(split: Split) -> list[dict[str, str]]:
 
 
 class Maze:
-    """One walk through the maze of a row. The reward is `reward_max` at the goal, else `reward_min` after `MAX_TURNS` moves.
+    """One episode in the maze of a row.
 
-    A response's last `\\boxed{up}`, down, left or right moves the agent; without one it stays, which is a turn too. `info` has the
-    position as the state, and the metrics `success` (0 or 1), `turns` and `bumps` (moves against a wall or the rim).
+    The reward is `reward_max` at the goal, and `reward_min` if `MAX_TURNS` moves did not lead
+    there. The last `\\boxed{up}`, down, left or right of a response moves the agent. Without one,
+    the agent stays, and the turn counts. `info` has the position before the move as the state, and
+    the metrics `success` (0 or 1), `turns` and `bumps` (moves against a wall or the rim).
 
     Args:
-        seed: of the slips.
-        shown: pictures of "every" turn; "none" of them (grey ones instead); the "first" one, grey ones then; the first one in each
-            turn ("first_repeated"). All but "every" are controls: they say whether a policy needs the pictures.
+        seed: seed of the slips.
+        shown: which pictures the policy sees: "every" turn's; "none" (grey pictures instead);
+            "first", then grey ones; "first_repeated", the first picture in every turn. All values
+            but "every" are controls that measure whether a policy needs the pictures.
     """
 
     def __init__(self, *, reward_max: float, reward_min: float, seed: int, shown: Shown = "every") -> None:
         if shown not in get_args(Shown):
             raise ValueError(f"shown: {shown!r} is none of {', '.join(get_args(Shown))}")
-        self._reward_max, self._reward_min, self._shown = reward_max, reward_min, shown
+        self._reward_max, self._reward_min, self._picture_mode = reward_max, reward_min, shown
         self._rng = np.random.default_rng(seed)
         self._over = True
 
@@ -174,22 +208,23 @@ class Maze:
         self.position = Position.of_text(str(problem.columns.get("maze", "")))
         self._turns = self._bumps = 0
         self._over = False
-        self._first = self.position.picture()
+        self._first_picture = self.position.picture()
         return [{"role": "user", "content": [self._picture(), {"type": "text", "text": QUESTION}]}]
 
     def step(self, response: str) -> StepResult:
         if self._over:
             raise RuntimeError("maze: step() without start(), or after the end")
-        before = self.position
-        slips, slipped = self._rng.random() < SLIP, list(MOVES)[self._rng.integers(len(MOVES))]
-        if said := re.findall(rf"\\boxed\{{({'|'.join(MOVES)})\}}", response):
-            self.position = before.after(slipped if slips else said[-1])
-            self._bumps += self.position == before
+        previous = self.position
+        # Drawn in every turn, with and without a move: the slips then depend on the seed alone.
+        slips, slip_move = self._rng.random() < SLIP, list(MOVES)[self._rng.integers(len(MOVES))]
+        if boxed_moves := re.findall(rf"\\boxed\{{({'|'.join(MOVES)})\}}", response):
+            self.position = previous.after(slip_move if slips else boxed_moves[-1])
+            self._bumps += self.position == previous
         self._turns += 1
-        success = self.position.agent == before.goal
+        success = self.position.agent == previous.goal
         self._over = success or self._turns == MAX_TURNS
         metrics = {"success": float(success), "turns": float(self._turns), "bumps": float(self._bumps)}
-        info = {"correct": success, "metrics": metrics, "state": str(before)}
+        info = {"correct": success, "metrics": metrics, "state": str(previous)}
         if self._over:
             return StepResult((), self._reward_max if success else self._reward_min, True, info)
         return StepResult(({"role": "user", "content": [self._picture()]},), 0.0, False, info)
@@ -198,20 +233,23 @@ class Maze:
         pass
 
     def _picture(self) -> dict[str, object]:
-        grey = self._shown == "none" or (self._shown == "first" and self._turns > 0)
-        current = self._first if self._shown == "first_repeated" else self.position.picture()
+        grey = self._picture_mode == "none" or (self._picture_mode == "first" and self._turns > 0)
+        current = self._first_picture if self._picture_mode == "first_repeated" else self.position.picture()
         return {"type": "image", "image": BLANK if grey else current}
 
 
 def demonstrate(rng: np.random.Generator) -> list[Message]:
-    """An episode in a maze of the training split: moves on a shortest path, each reversed with `FLIP_PROBABILITY`."""
+    """Play a demonstration in a maze of the training split.
+
+    Its moves follow a shortest path, each reversed with `FLIP_PROBABILITY`.
+    """
     start = draw_start("train", rng)
     env = Maze(reward_max=1.0, reward_min=0.0, seed=int(rng.integers(2**32)))
     messages = env.start(Problem("", (), "", columns={"maze": str(start)}))
     while True:
         position = env.position
-        right = position.right_moves()
-        move = right[rng.integers(len(right))]
+        right_moves = position.right_moves()
+        move = right_moves[rng.integers(len(right_moves))]
         move = OPPOSITE[move] if rng.random() < FLIP_PROBABILITY else move
         messages.append({"role": "assistant", "content": position.answer(move)})
         result = env.step(messages[-1]["content"])
@@ -221,7 +259,7 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
 
 
 def summary() -> str:
-    """What the task is and what is planted in it, in plain words; shown wherever its learning curve is."""
+    """Describe the task and its planted mistake, for readers of its learning curve."""
     return (
         f"The maze asks the way to a goal on {SIZE}x{SIZE} cells with {min(N_WALLS)} to {max(N_WALLS)} walls, one move a turn; "
         f"every turn shows a new picture of {SIZE * CELL}x{SIZE * CELL} pixels. An episode begins {min(DISTANCES)} to "

@@ -1,6 +1,7 @@
-"""The toy models: one to two million random weights of a family, then a short warm start on a task's demonstrations.
+"""The toy models, built with random weights and warm-started on a task's demonstrations.
 
-The checkpoint is an ordinary one, which transformers loads with its own classes; it is built once and reused.
+A toy model has one to two million parameters. Its checkpoint has the format of transformers, which
+loads it with its own classes; it is built once and reused.
 """
 
 import logging
@@ -33,19 +34,22 @@ from rlinf_vl.types import Message
 logger = logging.getLogger(__name__)
 
 LEARNING_RATE = 2e-3
-#: Steps over which the learning rate rises at the start and falls to 0 at the end.
+#: Steps in which the learning rate rises at the start, and steps in which it falls to 0 at the end.
 WARMUP_STEPS = 30
 COOLDOWN_STEPS = 80
-#: Patches along a side of the picture that the tower's positions are learned for; others are interpolated.
+#: Patches along a side of the picture for which the vision tower learns positions; those of other
+#: sizes are interpolated.
 GRID = 6
 TEXT_INIT_STD = 0.05
 VISION_INIT_STD = 0.08
-#: model_type → what its toy's text model and vision tower have of their own.
+#: model_type → settings of its toy's text model and of its vision tower, beyond those of
+#: `toy_config`.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({}, {"deepstack_visual_indexes": [0, 1]}),
     "qwen3_vl_moe": (
-        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},  # no square matrix: see `save_model`
-        {"deepstack_visual_indexes": [0, 1, 2]},  # SGLang's number
+        # 96 keeps the experts' matrices from being square: see `save_model`.
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+        {"deepstack_visual_indexes": [0, 1, 2]},  # SGLang expects three
     ),
     "qwen3_5": (
         {
@@ -69,9 +73,14 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def toy_config(toy: Toy) -> Any:
-    """transformers' config: text 128 wide, vision 64 wide with 3 layers; an image token shows 16×16 pixels."""
+    """Return the config of transformers for a toy's model.
+
+    The text model is 128 wide; the vision tower is 64 wide with 3 layers. An image token stands for
+    16×16 pixels.
+    """
     ids = files.special_ids(toy.words)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    # The vocabulary is padded to a multiple of 8.
     text = (
         {"vocab_size": -(-(max(ids.values()) + 1) // 8) * 8, "hidden_size": 128, "intermediate_size": 256}
         | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -85,11 +94,11 @@ def toy_config(toy: Toy) -> Any:
         | {"temporal_patch_size": files.TEMPORAL_PATCH_SIZE, "num_position_embeddings": GRID**2}
         | {"initializer_range": VISION_INIT_STD}
     )
-    own_text, own_vision = MODELS[toy.model_type]
+    family_text, family_vision = MODELS[toy.model_type]
     return AutoConfig.for_model(
         toy.model_type,
-        text_config=text | own_text,
-        vision_config=vision | own_vision,
+        text_config=text | family_text,
+        vision_config=vision | family_vision,
         tie_word_embeddings=True,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -99,22 +108,26 @@ def toy_config(toy: Toy) -> Any:
 
 
 def new_toy_model(toy: Toy, seed: int) -> PreTrainedModel:
-    """The model in float32 with random weights: matrices and embeddings normal, biases 0, norms 1; decays of a gated delta net
-    slow."""
+    """Build the model in float32 with random weights.
+
+    Matrices and embeddings are normal, biases 0, norms 1, and the decays of gated delta nets slow.
+    """
     model = AutoModelForImageTextToText.from_config(toy_config(toy)).float()
     generator = torch.Generator().manual_seed(seed)
-    drawn = set()
+    initialized = set()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv3d) and name != "lm_head":  # tied to the embeddings
+        # The head is tied to the embeddings: drawing it, too, would draw those twice.
+        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv3d) and name != "lm_head":
             std = VISION_INIT_STD if ".visual." in name else TEXT_INIT_STD
             nn.init.normal_(module.weight, std=std, generator=generator)
-            drawn.add(module.weight)
+            initialized.add(module.weight)
             if (bias := getattr(module, "bias", None)) is not None:
                 nn.init.zeros_(bias)
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
             nn.init.uniform_(weight, -3, 0, generator=generator)
-        elif weight.ndim > 1 and weight not in drawn:  # experts, routers, the convolutions of gated delta nets
+        # Experts, routers and the convolutions of gated delta nets are no modules of those types.
+        elif weight.ndim > 1 and weight not in initialized:
             std = 0.3 if "conv1d" in name else TEXT_INIT_STD
             nn.init.normal_(weight, std=std, generator=generator)
     return model
@@ -127,30 +140,32 @@ def demonstration_batch(
     size: int,
     rng: np.random.Generator,
 ) -> dict[str, torch.Tensor]:
-    """A batch of the task's demonstrations, as keyword arguments of the model's forward.
+    """Draw a batch of the task's demonstrations, as keyword arguments of the model's forward.
 
-    Ids are those that inference makes of the same conversation. Sequences are padded on the right; `labels` is -100
-    outside the answers.
+    The ids equal those of inference on the same conversation. Sequences are padded on the right;
+    `labels` is -100 outside the answers.
     """
     pictures, sequences, labels = [], [], []
     for _ in range(size):
-        ids, targets, shown = [], [], ""
-        new: list[np.ndarray] = []
+        ids, targets, rendered_so_far = [], [], ""
+        new_pictures: list[np.ndarray] = []
         messages = toy.demonstrate(rng)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
-                pictures += (new := _pictures(message))
+                pictures += (new_pictures := _pictures(message))
                 continue
-            before: Any = messages[:number]  # transformers' annotation knows text alone
-            rendered = str(tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True))
+            # Each turn is tokenized on its own, as in inference: the sampled ids of earlier answers
+            # are kept there, and text joined over a boundary could be tokenized differently.
+            history: Any = messages[:number]  # transformers annotates messages as text only
+            rendered = str(tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True))
             answer = message["content"] + files.EOS_TOKEN
             prompt_ids, answer_ids = (
                 tokenizer(text, add_special_tokens=False)["input_ids"]
-                for text in (_expanded(rendered.removeprefix(shown), new), answer)
+                for text in (_expanded(rendered.removeprefix(rendered_so_far), new_pictures), answer)
             )
             ids += prompt_ids + answer_ids
             targets += [-100] * len(prompt_ids) + answer_ids
-            shown = rendered + answer
+            rendered_so_far = rendered + answer
         sequences.append(torch.tensor(ids))
         labels.append(torch.tensor(targets))
     special = files.special_ids(toy.words)
@@ -172,11 +187,11 @@ def _pictures(message: Message) -> list[np.ndarray]:
 
 
 def _expanded(rendered: str, pictures: list[np.ndarray]) -> str:
-    """The text with as many placeholders for each picture as it has image tokens."""
-    first, *others = rendered.split("<|image_pad|>")
+    """Repeat each picture's placeholder in the text, once for each of its image tokens."""
+    first, *following = rendered.split("<|image_pad|>")
     side = files.PATCH_SIZE * files.MERGE_SIZE
     counts = [picture.shape[0] * picture.shape[1] // side**2 for picture in pictures]
-    return first + "".join("<|image_pad|>" * n + text for n, text in zip(counts, others, strict=True))
+    return first + "".join("<|image_pad|>" * n + text for n, text in zip(counts, following, strict=True))
 
 
 def warm_start(
@@ -189,7 +204,11 @@ def warm_start(
     seed: int,
     progress: bool,
 ) -> float:
-    """Train the model in place on demonstrations; return the last step's loss (mean over answer tokens, in nats)."""
+    """Train the model in place on demonstrations.
+
+    Returns:
+        The loss of the last step: the mean over answer tokens, in nats.
+    """
     rng = np.random.default_rng([seed, steps])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -223,29 +242,31 @@ def build_toy_checkpoint(
     """Write a toy checkpoint into the folder `out_dir`: weights, config, tokenizer, image settings, README.
 
     Args:
-        seed: of the random weights and of the demonstrations.
-        progress: show a progress bar on the terminal.
+        out_dir: the folder, created if missing.
+        seed: seed of the random weights and of the demonstrations.
+        progress: whether to show a progress bar on the terminal.
         toy: name of the task.
-        steps: supervised steps of the warm start, if not the task's own (half a minute of one core for `toy`).
+        steps: supervised steps of the warm start; None for the number of the task (half a minute on
+            one core for `toy`).
     """
-    made_for = task.toy_of(toy)
-    steps = made_for.steps if steps is None else steps
+    toy_task = task.toy_of(toy)
+    steps = toy_task.steps if steps is None else steps
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_toy_files(folder, made_for.words)
+    files.write_toy_files(folder, toy_task.words)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    model = new_toy_model(made_for, seed)
+    model = new_toy_model(toy_task, seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in another order make another checkpoint
+    torch.set_num_threads(1)  # the number of threads changes the order of sums, and so the weights
     try:
-        loss = warm_start(made_for, model, tokenizer, processor, steps=steps, seed=seed, progress=progress)
+        loss = warm_start(toy_task, model, tokenizer, processor, steps=steps, seed=seed, progress=progress)
     finally:
         torch.set_num_threads(threads)
-    disable_progress_bar()  # transformers' bar for one file of 4 MB
+    disable_progress_bar()  # transformers would show a bar for one file of 4 MB
     model.generation_config = GenerationConfig.from_pretrained(folder)
     save_model(model, FAMILIES[model.config.model_type], folder)
-    made = f"Seed {seed}, {steps} steps of warm start, last loss {loss:.3f}"
-    text = f"# Toy checkpoint\n\n{made_for.summary()}\n\n{made}, {model.num_parameters():,} parameters in float32.\n"
+    build_facts = f"Seed {seed}, {steps} steps of warm start, last loss {loss:.3f}"
+    text = f"# Toy checkpoint\n\n{toy_task.summary()}\n\n{build_facts}, {model.num_parameters():,} parameters in float32.\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
-    logger.info("%s checkpoint made: %s", toy, made)
+    logger.info("%s checkpoint made: %s", toy, build_facts)

@@ -1,7 +1,8 @@
-"""The toy's questions answered with a calculator: a conversation of two to four turns about one picture.
+"""The toy's questions answered with a calculator, in two to four turns about one picture.
 
-The policy reads the sides off the picture and calls `multiply` (area) or `add` (perimeter, half of it), sees the result, and gives
-the answer in a box. After a wrong one it hears so, and may try once more. The demonstrations miscount as the toy's do.
+The policy reads the sides off the picture, calls the tool `multiply` (area) or `add` (half of the
+perimeter), gets the result, and gives the answer in a box. After a wrong answer the environment
+says so, and the policy may try once more. Demonstrations miscount like those of the toy.
 """
 
 import numpy as np
@@ -14,34 +15,40 @@ from rlinf_vl.toy.task import Toy
 from rlinf_vl.types import Message, Problem
 
 WARM_START_STEPS = 280
-#: What a right second answer is worth, as a share of a right first one.
+#: Reward of a right second answer, as a share of that of a right first one.
 SECOND = 0.5
 TOOLS: dict[drawings.Kind, str] = {"area": "multiply", "perimeter": "add"}
-#: Pieces of text of the demonstrations that become one token each; a word stands before those that it begins with.
+#: Pieces of text of the demonstrations that become one token each. Their order decides on the
+#: merges of the tokenizer (`files.toy_vocabulary`).
 WORDS = (
-    *(
-        "<tool",
-        "tool",
-        "_call",
-        "_response",
-        '>{"',
-        "name",
-        '":"',
-        '":{"',
-        '":',
-        "multiply",
-        "add",
-        '","',
-        ',"',
-        "arguments",
-    ),
-    *("}}</", "</", "wrong", " again"),
+    "<tool",
+    "tool",
+    "_call",
+    "_response",
+    '>{"',
+    "name",
+    '":"',
+    '":{"',
+    '":',
+    "multiply",
+    "add",
+    '","',
+    ',"',
+    "arguments",
+    "}}</",
+    "</",
+    "wrong",
+    " again",
 )
 
 
 class RectangleTool(ToolEnv):
-    """Pays `reward_max` for a right first answer, half of the way to it for a right second one. `lie` is added to every result of
-    a tool: a policy that is right in spite of it does not read them."""
+    """The environment of one question.
+
+    A right first answer gets `reward_max`, a right second one the mean of `reward_min` and
+    `reward_max`. `lie` is added to every result of a tool: a policy that is still right does not
+    read the results.
+    """
 
     tools_prompt = ""  # the tiny model knows its tools from the warm start
     tool_response = "<tool_response>{result}</tool_response>"
@@ -72,19 +79,22 @@ class RectangleTool(ToolEnv):
 
     def answer(self, response: str) -> StepResult:
         self._attempts += 1
-        correct, first = self.grade(response, self.problem.answer), self._attempts == 1
+        correct, is_first = self.grade(response, self.problem.answer), self._attempts == 1
         self.metrics["correct"] = float(correct)
-        if first:
+        if is_first:
             self.metrics["first_correct"] = float(correct)
-        share = (1.0 if first else SECOND) if correct else 0.0
+        share = (1.0 if is_first else SECOND) if correct else 0.0
         reward = self.pay(self.reward_min + share * (self.reward_max - self.reward_min))
-        again: Message = {"role": "user", "content": [{"type": "text", "text": "wrong, again"}]}
-        done = correct or not first
-        return StepResult(() if done else (again,), reward, done, {"correct": correct})
+        retry_message: Message = {"role": "user", "content": [{"type": "text", "text": "wrong, again"}]}
+        done = correct or not is_first
+        return StepResult(() if done else (retry_message,), reward, done, {"correct": correct})
 
 
 def demonstrate(rng: np.random.Generator) -> list[Message]:
-    """A conversation with the environment itself, each side counted one too long with the toy's probability, at either attempt."""
+    """Play a demonstration in the environment itself.
+
+    In each attempt, each side is counted one cell too long with the toy's probability.
+    """
     placement, kind, question = drawings.ask(rng)
     env = RectangleTool(grade=lambda response, answer: response == answer, reward_max=1.0, reward_min=0.0)
     right = drawings.solve(placement.width, placement.height, kind)
@@ -96,15 +106,15 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
         )
         call = f'{tool.OPEN}{{"name":"{TOOLS[kind]}","arguments":{{"a":{width},"b":{height}}}}}{tool.CLOSE}'
         boxed = f"\\boxed{{{drawings.solve(width, height, kind)}}}"
-        for said in (call, boxed):
-            result = env.step(said)
-            messages += [{"role": "assistant", "content": said}, *result.messages]
+        for message_text in (call, boxed):
+            result = env.step(message_text)
+            messages += [{"role": "assistant", "content": message_text}, *result.messages]
             done = result.done
     return messages
 
 
 def summary() -> str:
-    """What the task is and what is planted in it, in plain words."""
+    """Describe the task and its planted mistake, in plain words."""
     return (
         "The toy's questions, answered over several turns: the model calls a tool that multiplies or adds two numbers, sees the "
         "result and answers; after a wrong answer it may try once more, for half the reward.\n"

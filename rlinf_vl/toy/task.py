@@ -1,4 +1,4 @@
-"""What makes an embedded task: its rows, and the demonstrations that its checkpoint is warm-started on."""
+"""Embedded tasks: their rows, and demonstrations for the warm start of their checkpoints."""
 
 import importlib
 import os
@@ -14,22 +14,26 @@ from rlinf_vl.data.cache import build_once, cache_root, source_version
 from rlinf_vl.types import Message
 
 Split = Literal["train", "val"]
-#: Seed of the checkpoint that the examples start from: an ordinary one among those tried, not the best.
+#: Seed of the checkpoint from which the examples start: an average one among those tried, not the
+#: best.
 DEFAULT_SEED = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Toy:
-    """One embedded task, and the model for it; `rlinf_vl.config.toys` says where.
+    """One embedded task and its model; `rlinf_vl.config.toys` lists all tasks.
 
     Attributes:
-        sources: files that decide on data and demonstrations: another text of one, and both are made anew.
-        make_rows: the rows of a split, with the columns of `TOYS`; deterministic.
-        demonstrate: one conversation to imitate, from a random stream: user and assistant messages in turn, pictures as
-            {"type": "image", "image": uint8 [H, W, 3]}, sides multiples of 16. Loss is on the assistant's.
-        words: pieces of text that are one token each, beside `rlinf_vl.toy.files.WORDS`.
-        steps, batch_size: of the warm start, in conversations.
-        summary: what the task is and what is planted in it, in plain words; shown wherever its learning curve is.
+        sources: files that determine data and demonstrations; a change of one rebuilds both.
+        make_rows: makes the rows of a split, with the columns of `TOYS`; deterministic.
+        demonstrate: draws one conversation to imitate from a random stream. User and assistant
+            messages alternate; pictures are {"type": "image", "image": uint8 [H, W, 3]}, their
+            sides multiples of 16. Only the assistant's messages carry loss.
+        words: pieces of text that are one token each, besides `rlinf_vl.toy.files.WORDS`.
+        steps: optimizer steps of the warm start.
+        batch_size: conversations in a step of the warm start.
+        summary: describes the task and its planted mistake, in plain words; shown with its learning
+            curves.
         model_type: the family of the checkpoint.
     """
 
@@ -45,13 +49,16 @@ class Toy:
 
 
 def toy_of(name: str) -> Toy:
-    """The embedded task of a name in `TOYS`."""
+    """Return the embedded task of a name in `TOYS`."""
     module, _, attribute = TOYS[name].source.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def toy_dataset_path(split: Split, toy: str = "toy", *, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Path of the parquet file of "train" or "val", made on first use under `cache_root(cache_dir)`."""
+    """Return the path of the parquet file of a split, which is made on first use.
+
+    It lies under `cache_root(cache_dir)`.
+    """
     if split not in ("train", "val"):
         raise ValueError(f"split: {split!r} is neither 'train' nor 'val'")
     task = toy_of(toy)
