@@ -1,6 +1,7 @@
-"""This machine's part in a Ray cluster: what start_ray.sh, check_ray.sh, stop_ray.sh and launch.sh do. See docs/cluster.md.
+"""Starts, checks, serves and stops this machine's node of a Ray cluster (docs/cluster.md).
 
-Ray itself runs in processes of their own: it reads its token when it is imported, and a call that hangs can be ended.
+start_ray.sh, check_ray.sh, stop_ray.sh and launch.sh call it. Ray runs in separate processes, since
+it reads its token on import, and since a hanging call can be killed there.
 """
 
 import contextlib
@@ -44,18 +45,18 @@ from rlinf_vl.runtime.cluster import MARK, NodeRecord, reachable, read_record, r
 
 T = TypeVar("T")
 
-#: Seconds between two looks at something waited for.
+#: Seconds between two attempts while waiting.
 PERIOD_S = 1.0
-#: Seconds that `ray start` may take, and then the head to list the new node.
+#: Time limit of `ray start`, and then of the head to list the new node, in seconds.
 START_S = 90
-#: Seconds that a head has to answer, the start of the Python that asks it included.
+#: Time limit of a head's answer, in seconds, the start of the Python process that asks it included.
 ANSWER_S = 15
-#: Seconds that a head may be out of reach before a node that serves takes it for gone.
+#: Seconds for which a head may be unreachable before a serving node concludes that it has ended.
 GONE_S = 30
-#: Seconds that Ray's processes have to end by themselves.
+#: Seconds that Ray's processes get to end by themselves before they are killed.
 GRACE_S = 5
 
-#: Prints the nodes of the cluster at argv[1] as JSON.
+#: A program that prints the living nodes of the cluster at argv[1] as JSON.
 NODES = """
 import json, sys
 from ray._raylet import GcsClient
@@ -67,23 +68,26 @@ print(json.dumps([
 
 
 class HeadGone(Exception):
-    """The head has signed off while this node joined it."""
+    """The head has stopped while this node was joining it."""
 
 
 def until(attempt: Callable[[], T], seconds: float) -> T:
-    """What `attempt` returns once it no longer raises `NotYet`. Says why it waits, and gives up after `seconds`."""
-    end, said = time.monotonic() + seconds, ""
+    """Repeat `attempt` until it no longer raises `NotYet`, and return its result.
+
+    Prints each new reason for waiting, and exits after `seconds`.
+    """
+    end, last_reason = time.monotonic() + seconds, ""
     while True:
         try:
             return attempt()
         except NotYet as why:
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
                 die(f"gave up after {seconds:g} s: {why}")
-            if str(why) != said:
-                say(f"{why}; waiting up to {left:.0f} s")
-                said = str(why)
-            time.sleep(min(PERIOD_S, left))
+            if str(why) != last_reason:
+                say(f"{why}; waiting up to {remaining:.0f} s")
+                last_reason = str(why)
+            time.sleep(min(PERIOD_S, remaining))
 
 
 # --- start ------------------------------------------------------------------------------------------------------------
@@ -108,7 +112,8 @@ def start_head(port: int, size: int, arguments: tuple[str, ...]) -> None:
     if record:
         say(f"the head already runs at {address}")
     else:
-        if head_file:  # of an earlier cluster: whoever waits for this one must not find it
+        if head_file:
+            # It may be of an earlier cluster; nodes that wait for this head must not read that.
             forget(head_file)
         if holder := holder_of(port):
             die(f"port {port} of this machine is taken by {holder}; end that, or choose another port with RAY_PORT")
@@ -120,7 +125,8 @@ def start_head(port: int, size: int, arguments: tuple[str, ...]) -> None:
             *arguments,
         ]
         record = start_node(address, ip, new_token(), options)
-    if head_file:  # the token first: whoever finds the address wants it
+    if head_file:
+        # The token is written first: a node that finds the address needs the token at once.
         if not given_token():
             write_private(shared_token(), Path(record.token_path).read_text())
         write_private(Path(head_file), f"{address}\n")
@@ -130,16 +136,16 @@ def start_head(port: int, size: int, arguments: tuple[str, ...]) -> None:
 
 
 def join_head(port: int, rank: int, arguments: tuple[str, ...]) -> None:
-    def found() -> tuple[str, str, str]:
+    def find_head() -> tuple[str, str, str]:
         address = head_address(port)
         ip = chosen_ip() or route_to(address.rpartition(":")[0])
         if not ip or not reachable(address, source=ip):
             raise NotYet(unreachable(address, ip))
-        token, where = token_for(address)
-        nodes_of(address, token, where)  # it is Ray, and takes the token
+        token, token_source = token_for(address)
+        nodes_of(address, token, token_source)  # raises unless it is Ray and accepts the token
         return address, ip, token
 
-    address, ip, token = until(found, number("RAY_WAIT_TIMEOUT", 300))
+    address, ip, token = until(find_head, number("RAY_WAIT_TIMEOUT", 300))
     if node_that_works(address):
         say(f"this machine has already joined {address}")
         return
@@ -147,19 +153,22 @@ def join_head(port: int, rank: int, arguments: tuple[str, ...]) -> None:
     try:
         start_node(address, ip, token, [f"--address={address}", *arguments])
         say(f"rank {rank} joined {address} as {ip}")
-    except HeadGone:  # the run was over before this node had looked twice
+    except HeadGone:  # a short run may end while this node is still joining
         say(f"the head at {address} has gone while this node joined")
 
 
 def node_that_works(address: str) -> NodeRecord | None:
-    """This machine's node, if it is a living member of the cluster at `address`. What is left of a dead one is ended."""
+    """Return this machine's node if it is a living member of the cluster at `address`.
+
+    The remaining processes of a dead node are ended.
+    """
     record = read_record()
     if record is None:
         return None
     if record.runs() and reachable(record.address):
         if record.address != address:
             die(f"a node of the cluster at {record.address} runs on this machine; stop it first: ray_utils/stop_ray.sh")
-        # A head that is too busy to answer is no reason to end a node that may be at work: give up instead.
+        # A head may be too busy to answer while this node works: give up rather than end the node.
         if until(lambda: listed(record, *token_for(address)), ANSWER_S):
             return record
     say(f"ending what is left of a node of the cluster at {record.address}")
@@ -168,15 +177,21 @@ def node_that_works(address: str) -> NodeRecord | None:
 
 
 def start_node(address: str, ip: str, token: str, options: list[str]) -> NodeRecord:
-    """Run `ray start`, see that the head lists the node under `ip`, and record it. Leaves nothing behind if that fails."""
+    """Run `ray start`, wait until the head lists the node under `ip`, and record the node.
+
+    If that fails, all started processes are ended.
+    """
     mark, token_path = secrets.token_hex(8), kept_token()
     write_private(token_path, token)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {MARK: mark}
     use_token(str(token_path), environment)
-    if not ip.startswith("127."):  # torch.distributed looks for its own address by host name otherwise
-        environment.setdefault("GLOO_SOCKET_IFNAME", next(name for name, own in interfaces().items() if ip in own))
+    if not ip.startswith("127."):
+        # Otherwise torch.distributed looks up its own address by host name, which may be another.
+        environment.setdefault(
+            "GLOO_SOCKET_IFNAME", next(name for name, addresses in interfaces().items() if ip in addresses)
+        )
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={ip}", "--disable-usage-stats"]
-    # The output goes to a file: Ray's processes would keep a pipe open.
+    # The output goes to a file: Ray's processes inherit it and would keep a pipe open.
     with contextlib.ExitStack() as undo, tempfile.TemporaryFile() as output:
         channels = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "process_group": 0}
         starting = subprocess.Popen(command + options, env=environment, **channels)
@@ -213,26 +228,30 @@ def check(*arguments: str) -> None:
     numbers = [argument for argument in arguments if argument != "--cpu"]
     if len(numbers) != 1 or not numbers[0].isdigit():
         die("usage: bash ray_utils/check_ray.sh N [--cpu] [-- COMMAND…]", 2)
-    wanted, resource, port = int(numbers[0]), "CPU" if "--cpu" in arguments else "GPU", head_port()
-    of = f" of {setting('WORLD_SIZE')}" if setting("WORLD_SIZE") else ""
+    required, resource, port = int(numbers[0]), "CPU" if "--cpu" in arguments else "GPU", head_port()
+    of_all = f" of {setting('WORLD_SIZE')}" if setting("WORLD_SIZE") else ""
 
-    def offered() -> str:
+    def count_resources() -> str:
         address = head_address(port)
         if not reachable(address):
             raise NotYet(unreachable(address))
         nodes = nodes_of(address, *token_for(address))
         total = int(sum(node["resources"].get(resource, 0) for node in nodes))
-        there = ", ".join(sorted(node["ip"] for node in nodes))
-        state = f"{len(nodes)}{of} node(s) ({there}) offer {total} {resource}(s); at least {wanted} wanted"
-        if total < wanted:
+        node_ips = ", ".join(sorted(node["ip"] for node in nodes))
+        state = f"{len(nodes)}{of_all} node(s) ({node_ips}) offer {total} {resource}(s); at least {required} wanted"
+        if total < required:
             raise NotYet(state)
         return state
 
-    say(until(offered, number("RAY_WAIT_TIMEOUT", 300)))
+    say(until(count_resources, number("RAY_WAIT_TIMEOUT", 300)))
 
 
 def serve() -> None:
-    """Wait while this node serves: rank 0 until it is asked to stop, the others until the head has gone, whatever they are asked."""
+    """Wait while this node serves the cluster.
+
+    Rank 0 waits until it gets a signal to stop. The other ranks ignore signals and wait until the
+    head has ended.
+    """
     record, head = read_record(), number("RANK", 0) == 0
     if record is None and not head and setting("RAY_HEAD_FILE") and not first_line(setting("RAY_HEAD_FILE")):
         say("the head has gone; there is nothing to serve")
@@ -241,11 +260,11 @@ def serve() -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, (lambda *_: sys.exit()) if head else (lambda *_: say("asked to stop; the head goes first")))
     say(f"serving the cluster at {record.address}")
-    seen = time.monotonic()
-    while record.runs() and time.monotonic() - seen < GONE_S:
+    last_reachable = time.monotonic()
+    while record.runs() and time.monotonic() - last_reachable < GONE_S:
         time.sleep(PERIOD_S)
         if reachable(record.address):
-            seen = time.monotonic()
+            last_reachable = time.monotonic()
         elif signed_off(record.address):
             break
     if reachable(record.address):
@@ -254,7 +273,7 @@ def serve() -> None:
 
 
 def signed_off(address: str) -> bool:
-    """On another node than the head's: whether the head at `address` has stopped, and taken its file away."""
+    """Return whether the head at `address`, on another node, has stopped and removed its file."""
     file = setting("RAY_HEAD_FILE")
     return bool(number("RANK", 0) and file) and first_line(file) != address and not reachable(address)
 
@@ -266,7 +285,8 @@ def stop() -> None:
         return
     ended = end_node(record.mark, record.group)
     say(f"ended {ended} process(es) of the cluster at {record.address}; none of this node is left")
-    if record.head_file and first_line(record.head_file) == record.address:  # not that of a later head elsewhere
+    # A later head, on another node, may have written its own address to the file.
+    if record.head_file and first_line(record.head_file) == record.address:
         forget(record.head_file)
 
 
@@ -279,105 +299,120 @@ def forget(head_file: str) -> None:
 
 
 def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    found = []
+    alive = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                alive.append(process)
+    return alive
 
 
 def named(name: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    found = []
+    matching = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
             if process.name() == name:
-                found.append(process)
-    return found
+                matching.append(process)
+    return matching
 
 
 def processes_of(mark: str, group: int) -> list[psutil.Process]:
-    """Living processes that inherited the mark, and their descendants.
+    """Return the living processes that inherited the mark, and their descendants.
 
-    Some write their title over their environment; those are found by their process group once their parent has gone."""
-    found: set[psutil.Process] = set()
+    Some processes write their title over their environment. Once their parent has ended, they are
+    recognized by their process group.
+    """
+    members: set[psutil.Process] = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):  # gone, or another user's
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # ended, or another user's
             if process.environ().get(MARK) == mark:
-                found |= {process, *process.children(recursive=True)}
+                members |= {process, *process.children(recursive=True)}
             elif process.name().startswith("ray::") and os.getpgid(process.pid) == group:
-                found.add(process)
-    return living(found)
+                members.add(process)
+    return living(members)
 
 
 def end(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """End processes, by force if they do not within `GRACE_S`; those that live even so."""
-    left = living(processes)
+    """End processes, and kill those that do not end within `GRACE_S`.
+
+    Returns:
+        The processes that are still alive.
+    """
+    alive = living(processes)
     for action in ("terminate", "kill"):
-        for process in left:
+        for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 getattr(process, action)()
         deadline = time.monotonic() + GRACE_S
-        while (left := living(left)) and time.monotonic() < deadline:
+        while (alive := living(alive)) and time.monotonic() < deadline:
             time.sleep(0.1)
-    return left
+    return alive
 
 
 def end_node(mark: str, group: int) -> int:
-    """End a node's processes and forget its record; returns how many there were."""
-    family = processes_of(mark, group)
-    # The raylet first: it signs off, and ends its workers. The GCS last: the others end faster while it answers.
-    gcs = named("gcs_server", family)
-    end(named("raylet", family))
-    end(process for process in family if process not in gcs)
-    if left := end({*gcs, *processes_of(mark, group)}):
-        die(f"process {', '.join(str(process.pid) for process in left)} of this node does not end")
+    """End a node's processes and delete its record; return the number of processes."""
+    members = processes_of(mark, group)
+    # The raylet ends first: it leaves the cluster and ends its workers. The GCS ends last, since
+    # the others end faster while it answers.
+    gcs = named("gcs_server", members)
+    end(named("raylet", members))
+    end(process for process in members if process not in gcs)
+    if alive := end({*gcs, *processes_of(mark, group)}):
+        die(f"process {', '.join(str(process.pid) for process in alive)} of this node does not end")
     record = read_record()
     if record is None or record.mark == mark:
         for path in (record_path(), kept_token()):
             path.unlink(missing_ok=True)
-    return len(family)
+    return len(members)
 
 
 def holder_of(port: int) -> str | None:
-    """Who listens on a port of this machine, None if nobody does."""
+    """Describe the process that listens on a port of this machine; None if the port is free."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore lingering connections
         try:
             probe.bind(("0.0.0.0", port))
             return None
         except OSError as error:
-            why = str(error)
+            bind_error = str(error)
     for connection in psutil.net_connections("tcp"):
         if connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
             return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
-    return f"another process ({why})"
+    return f"another process ({bind_error})"
 
 
 # --- the cluster's view ------------------------------------------------------------------------------------------------
 
 
-def nodes_of(address: str, token: str, where: str) -> list[dict]:
-    """The living nodes of a cluster: `ip`, `id`, `resources`. `NotYet` if it does not answer, or refuses the token."""
+def nodes_of(address: str, token: str, token_source: str) -> list[dict]:
+    """Return the living nodes of a cluster, each with `ip`, `id` and `resources`.
+
+    Raises:
+        NotYet: the head does not answer, or refuses the token.
+    """
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     command = [sys.executable, "-c", NODES, address]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ANSWER_S)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
         raise NotYet(f"what listens at {address} does not answer as a Ray head does") from None
-    if done.returncode == 0:
-        return json.loads(done.stdout)
-    if "InvalidAuthToken" in done.stderr:
-        raise NotYet(f"the head at {address} refuses the token of {where}; every node needs the head's token")
-    raise NotYet(f"what listens at {address} does not answer as a Ray head does: {done.stderr.strip()[-300:]}")
+    if result.returncode == 0:
+        return json.loads(result.stdout)
+    if "InvalidAuthToken" in result.stderr:
+        raise NotYet(f"the head at {address} refuses the token of {token_source}; every node needs the head's token")
+    raise NotYet(f"what listens at {address} does not answer as a Ray head does: {result.stderr.strip()[-300:]}")
 
 
-def listed(record: NodeRecord, token: str, where: str) -> bool:
-    """Whether the head lists this node, alive, under its address. `NotYet` if it does not answer."""
+def listed(record: NodeRecord, token: str, token_source: str) -> bool:
+    """Return whether the head lists this node as alive under its address.
+
+    Raises:
+        NotYet: the head does not answer.
+    """
     if not reachable(record.address):
         raise NotYet(f"nothing answers at {record.address}, the address that this node goes by")
     return (record.node_id, record.node_ip) in [
-        (node["id"], node["ip"]) for node in nodes_of(record.address, token, where)
+        (node["id"], node["ip"]) for node in nodes_of(record.address, token, token_source)
     ]
 
 

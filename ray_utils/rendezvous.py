@@ -1,4 +1,7 @@
-"""How the nodes of a Ray cluster find each other: network interfaces, the head's address, the token. See docs/cluster.md."""
+"""Rendezvous of the nodes of a Ray cluster: interfaces, the head's address, the token.
+
+See docs/cluster.md.
+"""
 
 import contextlib
 import os
@@ -14,7 +17,7 @@ from rlinf_vl.runtime.cluster import reachable, read_record, record_path, write_
 
 
 class NotYet(Exception):
-    """Why something waited for is not there."""
+    """A condition that is waited for does not hold yet; the message is the reason."""
 
 
 def say(message: str) -> None:
@@ -45,20 +48,22 @@ def first_line(path: str | Path) -> str:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """IPv4 addresses of each network interface of this machine."""
-    found = {
-        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
-        for name, entries in psutil.net_if_addrs().items()
-    }
-    return {name: ips for name, ips in found.items() if ips}
+    """Return the IPv4 addresses of each network interface of this machine that has any."""
+    addresses: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        ips = [entry.address for entry in entries if entry.family == socket.AF_INET]
+        if ips:
+            addresses[name] = ips
+    return addresses
 
 
 def ours() -> str:
+    """List this machine's interfaces and addresses, for messages."""
     return "this machine has " + ", ".join(f"{name} ({', '.join(ips)})" for name, ips in interfaces().items())
 
 
 def chosen_ip() -> str | None:
-    """The address that RAY_INTERFACE or RAY_NODE_IP names, None if neither is set."""
+    """Return the address that RAY_INTERFACE or RAY_NODE_IP names; None if neither is set."""
     ip, name = setting("RAY_NODE_IP"), setting("RAY_INTERFACE")
     if name and name not in interfaces():
         die(f"RAY_INTERFACE={name}: no such interface with an IPv4 address; {ours()}", 2)
@@ -69,9 +74,9 @@ def chosen_ip() -> str | None:
 
 
 def route_to(ip: str) -> str | None:
-    """The address of this machine from which another one is reached; None without a route."""
+    """Return this machine's address on the route to another one; None without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((ip, 9))  # sends nothing
+        probe.connect((ip, 9))  # a datagram socket connects without sending
         return probe.getsockname()[0]
     return None
 
@@ -88,18 +93,24 @@ def head_port() -> int:
 
 
 def head_ip(size: int) -> str:
-    """The address that the head publishes: the chosen one, else MASTER_ADDR, else that of the default route."""
+    """Return the address that the head publishes.
+
+    It is the chosen one, else MASTER_ADDR, else that of the default route.
+    """
     usable = [ip for ips in interfaces().values() for ip in ips if size == 1 or not ip.startswith("127.")]
     chosen, master = chosen_ip(), setting("MASTER_ADDR")
-    known = resolve(master) if master else None
+    master_ip = resolve(master) if master else None
     if chosen and chosen not in usable:
         die(f"the other nodes cannot reach {chosen}; {ours()}", 2)
-    if chosen and known in usable and chosen != known:
-        die(f"the other nodes look for the head at MASTER_ADDR={master} ({known}), but {chosen} is chosen here", 2)
-    if master and known not in usable and not (known or "").startswith("127."):  # as a machine often calls itself
-        say(f"MASTER_ADDR={master} ({known or 'unknown'}) is not an address of this machine: is it rank 0's? {ours()}")
-    routed = route_to("192.0.2.1")  # reserved for documentation: what the default route leads to
-    for ip in (chosen, known, routed, "127.0.0.1" if size == 1 else None):
+    if chosen and master_ip in usable and chosen != master_ip:
+        die(f"the other nodes look for the head at MASTER_ADDR={master} ({master_ip}), but {chosen} is chosen here", 2)
+    # Many hosts resolve their own name to a loopback address, which is no mistake.
+    if master and master_ip not in usable and not (master_ip or "").startswith("127."):
+        say(
+            f"MASTER_ADDR={master} ({master_ip or 'unknown'}) is not an address of this machine: is it rank 0's? {ours()}"
+        )
+    routed = route_to("192.0.2.1")  # an address reserved for documentation takes the default route
+    for ip in (chosen, master_ip, routed, "127.0.0.1" if size == 1 else None):
         if ip in usable:
             return ip
     if len(usable) == 1:
@@ -108,11 +119,13 @@ def head_ip(size: int) -> str:
 
 
 def head_address(port: int) -> str:
-    """host:port of the head: from MASTER_ADDR, else RAY_HEAD_FILE, else the record of this node."""
+    """Return host:port of the head, from MASTER_ADDR, else RAY_HEAD_FILE, else this node's
+    record."""
     master, head_file, record = setting("MASTER_ADDR"), setting("RAY_HEAD_FILE"), read_record()
     if master:
         ip = resolve(master) or ""
-        if record and ip.startswith("127."):  # the head's name may stand for a loopback address on its own machine
+        if record and ip.startswith("127."):
+            # On its own machine, the head's name may resolve to a loopback address.
             return record.address
         if not ip:
             raise NotYet(f"MASTER_ADDR={master} has no address here")
@@ -129,40 +142,47 @@ def head_address(port: int) -> str:
 
 
 def unreachable(address: str, ip: str | None = None) -> str:
-    """Why the head at `address` cannot be reached, from this machine's address `ip` if that is known."""
-    way = f" from {ip}" if ip else ""
+    """Describe why the head at `address` cannot be reached, from this machine's `ip` if known."""
+    from_ip = f" from {ip}" if ip else ""
     if ip and reachable(address):
-        return f"the head at {address} cannot be reached{way}: wrong interface? {ours()}; RAY_INTERFACE picks one"
+        return f"the head at {address} cannot be reached{from_ip}: wrong interface? {ours()}; RAY_INTERFACE picks one"
     if setting("RAY_HEAD_FILE") and not setting("MASTER_ADDR"):
         stale = "left by an earlier cluster? is rank 0 started?"
-        return f"{setting('RAY_HEAD_FILE')} names {address}, where no Ray head answers{way} ({stale})"
-    return f"no Ray head answers at {address}{way}. Is rank 0 started?"
+        return f"{setting('RAY_HEAD_FILE')} names {address}, where no Ray head answers{from_ip} ({stale})"
+    return f"no Ray head answers at {address}{from_ip}. Is rank 0 started?"
 
 
 # --- the token --------------------------------------------------------------------------------------------------------
 
 
 def kept_token() -> Path:
-    """This node's copy of the cluster's token, beside its record."""
+    """Return the path of this node's copy of the cluster's token, beside its record."""
     return record_path().with_suffix(".token")
 
 
 def shared_token() -> Path:
-    """Where the head puts its token for the others: beside RAY_HEAD_FILE, else where Ray itself looks."""
+    """Return the path of the token that the head shares with the other nodes.
+
+    It lies beside RAY_HEAD_FILE; without that, it is Ray's default path.
+    """
     head_file = setting("RAY_HEAD_FILE")
     return Path(f"{head_file}.token") if head_file else Path.home() / ".ray" / "auth_token"
 
 
 def given_token() -> str | None:
-    """RAY_AUTH_TOKEN, or the content of the file RAY_AUTH_TOKEN_PATH."""
+    """Return RAY_AUTH_TOKEN, or the content of the file RAY_AUTH_TOKEN_PATH, or None."""
     path = setting("RAY_AUTH_TOKEN_PATH")
-    if setting("RAY_AUTH_TOKEN") or path in ("", str(kept_token())):  # which goes when its cluster does
+    # This node's copy doesn't count: it is deleted with its cluster.
+    if setting("RAY_AUTH_TOKEN") or path in ("", str(kept_token())):
         return setting("RAY_AUTH_TOKEN") or None
     return first_line(path) or die(f"RAY_AUTH_TOKEN_PATH={path} is no readable file with a token", 2)
 
 
 def new_token() -> str:
-    """The head's token: the given one, else a new one; without RAY_HEAD_FILE that of the home folder, made if missing."""
+    """Return the head's token: the given one, else a new one.
+
+    Without RAY_HEAD_FILE, it is the token of the home folder, which is made if missing.
+    """
     if token := given_token():
         return token
     path = shared_token()
@@ -175,13 +195,14 @@ def new_token() -> str:
 
 
 def token_for(address: str) -> tuple[str, str]:
-    """The token with which this machine speaks to the head at `address`, and where it is from."""
+    """Return the token for the head at `address`, and its source: a variable or a path."""
     if token := given_token():
         return token, "RAY_AUTH_TOKEN" if setting("RAY_AUTH_TOKEN") else setting("RAY_AUTH_TOKEN_PATH")
     record = read_record()
-    own = [record.token_path] if record and record.address == address and record.runs() else []
-    # The head's file may be newer than what this node has kept, the home folder's for another cluster.
-    paths = [str(shared_token()), *own] if setting("RAY_HEAD_FILE") else [*own, str(shared_token())]
+    kept_paths = [record.token_path] if record and record.address == address and record.runs() else []
+    # The file beside RAY_HEAD_FILE may be newer than this node's copy; the home folder's may be of
+    # another cluster.
+    paths = [str(shared_token()), *kept_paths] if setting("RAY_HEAD_FILE") else [*kept_paths, str(shared_token())]
     for path in paths:
         if token := first_line(path):
             return token, path
