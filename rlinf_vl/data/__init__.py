@@ -1,1 +1,2 @@
-"""Rows of datasets become `Problem`s; images stay the encoded bytes they came as until a model needs pixels."""
+"""Data sets: their rows become `Problem`s, with images as encoded bytes until a model needs
+pixels."""

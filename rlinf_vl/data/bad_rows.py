@@ -1,7 +1,9 @@
-"""Rows that can't be used, as a record (`bad_rows.jsonl` of the run folder), as a table of reasons, and as a limit.
+"""Rows that can't be used: their record (`bad_rows.jsonl` in the run folder), their table, their
+limit.
 
-Found before training (`FilterResult.bad`) or during it (groups of which a trajectory failed); each counts once. Faults of the
-engine and of the environment are not the row's: `check_faults` describes and limits them.
+Bad rows are found before training (`FilterResult.bad`) or during it (groups with a failed
+trajectory); each counts once. The engine and the environment may fail, too, which is no fault of
+the row: `check_faults` describes and limits those failures.
 """
 
 from collections import Counter
@@ -15,9 +17,9 @@ from rlinf_vl.runtime.files import LineFile, read_lines
 from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
 
 FILE = "bad_rows.jsonl"
-#: Characters of a reason in the table.
+#: Maximum length of a reason in the table, in characters.
 SHOWN = 100
-#: Share of the trajectories of one rollout that may fail in the engine or the environment.
+#: Maximum share of a rollout's trajectories that may fail in the engine or the environment.
 MAX_FAULTS = 0.5
 
 
@@ -34,10 +36,13 @@ def _is_fault(error: str) -> bool:
 
 
 def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
-    """A line on the trajectories that failed in the engine or the environment, with the most frequent reasons; None without any.
+    """Describe the trajectories that failed in the engine or the environment.
+
+    Returns:
+        One line with their number and the most frequent reasons; None without any.
 
     Raises:
-        TooManyFaults: they are more than `MAX_FAULTS` of all.
+        TooManyFaults: their share is above `MAX_FAULTS`.
     """
     errors = [error for summary in summaries for error in summary.errors]
     faults = [error for error in errors if error and _is_fault(error)]
@@ -55,14 +60,18 @@ def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
 
 
 class NoVerdicts(RunError):
-    """Not one answer of a rollout has the verdicts of all reward functions."""
+    """No answer of a rollout has the verdicts of all reward functions."""
 
 
 def no_verdicts(summaries: Sequence[GroupSummary]) -> str | None:
-    """A line on the answers that reward functions came to no verdict on, with the most frequent reasons; None without any.
+    """Describe the answers that a reward function could not judge.
+
+    Returns:
+        One line with their number and the most frequent reasons; None without any.
 
     Raises:
-        NoVerdicts: these are all answers. What fails always is a mistake in a function, and nothing is learned from it.
+        NoVerdicts: no answer could be judged. A function that always fails has a mistake, and
+            nothing can be learned from its rewards.
     """
     reasons = [reason for summary in summaries for reason in summary.ungraded]
     if not reasons:
@@ -85,60 +94,73 @@ def _frequent(reasons: Sequence[str]) -> str:
 
 
 class BadRows:
-    """The bad rows of a run: in memory, and in the file as {step, split, kind, id, reason}, one line a row.
+    """The bad rows of a run, in memory and in a file of {step, split, kind, id, reason}, a line per
+    row.
 
-    A run that resumes reads from the file which rows went bad in training (step 1 and later); it looks again for those that are
-    bad before training.
+    A resumed run reads from the file the rows that became bad in training (step 1 and later); rows
+    that are bad before training are checked again.
     """
 
     def __init__(self, run_dir: Path, max_fraction: float, totals: Mapping[str, int]) -> None:
-        """`max_fraction`: data.max_bad_rows; `totals`: rows of each split that are looked at."""
+        """Open the record of a run.
+
+        Args:
+            run_dir: the run's folder.
+            max_fraction: data.max_bad_rows.
+            totals: the number of checked rows of each split.
+        """
         self.path = run_dir / FILE
         self._max_fraction = max_fraction
         self._totals = dict(totals)
         self._rows: dict[str, dict[str, BadRow]] = {split: {} for split in totals}
         self._file = LineFile(self.path, durable=True)
-        known = read_lines(self.path)[0] if self.path.exists() else []
-        known = [row for row in known if row.get("step", 0) > 0 and row.get("split") in self._rows]
+        earlier_rows = read_lines(self.path)[0] if self.path.exists() else []
+        earlier_rows = [row for row in earlier_rows if row.get("step", 0) > 0 and row.get("split") in self._rows]
         if self.path.exists():
-            self._file.keep(known)
-        for row in known:
+            self._file.keep(earlier_rows)
+        for row in earlier_rows:
             self._rows[row["split"]][row["id"]] = BadRow(row["kind"], row["id"], row["reason"])
 
     def add(self, split: str, rows: Iterable[BadRow], step: int = 0) -> None:
-        """Record rows found at `step` (0: before training), on the disk when this returns unless that is full. A known row keeps its
-        first reason."""
+        """Record bad rows found at `step` (0 for before training).
+
+        They are on the disk when this returns, unless the disk is full. A row that is recorded
+        already keeps its first reason.
+        """
         new = {row.id: row for row in rows if row.id not in self._rows[split]}
         self._rows[split] |= new
         if new:
             self._file.append(*({"step": step, "split": split, **asdict(row)} for row in new.values()))
 
     def add_failed(self, split: str, summaries: Sequence[GroupSummary], step: int) -> None:
-        """Record the rows of groups that have an error, "kind: reason", of the row's own."""
+        """Record the rows of groups with an error, "kind: reason", that the row caused."""
         failed = []
         for summary in summaries:
-            own = [error for error in summary.errors if error and not _is_fault(error)]
-            if own:
-                kind, _, reason = own[0].partition(": ")
-                failed.append(BadRow(kind, summary.problem_id, reason or own[0]))
+            row_errors = [error for error in summary.errors if error and not _is_fault(error)]
+            if row_errors:
+                kind, _, reason = row_errors[0].partition(": ")
+                failed.append(BadRow(kind, summary.problem_id, reason or row_errors[0]))
         self.add(split, failed, step)
 
     def counts(self) -> dict[str, int]:
-        """Bad rows by split."""
+        """Return the number of bad rows of each split."""
         return {split: len(rows) for split, rows in self._rows.items()}
 
     def table(self, split: str) -> str:
-        """A line per kind of reason, the most frequent first: how many rows, and the first of them."""
+        """Return a table with one line per kind, the most frequent first.
+
+        A line has the number of rows, and the id and reason of the first of them.
+        """
         rows = self._rows[split].values()
         first = {row.kind: row for row in reversed(rows)}
         width = max(map(len, first), default=0)
-        return "\n".join(
-            f"{n:6}  {kind:{width}}  {first[kind].id}: {shorten(first[kind].reason, SHOWN)}"
-            for kind, n in Counter(row.kind for row in rows).most_common()
-        )
+        lines = []
+        for kind, n in Counter(row.kind for row in rows).most_common():
+            lines.append(f"{n:6}  {kind:{width}}  {first[kind].id}: {shorten(first[kind].reason, SHOWN)}")
+        return "\n".join(lines)
 
     def check(self) -> None:
-        """Raise `TooManyBadRows`, with the table, where more rows of a split are bad than `max_fraction` of them."""
+        """Raise `TooManyBadRows`, with the table, if a split's share of bad rows is too high."""
         for split, n in self.counts().items():
             total = self._totals[split]
             if n and n / total > self._max_fraction:

@@ -1,4 +1,4 @@
-"""The cache folder, and what is built there once: the toy's data and checkpoint, and images fetched from the web."""
+"""The cache folder of the toys' data and checkpoints and of images fetched from the web."""
 
 import hashlib
 import os
@@ -9,22 +9,24 @@ from rlinf_vl.runtime.files import write_aside
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """`cache_dir`, else the environment's RLINF_VL_CACHE, else ~/.cache/rlinf_vl."""
+    """Return `cache_dir`, else the environment's RLINF_VL_CACHE, else ~/.cache/rlinf_vl."""
     return Path(cache_dir or os.environ.get("RLINF_VL_CACHE") or "~/.cache/rlinf_vl").expanduser()
 
 
 def source_version(*sources: str) -> str:
-    """Twelve hex digits that change with any of these source files, so that what the sources make is made anew."""
+    """Return a hash of source files, 12 hex digits: as part of a path, it forces a new build."""
     return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()[:12]
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """Return `target`, a file or a folder; if it is missing, `build(path)` makes it first.
 
-    `target` is complete or absent. Of several processes that need it at once, one builds and the others wait.
+    `target` is complete or absent. If several processes need it at once, one builds it and the
+    others wait.
     """
     if not target.exists():
-        from filelock import FileLock  # the command line calls `cache_root` where little is installed
+        # Imported here: the command line calls `cache_root` where few packages are installed.
+        from filelock import FileLock
 
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):

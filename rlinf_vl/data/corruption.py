@@ -1,10 +1,10 @@
-"""Images made worse on purpose: what NoisyRollout samples answers on, and what PAPO compares the policy with.
+"""Corruption of images: NoisyRollout samples answers on corrupted images, PAPO compares policies.
 
-One hook, `Corruption`: image → image of the same size, so that prompts have the same ids. What is drawn depends on a seed and
-the image alone, not on who asks, how often, or in which order.
+`Corruption` maps an image to an image of the same size, so that prompts keep their ids. The random
+numbers depend on a seed and the image alone, not on the caller, the number or the order of calls.
 
-Sources: Liu et al., "NoisyRollout" (2025, arXiv 2504.13055) for noise and its schedule; Wang et al., "Perception-Aware Policy
-Optimization" (2025, arXiv 2507.06448) for masks.
+Sources: Liu et al., "NoisyRollout" (2025, arXiv 2504.13055) for noise and its schedule; Wang et
+al., "Perception-Aware Policy Optimization" (2025, arXiv 2507.06448) for masks.
 """
 
 import hashlib
@@ -20,23 +20,24 @@ from rlinf_vl.config.schema import ImageCorruptionConfig
 from rlinf_vl.data.images import decode
 from rlinf_vl.types import ImageRef, Trajectory
 
-#: Steps of the diffusion whose noise is added, and variance β of each.
+#: Steps of the diffusion process whose noise is added, and the variance β of each step.
 DIFFUSION_STEPS = 1000
 _BETAS = 1e-5 + (0.5e-2 - 1e-5) / (1 + np.exp(-np.linspace(-6, 6, DIFFUSION_STEPS)))
-#: Share ᾱ of the image's variance that is left after each step.
-_LEFT = np.cumprod(1 - _BETAS)
+#: Share ᾱ of the image in the variance after each step.
+_SIGNAL_VARIANCE = np.cumprod(1 - _BETAS)
 #: Side of a masked square, in pixels.
 SQUARE = 14
 
 
 @dataclass(frozen=True, slots=True)
 class Corruption:
-    """
+    """A kind of corruption and its strength.
+
     Attributes:
-        kind: noise (of a diffusion after strength × 1000 steps) or mask (each square of `SQUARE` pixels is black with probability
-            strength).
-        strength: 0 … 1; 0 leaves the image as it is.
-        share: of a group's answers that see corrupted images.
+        kind: "noise" (of a diffusion after strength × 1000 steps) or "mask" (each square with a
+            side of `SQUARE` pixels is black with probability strength).
+        strength: 0 … 1; 0 does not change the image.
+        share: share of a group's answers that see corrupted images.
     """
 
     kind: str
@@ -44,68 +45,81 @@ class Corruption:
     share: float = 1.0
 
     def samples(self, group_size: int) -> int:
-        """How many answers of a group see corrupted images: the last so many."""
+        """Return how many answers of a group see corrupted images; these are the group's last."""
         return round(self.share * group_size)
 
     def __call__(self, image: ImageRef, seed: int) -> ImageRef:
-        """A PNG of the same (upright) size. Raises ImageError: the image can't be decoded."""
+        """Return the corrupted image, a PNG of the same (upright) size.
+
+        Raises:
+            ImageError: the image can't be decoded.
+        """
         if self.strength == 0:
             return image
         digest = hashlib.blake2b(f"{seed} {image.hash}".encode(), digest_size=8).digest()
         random = np.random.default_rng(int.from_bytes(digest, "little"))
         pixels = {"noise": self._noise, "mask": self._mask}[self.kind](np.asarray(decode(image)), random)
-        about = PngInfo()
-        about.add_text("clean", image.hash)  # two images that look alike now still have names of their own
+        metadata = PngInfo()
+        # Two images that are equal once corrupted, such as black ones, must keep different hashes.
+        metadata.add_text("clean", image.hash)
         png = io.BytesIO()
-        Image.fromarray(pixels).save(png, "PNG", pnginfo=about, compress_level=1)
+        Image.fromarray(pixels).save(png, "PNG", pnginfo=metadata, compress_level=1)
         return ImageRef.of(png.getvalue())
 
     def _noise(self, pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        left = _LEFT[min(int(self.strength * DIFFUSION_STEPS), DIFFUSION_STEPS - 1)]
+        signal = _SIGNAL_VARIANCE[min(int(self.strength * DIFFUSION_STEPS), DIFFUSION_STEPS - 1)]
         noise = random.standard_normal(pixels.shape, np.float32)
-        noised = math.sqrt(left) * (pixels / np.float32(255)) + math.sqrt(1 - left) * noise
+        noised = math.sqrt(signal) * (pixels / np.float32(255)) + math.sqrt(1 - signal) * noise
         return (255 * noised.clip(0, 1)).astype(np.uint8)
 
     def _mask(self, pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
         height, width, _ = pixels.shape
         squares = random.random((-(-height // SQUARE), -(-width // SQUARE))) >= self.strength
-        shown = squares.repeat(SQUARE, axis=0).repeat(SQUARE, axis=1)
-        return pixels * shown[:height, :width, None]
+        visible = squares.repeat(SQUARE, axis=0).repeat(SQUARE, axis=1)
+        return pixels * visible[:height, :width, None]
 
 
 def corruption_at(settings: ImageCorruptionConfig, done: float) -> Corruption | None:
-    """What answers are drawn on after the share `done` of the run, 0 … 1: its strength falls as `settings.schedule` says. None:
-    on images as they are.
+    """Return the corruption of the images on which answers are sampled, or None for no corruption.
 
-    sigmoid: strength · (1 - 1 / (1 + exp(-steepness · (done - midpoint)))), NoisyRollout's.
+    Args:
+        settings: algorithm.image_corruption. Its `schedule` lowers the strength during the run; the
+            schedule "sigmoid" is that of NoisyRollout,
+            strength · (1 - 1 / (1 + exp(-steepness · (done - midpoint)))).
+        done: share of the run that is done, 0 … 1.
     """
-    left = 1.0
+    factor = 1.0
     if settings.schedule == "linear":
-        left = 1 - done
+        factor = 1 - done
     elif settings.schedule == "sigmoid":
-        left = 0.5 * (1 - math.tanh(settings.steepness * (done - settings.midpoint) / 2))  # the same, at any steepness
-    strength = settings.strength * left
+        # The formula above, written with tanh, which does not overflow at any steepness.
+        factor = 0.5 * (1 - math.tanh(settings.steepness * (done - settings.midpoint) / 2))
+    strength = settings.strength * factor
     return Corruption(settings.kind, strength, settings.share) if strength and settings.share else None
 
 
 class Shown:
-    """What one group's corrupted answers see in place of its images. Callable from any thread; remembers what it was asked."""
+    """The corrupted images of one group, made on first use and cached; callable from any thread."""
 
     def __init__(self, corruption: Corruption, seed: int) -> None:
-        self.by_hash: dict[str, ImageRef] = {}  # of the image as it is
-        self._clean: dict[str, ImageRef] = {}  # by what is shown
+        self.by_hash: dict[str, ImageRef] = {}  # corrupted image by the hash of the original
+        self._clean: dict[str, ImageRef] = {}  # original image by the hash of the corrupted one
         self._corruption = corruption
         self._seed = seed
 
     def __call__(self, image: ImageRef) -> ImageRef:
-        """Raises ImageError: it can't be decoded."""
+        """Return the corrupted image.
+
+        Raises:
+            ImageError: the image can't be decoded.
+        """
         if image.hash not in self.by_hash:
-            shown = self._corruption(image, self._seed)
-            self._clean[shown.hash] = image
-            self.by_hash[image.hash] = shown
+            corrupted = self._corruption(image, self._seed)
+            self._clean[corrupted.hash] = image
+            self.by_hash[image.hash] = corrupted
         return self.by_hash[image.hash]
 
     def undone(self, trajectory: Trajectory) -> Trajectory:
-        """A trajectory that was drawn on shown images, with the images as they are."""
+        """Return a trajectory, sampled on corrupted images, with the original images."""
         sequences = tuple(sequence.with_images(self._clean) for sequence in trajectory.sequences)
         return replace(trajectory, sequences=sequences, corrupted=True)

@@ -1,6 +1,7 @@
-"""Whether an image can be decoded, found with as little of that as it takes: `decode` has the last word on what looks damaged.
+"""A fast check whether an image can be decoded.
 
-Of a PNG the rows are inflated and not unfiltered, of a JPEG the coefficients are read and an eighth of the size is transformed.
+A PNG's rows are inflated but not unfiltered; a JPEG's coefficients are read, but only an eighth of
+the size is transformed. An image that looks damaged is decoded in full to decide.
 """
 
 import io
@@ -20,32 +21,38 @@ _SAMPLES = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 
 
 def check_pixels(ref: ImageRef) -> None:
-    """Raise what `decode` raises for an image whose header is sound: ImageError if its pixels are truncated or damaged."""
+    """Check the pixels of an image whose header is sound.
+
+    Raises:
+        ImageError: the pixels are truncated or damaged, as `decode` reports it.
+    """
     data = bytes(ref.data)
     try:
         sound = _is_sound_png(data) if data.startswith(_PNG) else _is_sound_jpeg(data)
-    except Exception:  # decoders raise anything
+    except Exception:  # decoders raise exceptions of many types
         sound = False
     if not sound:
         decode(ref)
 
 
 def _is_sound_jpeg(data: bytes) -> bool:
+    """Return whether all coefficients can be read; raises if they can't."""
     if not data.startswith(b"\xff\xd8\xff"):
         return False
     image = Image.open(io.BytesIO(data), formats=("JPEG",))
-    image.draft(image.mode, (1, 1))
+    image.draft(image.mode, (1, 1))  # the smallest scale that the decoder has
     image.load()
     return True
 
 
 def _is_sound_png(data: bytes) -> bool:
-    """Whether the chunks end with IEND, and the rows are all there and name filters that exist."""
+    """Return whether the chunks end with IEND, and all rows exist and have valid filter types."""
     chunks = list(_chunks(data))
     width, height, depth, color, *methods = struct.unpack(">IIBBBBB", chunks[0][1])
     kinds = [kind for kind, _ in chunks]
     if kinds[-1] != b"IEND" or any(methods) or (color == 3 and b"PLTE" not in kinds):
         return False
+    # Each row begins with one byte, its filter type, 0 … 4.
     stride = 1 + (width * _SAMPLES[color] * depth + 7) // 8
     packed = b"".join(content for kind, content in chunks if kind == b"IDAT")
     rows = zlib.decompressobj().decompress(packed, stride * height)
@@ -53,9 +60,9 @@ def _is_sound_png(data: bytes) -> bool:
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(kind, content) of each chunk of a PNG, to the end of the file or IEND."""
-    at, kind = len(_PNG), b""
-    while at < len(data) and kind != b"IEND":
-        size, kind = struct.unpack_from(">I4s", data, at)
-        yield kind, data[at + 8 : at + 8 + size]
-        at += size + 12
+    """Yield (kind, content) of each chunk of a PNG, up to IEND or the end of the file."""
+    offset, kind = len(_PNG), b""
+    while offset < len(data) and kind != b"IEND":
+        size, kind = struct.unpack_from(">I4s", data, offset)
+        yield kind, data[offset + 8 : offset + 8 + size]
+        offset += size + 12

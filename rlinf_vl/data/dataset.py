@@ -1,4 +1,4 @@
-"""The problems of a run: rows of one or several sources, converted one at a time when asked for."""
+"""The problems of a run: rows of one or several sources, converted on access."""
 
 import math
 from bisect import bisect_right
@@ -21,44 +21,46 @@ _DEFAULT = RowFormat()
 
 
 class RowFacts(NamedTuple):
-    """Of a row that can be used: which of data.train_data_paths it is from, its value in the column of data.curriculum_key, and how
-    many of its images are beyond the limits."""
+    """The facts about a usable row that the controller needs."""
 
-    source: int = 0
-    level: float = 0.0
-    dropped_images: int = 0
+    source: int = 0  # index of its entry in data.train_data_paths
+    level: float = 0.0  # its value in the column data.curriculum_key
+    dropped_images: int = 0  # the number of its images beyond the limits
 
 
 @dataclass(frozen=True, slots=True)
 class FilterResult:
-    """Rows that can be used, with their answers; those with too long a prompt, with its tokens; bad ones; of those that can be used
-    those whose prompt is cut, with its tokens before and the images that it loses; what is known of each that can be used; and
-    those left out for they have no image, with their ids."""
+    """The rows of a data set, sorted by whether they can be used; all mappings are by row
+    number."""
 
-    kept: dict[int, str] = field(default_factory=dict)
-    too_long: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, str] = field(default_factory=dict)  # usable rows → answer
+    too_long: dict[int, int] = field(default_factory=dict)  # rows → tokens of the prompt
     bad: dict[int, BadRow] = field(default_factory=dict)
+    #: Usable rows whose prompt is cut → its tokens before the cut, and the images that it loses.
     cut: dict[int, tuple[int, int]] = field(default_factory=dict)
-    facts: dict[int, RowFacts] = field(default_factory=dict)
-    text_only: dict[int, str] = field(default_factory=dict)
+    facts: dict[int, RowFacts] = field(default_factory=dict)  # of usable rows
+    text_only: dict[int, str] = field(default_factory=dict)  # rows left out without an image → id
 
     @classmethod
     def merged(cls, results: Sequence["FilterResult"]) -> "FilterResult":
-        """The results of disjoint sets of rows as one, rows in order."""
-        together = {
-            name: {k: v for result in results for k, v in getattr(result, name).items()} for name in cls.__slots__
-        }
-        return cls(**{name: dict(sorted(rows.items(), key=itemgetter(0))) for name, rows in together.items()})
+        """Merge the results of disjoint sets of rows, and sort them by row."""
+        merged: dict[str, dict[int, Any]] = {}
+        for name in cls.__slots__:
+            rows: dict[int, Any] = {}
+            for result in results:
+                rows.update(getattr(result, name))
+            merged[name] = dict(sorted(rows.items(), key=itemgetter(0)))
+        return cls(**merged)
 
 
 class ProblemDataset:
-    """`len(dataset)` rows; `dataset[i]` is a `Problem`."""
+    """A sequence of `Problem`s, one per row of its sources."""
 
     def __init__(self, paths: Sequence[str], split: str, form: RowFormat = _DEFAULT) -> None:
-        """Open the sources (see `open_source`) one after the other; no row is converted yet.
+        """Open the sources (see `open_source`), one after the other; no row is converted yet.
 
         Raises:
-            ValueError: nothing to open, or a source lacks one of the columns.
+            ValueError: there is nothing to open, or a source lacks one of the columns.
         """
         if split not in ("train", "val"):
             raise ValueError(f"split: {split!r} is neither 'train' nor 'val'")
@@ -67,20 +69,22 @@ class ProblemDataset:
         self.split = split
         self._sources: list[Source] = [open_source(str(path), split) for path in paths]
         self._forms = [form.for_columns(source.rows.column_names) for source in self._sources]
-        self._columns = [
-            [*form.columns, *source.plain_columns((*form.columns, *VIDEO_COLUMNS))]
-            + [name for name in VIDEO_COLUMNS if name in source.rows.column_names and name not in form.columns]
-            for source, form in zip(self._sources, self._forms, strict=True)
-        ]
+        self._columns: list[list[str]] = []
+        for source, form in zip(self._sources, self._forms, strict=True):
+            columns = [*form.columns, *source.plain_columns((*form.columns, *VIDEO_COLUMNS))]
+            # Columns of videos are read only so that rows which have one are refused.
+            columns += [name for name in VIDEO_COLUMNS if name in source.rows.column_names and name not in form.columns]
+            self._columns.append(columns)
         self._ends = list(accumulate(len(source.rows) for source in self._sources))
         self._ids: list[str] = []
-        self._decodable: set[str] = set()  # hashes of images that were decoded before
+        self._decodable: set[str] = set()  # hashes of images whose pixels are checked
         stems: set[str] = set()
         for source, form in zip(self._sources, self._forms, strict=True):
             if missing := form.missing_column(source.rows.column_names, source.name):
                 raise ValueError(missing)
             names = (f"{source.stem}-{n}" if n > 1 else source.stem for n in count(1))
-            stem = next(name for name in names if name not in stems)  # several may be called `train`
+            # Several sources may be named alike, say `train`; ids must differ all the same.
+            stem = next(name for name in names if name not in stems)
             stems.add(stem)
             self._ids += source.ids(stem)
 
@@ -88,28 +92,40 @@ class ProblemDataset:
         return len(self._ids)
 
     def __getitem__(self, i: int) -> Problem:
-        """The problem of row i. Raises RowError: it can't become one; IndexError: no such row, which a negative i is, too."""
+        """Return the problem of row i.
+
+        Raises:
+            RowError: the row can't become a problem.
+            IndexError: there is no such row; a negative i is none.
+        """
         return self.problem(i)
 
     def problem(self, i: int, draw: int = 0) -> Problem:
-        """`self[i]` with its question in the text that this draw, any number from 0, stands for among data.prompt_variants."""
+        """Return the problem of row i with its question in one of data.prompt_variants.
+
+        `draw` is any number from 0 on; modulo the number of variants, it selects the variant.
+        """
         row, k = self.raw(i), self.source_of(i)
         form, root = self._forms[k], self._sources[k].root
         return row_to_problem(row, self._ids[i], form, root, draw % max(1, len(form.prompt_variants)))
 
     def raw(self, i: int) -> dict[str, Any]:
-        """The columns of row i as they are stored. Raises IndexError: no such row."""
+        """Return the columns of row i as they are stored.
+
+        Raises:
+            IndexError: there is no such row.
+        """
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         k = self.source_of(i)
         return self._sources[k].row(i - self._ends[k] + len(self._sources[k].rows), self._columns[k])
 
     def source_of(self, i: int) -> int:
-        """Which of the sources row i is from."""
+        """Return the index of the source of row i."""
         return bisect_right(self._ends, i)
 
     def row_id(self, i: int) -> str:
-        """`Problem.id` of a row, which may be bad."""
+        """Return the `Problem.id` of a row, which may be a bad one."""
         return self._ids[i]
 
     def filter_by_length(
@@ -121,15 +137,18 @@ class ProblemDataset:
         image_only: bool = False,
         level_key: str | None = None,
     ) -> FilterResult:
-        """Sort rows by whether their prompt, the longest of its variants, has at most `max_tokens` tokens, as
-        `count_tokens(row, problem)` counts them.
+        """Sort rows by whether they can be used and their prompt has at most `max_tokens` tokens.
 
-        The pixels of every image of those that fit are looked at once, as a header doesn't tell that a file is truncated.
-        No row raises: one that can't be read, counted or decoded is in `bad`.
+        The longest of a prompt's variants counts. The pixels of every image of a prompt that fits
+        are checked once, since the header of a truncated file is intact. No row raises an error:
+        one that can't be read, counted or decoded is in `FilterResult.bad`.
 
         Args:
+            rows: the rows to sort.
+            count_tokens: returns the number of tokens of a prompt, given (row, problem).
+            max_tokens: the maximum number of tokens of a prompt.
             image_only: data.image_only_mode.
-            level_key: data.curriculum_key, which orders training rows.
+            level_key: data.curriculum_key, by which training rows are sorted.
         """
         result = FilterResult()
         for i in rows:
@@ -140,8 +159,8 @@ class ProblemDataset:
                     result.text_only[i] = problem.id
                     continue
                 level = _level(problem, level_key if self.split == "train" else None)
-                others = (self.problem(i, draw) for draw in range(1, len(self._forms[k].prompt_variants)))
-                tokens = max(count_tokens(i, shown) for shown in (problem, *others))
+                variants = (self.problem(i, draw) for draw in range(1, len(self._forms[k].prompt_variants)))
+                tokens = max(count_tokens(i, variant) for variant in (problem, *variants))
                 if tokens > max_tokens:
                     result.too_long[i] = tokens
                     continue
@@ -151,14 +170,19 @@ class ProblemDataset:
                         self._decodable.add(image.hash)
                 result.kept[i] = problem.answer
                 result.facts[i] = RowFacts(k, level, problem.dropped_images)
-            except Exception as e:  # RowError, ImageError, and whatever a reader, a chat template or a tokenizer raises
+            # Readers, chat templates and tokenizers raise errors of many types.
+            except Exception as e:
                 kind, reason = kind_and_reason(e)
                 result.bad[i] = BadRow(kind, self._ids[i], reason)
         return result
 
 
 def _level(problem: Problem, key: str | None) -> float:
-    """What orders rows in a curriculum. Raises RowError: it is no finite number."""
+    """Return the number by which a curriculum sorts the row; 0 without a curriculum.
+
+    Raises:
+        RowError: the column does not hold a finite number.
+    """
     if key is None:
         return 0.0
     value = at_path(problem.columns, key)
@@ -174,7 +198,15 @@ def _level(problem: Problem, key: str | None) -> float:
 
 
 def open_datasets(data: DataConfig, environments: Collection[str]) -> dict[str, ProblemDataset]:
-    """Split, "train" and "val" if there is one → its rows; `environments`: of `RowFormat`. Raises ValueError as `ProblemDataset`."""
+    """Open the data sets of a config: split ("train", "val" if it has paths) → its rows.
+
+    Args:
+        data: the config's `data` section.
+        environments: see `RowFormat`.
+
+    Raises:
+        ValueError: see `ProblemDataset`.
+    """
     form = RowFormat.of(data, environments)
     paths = {"train": data.train_data_paths, "val": data.val_data_paths}
-    return {split: ProblemDataset(named, split, form) for split, named in paths.items() if named}
+    return {split: ProblemDataset(entries, split, form) for split, entries in paths.items() if entries}

@@ -1,7 +1,8 @@
-"""Which data a run saw: `datasets.json` of its folder, {"train" or "val": {entry of its data paths: {"sha256", "bytes"}}}.
+"""The record of a run's data, `datasets.json` in its folder.
 
-Of a file the hash is that of `sha256sum`; of a folder, that of the lines that `sha256sum` prints of its files, sorted by path. Of
-the hub it is the revision: {"revision"}.
+The file holds {"train" or "val": {entry of the data paths: {"sha256", "bytes"}}}. The hash of a
+file is that of `sha256sum`; the hash of a folder is that of the lines which `sha256sum` prints for
+its files, sorted by path. An entry of the hub has its revision instead: {"revision"}.
 """
 
 import hashlib
@@ -18,29 +19,36 @@ FILE = "datasets.json"
 
 
 def write_digests(run_dir: Path, files: Mapping[str, Mapping[str, Path]]) -> None:
-    """Write `datasets.json`, given where the data of each entry are. What can't be read is left out: the run says so itself."""
-    found: dict[str, dict[str, Any]] = {split: {} for split in files}
+    """Write `datasets.json`, given the path of each entry's data.
+
+    Entries that can't be read are left out; the run itself reports them.
+    """
+    digests: dict[str, dict[str, Any]] = {split: {} for split in files}
     for split, paths in files.items():
         for entry, path in paths.items():
-            with suppress(Exception):  # of the disk, and of the hub's client
-                found[split][entry] = _revision(entry) if entry.startswith(HUB_PREFIX) else digest(path)
+            with suppress(Exception):  # errors of the disk, and of the hub's client
+                digests[split][entry] = _revision(entry) if entry.startswith(HUB_PREFIX) else digest(path)
     with suppress(OSError), write_aside(run_dir / FILE) as aside:
-        aside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        aside.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """Raises OSError: it can't be read."""
+    """Return hash and size of a file or folder.
+
+    Raises:
+        OSError: it can't be read.
+    """
     if path.is_file():
         with path.open("rb") as file:
             return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
-    whole, size = hashlib.sha256(), 0
+    folder_hash, size = hashlib.sha256(), 0
     for file in sorted(
         (file for file in path.rglob("*") if file.is_file()), key=lambda file: str(file.relative_to(path))
     ):
-        one = digest(file)
-        whole.update(f"{one['sha256']}  {file.relative_to(path)}\n".encode())
-        size += one["bytes"]
-    return {"sha256": whole.hexdigest(), "bytes": size}
+        file_digest = digest(file)
+        folder_hash.update(f"{file_digest['sha256']}  {file.relative_to(path)}\n".encode())
+        size += file_digest["bytes"]
+    return {"sha256": folder_hash.hexdigest(), "bytes": size}
 
 
 def _revision(entry: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Which columns a problem is made from: in rows of our own form, and in those that other systems write.
+"""The columns from which a problem is made, in our own rows and in those of other systems.
 
-A format is a row of `FORMATS`: names of columns, no code. Whatever the names, prompts, images and answers may have every shape
-that `rlinf_vl.data.rows` reads.
+A format is an entry of `FORMATS`: names of columns, no code. In every format, prompts, images and
+answers may have every shape that `rlinf_vl.data.rows` reads.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -11,14 +11,16 @@ from typing import Any, NamedTuple, Self
 from rlinf_vl.errors import nearest
 
 AUTO = "auto"
-#: Columns of images, the first that is there; `file_name` is that of a folder of images with a metadata file.
+#: Names of the column of images; the first one that exists is used. `file_name` is the column of a
+#: folder of images with a metadata file.
 _IMAGES = ("images", "image", "file_names", "file_name")
 
 
 class Format(NamedTuple):
-    """How one system names its columns. Of several names the first that is there counts; "" says that there may be none.
+    """The column names of one system.
 
-    A name with dots leads into a mapping.
+    The first of several names that exists is used; "" means that the column may be missing. A name
+    with dots is a path into a mapping.
     """
 
     prompt: tuple[str, ...]
@@ -26,25 +28,25 @@ class Format(NamedTuple):
     images: tuple[str, ...] = (*_IMAGES, "")
 
 
-#: data.format → names.
+#: data.format → its column names.
 FORMATS = {
     # verl: examples/data_preprocess/*.py
     "verl": Format(("prompt",), ("reward_model.ground_truth",)),
     # SkyRL: docs, dataset-preparation; and other rows of chat messages in OpenAI's form
     "openai": Format(("prompt", "messages"), ("reward_spec.ground_truth", "answer", "")),
-    # ours, as EasyR1's and RLinf's; images must be there or data.image_keys say []
+    # ours, which EasyR1 and RLinf use, too; images must exist unless data.image_keys is []
     "rlinf": Format(("problem",), ("answer",), _IMAGES),
     # OpenRLHF: data.input_key, data.label_key
     "openrlhf": Format(("prompt", "input"), ("label", "")),
     # TRL: docs, dataset_formats (prompt-only); the answer is one of the columns that reward functions get
     "trl": Format(("prompt",), ("answer", "solution", "ground_truth", "")),
-    # seeds://N: there is no answer that anything could be graded against
+    # seeds://N: there is no reference answer
     "seeds": Format(("problem",), ("",), ("",)),
-    # a folder of images whose subfolders are named after what they show; data.prompt_variants ask
+    # a folder of images in subfolders named by label; data.prompt_variants are the question
     "folder": Format(("",), ("label",), ("file_name",)),
 }
-#: What columns tell a format by, in the order in which this is tried.
-RECOGNISED = (
+#: (format, columns by which it is recognised), in the order of trial.
+RECOGNISED: tuple[tuple[str, set[str]], ...] = (
     ("verl", {"prompt", "reward_model"}),
     ("openai", {"prompt", "reward_spec"}),
     ("rlinf", {"problem", "answer"}),
@@ -60,72 +62,81 @@ RECOGNISED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFormat:
-    """How a row becomes a problem; the fields but the last are those of `data.*`.
+    """The rules by which a row becomes a problem; all fields but the last are those of `data.*`.
 
-    The prompt is a string or a list of chat messages whose content is a string or parts (`text`, `image`, `image_url`); `<image>`
-    in a text marks where an image of `image_keys` stands. Without any image in the prompt all images stand first.
+    The prompt is a string, or a list of chat messages whose content is a string or parts (`text`,
+    `image`, `image_url`). `<image>` in a text is the placeholder of an image of `image_keys`. If
+    the prompt has no image and no placeholder, all images come first.
     """
 
     format: str = AUTO
     prompt_key: str = "problem"
     answer_key: str = "answer"
     image_keys: Sequence[str] = ("images",)
-    image_root: str | None = None  # the folder that paths start in and may not leave; None: the dataset's own
-    system_prompt: str | None = None  # replaces the row's own, and the images shown there
+    image_root: str | None = None  # image paths may not leave this folder; None: the dataset's
+    system_prompt: str | None = None  # replaces the row's system prompt and its images
     prompt_suffix: str = ""  # appended to the last message
-    prompt_variants: Sequence[str] = ()  # texts around the question, {problem} in each
+    prompt_variants: Sequence[str] = ()  # texts with {problem} in place of the question
     max_images_per_message: int | None = None
     max_images_per_sample: int | None = None
-    blank_images: bool = False  # replace each image by a grey one of its size
-    image_hosts: Sequence[str] = ()  # which images may be fetched from
-    environments: Collection[str] = ()  # names that rows of other systems may have in common with ours
+    blank_images: bool = False  # whether each image is replaced by a grey one of its size
+    image_hosts: Sequence[str] = ()  # hosts from which images may be fetched
+    #: Names of our environments; rows of other systems may use the same names.
+    environments: Collection[str] = ()
 
     @classmethod
     def of(cls, data: Any, environments: Collection[str] = ()) -> Self:
-        """The format that a config's `data` section says."""
+        """Return the format of a config's `data` section."""
         keys = {field.name: getattr(data, field.name) for field in fields(cls) if field.name != "environments"}
         return cls(**keys, environments=environments)
 
     @property
     def columns(self) -> dict[str, str]:
-        """Every column that a problem is made from → the config key that names it."""
-        named = {self.prompt_key: "data.prompt_key", self.answer_key.partition(".")[0]: "data.answer_key"}
-        named |= dict.fromkeys(self.image_keys, "data.image_keys")
+        """Every column from which a problem is made → the config key that names it."""
+        column_keys = {self.prompt_key: "data.prompt_key", self.answer_key.partition(".")[0]: "data.answer_key"}
+        column_keys |= dict.fromkeys(self.image_keys, "data.image_keys")
         return {
             column: key
-            for column, key in named.items()
+            for column, key in column_keys.items()
             if column or key == "data.prompt_key" and self.format != "folder"
         }
 
     def for_columns(self, columns: Iterable[str]) -> Self:
-        """The same for a source with these columns: keys that have their defaults name the columns of `format`, which is
-        recognised by the columns where it is auto. Not found, they stay as they are."""
-        there, default = set(columns), RowFormat()
+        """Return the format for a source with these columns.
+
+        Keys with their default values get the column names of `format`. "auto" is recognised by the
+        columns, and is "rlinf" if they match no format.
+        """
+        available, default = set(columns), RowFormat()
         name = self.format
         if name == AUTO:
-            name = next((name for name, columns in RECOGNISED if columns <= there), "rlinf")
-        form = FORMATS.get(name, FORMATS["rlinf"])  # another name is refused with the config
+            name = next((name for name, columns in RECOGNISED if columns <= available), "rlinf")
+        form = FORMATS.get(name, FORMATS["rlinf"])  # the config refuses unknown names
 
         def first(names: Sequence[str]) -> str:
-            return next((name for name in names if not name or name.partition(".")[0] in there), names[0])
+            """Return the first name of an existing column; else the first name, for the error."""
+            return next((name for name in names if not name or name.partition(".")[0] in available), names[0])
 
-        own = {}
+        column_keys = {}
         if self.prompt_key == default.prompt_key:
-            own["prompt_key"] = first(form.prompt)
+            column_keys["prompt_key"] = first(form.prompt)
         if self.answer_key == default.answer_key:
-            own["answer_key"] = first(form.answer)
+            column_keys["answer_key"] = first(form.answer)
         if tuple(self.image_keys) == default.image_keys:
             image = first(form.images)
-            own["image_keys"] = (image,) if image else ()
-        return replace(self, format=name, **own)
+            column_keys["image_keys"] = (image,) if image else ()
+        return replace(self, format=name, **column_keys)
 
     def missing_column(self, columns: Iterable[str], source: str) -> str | None:
-        """What to say of the first column that `columns` lacks, with what is near; None if all are there."""
-        there = sorted(columns)
+        """Return an error message for the first column missing in `columns`, with similar names.
+
+        None if all columns exist.
+        """
+        available = sorted(columns)
         for column, key in self.columns.items():
-            if column not in there:
-                said = f"{key}: column {column!r} not in {source}; columns are {', '.join(there) or 'none'}"
-                return f"{said};{nearest(column, there)}".rstrip(";")
+            if column not in available:
+                message = f"{key}: column {column!r} not in {source}; columns are {', '.join(available) or 'none'}"
+                return f"{message};{nearest(column, available)}".rstrip(";")
         if not self.prompt_key and not self.prompt_variants:
             example = "data.prompt_variants=['What is this?']"
             return (
@@ -133,6 +144,6 @@ class RowFormat:
             )
         for variant in self.prompt_variants if self.prompt_key else ():
             if "{problem}" not in variant:
-                asked = f"the question of {source} is not asked; write it where that stands"
-                return f"data.prompt_variants: {variant!r} has no {{problem}}, so that {asked}"
+                reason = f"the question of {source} is not asked; write it where that stands"
+                return f"data.prompt_variants: {variant!r} has no {{problem}}, so that {reason}"
         return None

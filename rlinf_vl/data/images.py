@@ -1,8 +1,11 @@
-"""Images in every representation that datasets use → `ImageRef` (encoded bytes, as they came), and `ImageRef` → pixels.
+"""Conversion of images from every representation in data sets to `ImageRef`, and from there to
+pixels.
 
-A path in a row never leads out of its dataset's folder, and a URL only to hosts that the config lists. Nothing larger than
-`MAX_BYTES` is read, nothing of more than `MAX_PIXELS` decoded. `image_size` reads the header only, and always agrees with
-the size of what `decode` returns.
+An `ImageRef` holds the encoded bytes unchanged. Invariants:
+
+- A path in a row never leaves its dataset's folder, and a URL names a host that the config lists.
+- Nothing larger than `MAX_BYTES` is read, nothing with more than `MAX_PIXELS` is decoded.
+- `image_size` reads the header only and returns the size of the image that `decode` returns.
 """
 
 import base64
@@ -23,25 +26,33 @@ from rlinf_vl.data.unusable import ImageError, shorten
 from rlinf_vl.data.videos import NAMES, NO_VIDEOS, VIDEO, is_video
 from rlinf_vl.types import ImageRef
 
-#: Largest area: 150 MB as RGB, at most 16 bytes a pixel while decoding. Diagrams and photos are far below; above it a small
-#: file can make a worker run out of memory (a decompression bomb).
+#: Largest area: 150 MB as RGB, and at most 16 bytes a pixel while decoding. Diagrams and photos are
+#: far smaller; a larger image in a small file (a decompression bomb) can exhaust a worker's memory.
 MAX_PIXELS = 50_000_000
 MAX_BYTES = 64 * 2**20
-#: Longer side : shorter side. The image processors of the Qwen-VL families refuse more.
+#: Maximum ratio of the longer to the shorter side; image processors of the Qwen-VL families refuse
+#: more.
 MAX_ASPECT_RATIO = 200
-#: Formats that are opened. Others of Pillow's (EPS, for one) start programs or read further files.
+#: Formats that are opened. Other formats of Pillow, such as EPS, start programs or read further
+#: files.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8")
 _ORIENTATION_TAG = 0x0112
 _TILE_WIDTH_TAG = 0x0142
 _TILE_LENGTH_TAG = 0x0143
-#: Where a mapping has its image: `datasets`' keys, and those of message parts, which verl's column of images may hold.
+#: Keys under which a mapping has its image: those of `datasets`, and those of message parts, which
+#: verl's column of images may hold.
 _DICT_KEYS = ("bytes", "path", "image", "url")
 _T = Image.Transpose
-#: What puts a picture of EXIF orientation 2, 3, … 8 upright.
-_UPRIGHT = (
-    *(_T.FLIP_LEFT_RIGHT, _T.ROTATE_180, _T.FLIP_TOP_BOTTOM),
-    *(_T.TRANSPOSE, _T.ROTATE_270, _T.TRANSVERSE, _T.ROTATE_90),
+#: The transposition that turns a picture of EXIF orientation 2, 3, … 8 upright.
+_UPRIGHT: tuple[Image.Transpose, ...] = (
+    _T.FLIP_LEFT_RIGHT,
+    _T.ROTATE_180,
+    _T.FLIP_TOP_BOTTOM,
+    _T.TRANSPOSE,
+    _T.ROTATE_270,
+    _T.TRANSVERSE,
+    _T.ROTATE_90,
 )
 
 NOT_AN_IMAGE = "not an image"
@@ -51,10 +62,11 @@ UNREADABLE = "image file can't be read"
 
 
 def image_values(cell: Any) -> list[Any]:
-    """The images of one cell of a table, in order: none for None, one for a single value, else one per element.
+    """Return the images of one cell of a table, in order.
 
-    Lists, tuples and arrays of objects may be nested, and a list may be written as JSON; an array of pixels is one value (which
-    `to_image_ref` refuses).
+    None has no image, a single value one, a list one per element. Lists, tuples and arrays of
+    objects may be nested, and a list may be written as JSON. An array of pixels is one value, which
+    `to_image_ref` refuses.
     """
     if isinstance(cell, str) and cell.startswith("["):
         with suppress(ValueError):
@@ -67,24 +79,27 @@ def image_values(cell: Any) -> list[Any]:
 
 
 def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) -> ImageRef:
-    """One image as a row gives it → its encoded bytes, by hash.
+    """Convert one image of a row to its encoded bytes.
 
     Args:
-        value: encoded bytes; {"bytes": …, "path": …} (either may be None; bytes win) or {"image": …}; a base64 string or data URI; a
-            path inside `root`; a URL of one of `hosts`; or a PIL image, which is encoded as PNG.
-        root: the dataset's folder, which paths are relative to and may not leave; None when it has none.
-        hosts: hosts that images may be fetched from (data.image_hosts).
+        value: encoded bytes; {"bytes": …, "path": …} (either may be None; bytes have priority) or
+            {"image": …}; a base64 string or data URI; a path inside `root`; a URL of one of
+            `hosts`; or a PIL image, which is encoded as PNG.
+        root: the dataset's folder, to which paths are relative and which they may not leave; None
+            if it has none.
+        hosts: hosts from which images may be fetched (data.image_hosts).
 
     Raises:
-        ImageError: anything else, a path out of `root`, or bytes whose header isn't that of an image of sane size.
+        ImageError: the value is anything else, a path outside `root`, or bytes without the header
+            of an image of acceptable size.
     """
     if isinstance(value, dict):
         if not set(_DICT_KEYS) & value.keys():
             raise ImageError(NOT_AN_IMAGE, f"a dict with keys {sorted(map(str, value))}: expected 'bytes' or 'path'")
         value = next((value[key] for key in _DICT_KEYS if value.get(key) is not None), None)
         if value is None or isinstance(value, dict):
-            what = "'path' are both None" if value is None else "'path' hold a dict again"
-            raise ImageError(NOT_AN_IMAGE, f"a dict whose 'bytes' and {what}")
+            fault = "'path' are both None" if value is None else "'path' hold a dict again"
+            raise ImageError(NOT_AN_IMAGE, f"a dict whose 'bytes' and {fault}")
     if isinstance(value, str):
         data = _from_string(value, root, hosts)
     elif isinstance(value, Image.Image):
@@ -92,64 +107,71 @@ def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) ->
     elif isinstance(value, (bytes, bytearray, memoryview)):
         data = bytes(value)
     else:
-        what = type(value).__name__ + (f" of shape {value.shape}" if isinstance(value, np.ndarray) else "")
+        value_type = type(value).__name__ + (f" of shape {value.shape}" if isinstance(value, np.ndarray) else "")
         expected = "bytes, a dict of bytes or path, base64, a path or a PIL image"
-        raise ImageError(NOT_AN_IMAGE, f"{what} is no image: expected {expected}")
+        raise ImageError(NOT_AN_IMAGE, f"{value_type} is no image: expected {expected}")
     _check_bytes(len(data))
-    if not isinstance(value, Image.Image):  # what was just encoded can be read
+    if not isinstance(value, Image.Image):  # a PIL image was just encoded, so it can be read
         _open(data)
     return ImageRef.of(data)
 
 
 def decode(ref: ImageRef) -> Image.Image:
-    """The picture, upright, in mode RGB: first frame, transparency on white, 16-bit greys scaled to 8.
+    """Decode an image, upright, in mode RGB.
+
+    The result is the first frame, with transparency on white and 16-bit greys scaled to 8 bits.
 
     Raises:
-        ImageError: the bytes are truncated or otherwise can't be decoded.
+        ImageError: the bytes are truncated or can't be decoded for another reason.
     """
     image, orientation = _open(ref.data)
     try:
         image.load()
         image = _to_rgb(image)
-    except Exception as e:  # Pillow's decoders raise anything: OSError, SyntaxError, struct.error, EOFError…
+    except Exception as e:  # Pillow raises OSError, SyntaxError, struct.error, EOFError…
         raise ImageError(UNDECODABLE, f"image {ref.hash[:12]} ({len(ref.data)} bytes) can't be decoded: {e}") from e
     return image.transpose(_UPRIGHT[orientation - 2]) if 2 <= orientation <= 8 else image
 
 
 def image_size(ref: ImageRef) -> tuple[int, int]:
-    """(height, width) in pixels of the upright picture, from the header alone."""
+    """Return (height, width) of the upright picture in pixels, from the header alone."""
     image, orientation = _open(ref.data)
+    # Orientations 5 … 8 swap the sides; Pillow's size is (width, height).
     return image.size if 5 <= orientation <= 8 else (image.height, image.width)
 
 
 def blank_like(ref: ImageRef) -> ImageRef:
-    """A uniform mid-grey PNG of the same (upright) size: an image with nothing to see."""
+    """Return a uniform mid-grey PNG of the same (upright) size."""
     height, width = image_size(ref)
     return ImageRef.of(_encode_png(Image.new("RGB", (width, height), (128, 128, 128))))
 
 
 def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
-    """Read the header: the image, not decoded yet, and its EXIF orientation."""
+    """Read the header; return the image, not yet decoded, and its EXIF orientation."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        # Pillow turns TIFFs itself, and would decode a whole PNG to look for an EXIF block behind the pixels.
+        # Pillow turns TIFFs upright itself, and would decode a whole PNG to find an EXIF block
+        # behind the pixels.
         no_exif = image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info)
         orientation = 1 if no_exif else image.getexif().get(_ORIENTATION_TAG, 1)
-        orientation = orientation if isinstance(orientation, int) else 1  # a damaged tag may be of any type
+        orientation = orientation if isinstance(orientation, int) else 1  # a damaged tag may differ
         tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
-        tile = int(tags.get(_TILE_WIDTH_TAG, 1)), int(tags.get(_TILE_LENGTH_TAG, 1))
+        tile_width = int(tags.get(_TILE_WIDTH_TAG, 1))
+        tile_height = int(tags.get(_TILE_LENGTH_TAG, 1))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise ImageError(TOO_LARGE, f"{e}; at most {MAX_PIXELS:,} pixels are accepted") from e
-    except Exception as e:  # as above: a malformed header can raise anything
-        why = "" if isinstance(e, UnidentifiedImageError) else f": {e}"
-        begin = bytes(data[:8])
-        what = f"{len(data)} bytes beginning {begin!r}"
+    except Exception as e:  # a malformed header raises errors of many types, too
+        cause = "" if isinstance(e, UnidentifiedImageError) else f": {e}"
+        first_bytes = bytes(data[:8])
+        description = f"{len(data)} bytes beginning {first_bytes!r}"
         if is_video(bytes(data[:12])):
-            raise ImageError(VIDEO, f"{what} are a video; {NO_VIDEOS}") from e
-        if begin.startswith(_SIGNATURES):
-            raise ImageError(UNDECODABLE, f"{what} are the damaged or truncated header of an image{why}") from e
-        raise ImageError(NOT_AN_IMAGE, f"{what} are no image ({', '.join(FORMATS)}){why}") from e
-    _check_size(*image.size, tile)
+            raise ImageError(VIDEO, f"{description} are a video; {NO_VIDEOS}") from e
+        if first_bytes.startswith(_SIGNATURES):
+            raise ImageError(
+                UNDECODABLE, f"{description} are the damaged or truncated header of an image{cause}"
+            ) from e
+        raise ImageError(NOT_AN_IMAGE, f"{description} are no image ({', '.join(FORMATS)}){cause}") from e
+    _check_size(*image.size, (tile_width, tile_height))
     return image, orientation
 
 
@@ -159,7 +181,8 @@ def _check_bytes(n: int) -> None:
 
 
 def _check_size(width: int, height: int, tile: tuple[int, int] = (1, 1)) -> None:
-    for w, h in (tile, (width, height)):  # a tile is decoded whole, even if it is larger than the image
+    # A tile is decoded as a whole, even if it is larger than the image.
+    for w, h in (tile, (width, height)):
         if w * h > MAX_PIXELS:
             raise ImageError(TOO_LARGE, f"an image of {w}×{h} pixels; at most {MAX_PIXELS:,} are accepted")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
@@ -180,7 +203,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _encode_png(image: Image.Image) -> bytes:
-    """PNG bytes of a PIL image; turned upright first, as its EXIF orientation doesn't travel along."""
+    """Encode a PIL image as PNG, turned upright, since the PNG has no EXIF orientation."""
     _check_size(*image.size)
     buffer = io.BytesIO()
     try:
@@ -189,7 +212,7 @@ def _encode_png(image: Image.Image) -> bytes:
         if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
             image = _to_rgb(image)
         image.save(buffer, format="PNG")
-    except Exception as e:  # a lazily opened PIL image decodes only here
+    except Exception as e:  # a lazily opened PIL image is decoded here
         raise ImageError(UNDECODABLE, f"a PIL image that can't be decoded: {e}") from e
     return buffer.getvalue()
 
@@ -207,11 +230,12 @@ def _from_string(text: str, root: Path | None, hosts: Sequence[str]) -> bytes:
     if text[:7].lower() == "file://":
         return _read_inside(root, unquote(urlsplit(text).path))
     if (data := _base64(text)) is not None:
+        # A path may be valid base64 by chance: only bytes of an image count.
         try:
             _open(data)
             return data
         except ImageError as e:
-            if e.kind != NOT_AN_IMAGE:  # an image that can't be used is no path, either
+            if e.kind != NOT_AN_IMAGE:  # base64 of an unusable image is no path, either
                 raise
     return _read_inside(root, text)
 
@@ -224,25 +248,27 @@ def _base64(text: str) -> bytes | None:
 
 
 def _read_inside(root: Path | None, name: str) -> bytes:
-    shown = repr(shorten(name))
+    quoted_name = repr(shorten(name))
     if name.lower().endswith(NAMES):
-        raise ImageError(VIDEO, f"path {shown} is a video's; {NO_VIDEOS}")
+        raise ImageError(VIDEO, f"path {quoted_name} is a video's; {NO_VIDEOS}")
     if root is None:
-        reason = f"{shown} is neither base64 of an image nor, as the dataset has no folder, a path"
+        reason = f"{quoted_name} is neither base64 of an image nor, as the dataset has no folder, a path"
         raise ImageError(UNREADABLE, reason)
     try:
         path = (root / name).resolve()
         if not path.is_relative_to(root.resolve()):
             raise ImageError(
                 "path leaves the dataset's folder",
-                f"path {shown} leads out of the dataset's folder {root}; name the one that all images are in as data.image_root",
+                f"path {quoted_name} leads out of the dataset's folder {root}; "
+                "name the one that all images are in as data.image_root",
             )
-        if not path.is_file():  # a device or a pipe isn't one either
-            raise ImageError(UNREADABLE, f"{shown} is neither base64 of an image nor a file in {root}")
+        if not path.is_file():  # excludes devices and pipes, too
+            raise ImageError(UNREADABLE, f"{quoted_name} is neither base64 of an image nor a file in {root}")
         _check_bytes(path.stat().st_size)
         with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)  # one too many is refused, should the file have grown
+            # One byte too many, so that a file that has grown meanwhile is refused.
+            return file.read(MAX_BYTES + 1)
     except ImageError:
         raise
-    except (OSError, ValueError, RuntimeError) as e:  # no such name can be, no permission, a loop of links
-        raise ImageError(UNREADABLE, f"path {shown} in {root} can't be read: {e}") from e
+    except (OSError, ValueError, RuntimeError) as e:  # bad name, no permission, a loop of links
+        raise ImageError(UNREADABLE, f"path {quoted_name} in {root} can't be read: {e}") from e

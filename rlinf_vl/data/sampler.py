@@ -1,4 +1,4 @@
-"""Which rows make up which training step, in an order that depends on seed and weights only."""
+"""The order of training rows, which depends on seed and weights only."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,11 +7,12 @@ import numpy as np
 
 
 class EpochSampler:
-    """Endless rows.
+    """An endless stream of row numbers.
 
-    Without weights an epoch has every row once; those left at its end that can't fill a batch of `batch_size` are dropped. With
-    weights, source k has the share weights[k] of what is handed out, to within a row or two at any time and whatever its size; each
-    source has epochs of its own, and an epoch of the run is as many batches as the rows would fill.
+    Without weights, an epoch has every row once, except those at its end that don't fill a batch of
+    `batch_size`. With weights, source k has the share weights[k] of the rows, to within a row or
+    two at any time, whatever its size. Each source then has its own epochs, and an epoch of the run
+    is the number of batches that all rows fill.
     """
 
     def __init__(
@@ -25,13 +26,20 @@ class EpochSampler:
         sources: Mapping[int, int] | None = None,
         weights: Sequence[float] = (),
     ) -> None:
-        """
+        """Create the sampler.
+
         Args:
-            levels: row → what an epoch goes up in; rows of one level are shuffled, or stay in their order.
+            indices: the rows.
+            batch_size: rows of a training step.
+            shuffle: whether an epoch is shuffled.
+            seed: seed of the shuffling.
+            levels: row → its level; an epoch is sorted by level, and only rows of one level are
+                shuffled among each other.
             sources: row → its source, an index into `weights`.
+            weights: share of each source, in any unit; empty for no weights.
 
         Raises:
-            ValueError: too few rows, or none of a source.
+            ValueError: there are too few rows, or a source has none.
         """
         if batch_size < 1:
             raise ValueError(f"data.rollout_batch_size: {batch_size} is not positive")
@@ -45,60 +53,71 @@ class EpochSampler:
         self.seed = seed
         self.batches_per_epoch = len(indices) // batch_size
         self._levels = levels
-        self._taken = 0  # rows handed out since the start, over all epochs
+        self._n_rows = 0  # rows returned since the start, over all epochs
         self._weights = np.asarray(weights, float) / np.sum(weights) if weights else np.ones(0)
-        of = np.array([(sources or {}).get(row, 0) for row in self.indices.tolist()])
-        self._parts = [self.indices[of == k] for k in range(len(weights))]
-        self._drawn = np.zeros(len(weights), np.int64)  # rows handed out of each source
-        #: Source, or -1 without weights → its newest epoch, and that one's order.
+        source_of_row = np.array([(sources or {}).get(row, 0) for row in self.indices.tolist()])
+        self._rows_by_source = [self.indices[source_of_row == k] for k in range(len(weights))]
+        self._n_rows_by_source = np.zeros(len(weights), np.int64)  # rows returned of each source
+        #: Source (-1 without weights) → its newest epoch, and the order of that epoch.
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
-        for k, part in enumerate(self._parts):
-            if not len(part):
+        for k, source_rows in enumerate(self._rows_by_source):
+            if not len(source_rows):
                 raise ValueError(
                     f"data.weights: {weights[k]:g} for source {k + 1} of data.train_data_paths, of which no row can be used"
                 )
 
     @property
-    def _epoch(self) -> int:
-        """Rows of an epoch of the run."""
+    def _rows_per_epoch(self) -> int:
+        """The number of rows in an epoch of the run."""
         return self.batches_per_epoch * self.batch_size
 
     def next_rows(self, n: int) -> tuple[int, list[int]]:
-        """The epoch that they begin in, counted from 0, and the next `n` rows, beyond that epoch's end if need be."""
-        epoch = self._taken // self._epoch
+        """Return the current epoch, counted from 0, and the next `n` rows.
+
+        The rows may reach into the following epochs.
+        """
+        epoch = self._n_rows // self._rows_per_epoch
         return epoch, [self._next() for _ in range(n)]
 
     def _next(self) -> int:
-        """The next row; with weights, of the source that is furthest behind its share."""
-        k, rows, (epoch, place), stream = -1, self.indices, divmod(self._taken, self._epoch), []
-        if self._parts:
-            k = int(np.argmax(self._weights * (self._drawn.sum() + 1) - self._drawn))
-            rows, stream = self._parts[k], [k]
-            epoch, place = divmod(int(self._drawn[k]), len(rows))
-            self._drawn[k] += 1
+        """Return the next row; with weights, one of the source that is furthest behind its
+        share."""
+        k, rows, (epoch, place), stream = -1, self.indices, divmod(self._n_rows, self._rows_per_epoch), []
+        if self._rows_by_source:
+            k = int(np.argmax(self._weights * (self._n_rows_by_source.sum() + 1) - self._n_rows_by_source))
+            rows, stream = self._rows_by_source[k], [k]
+            epoch, place = divmod(int(self._n_rows_by_source[k]), len(rows))
+            self._n_rows_by_source[k] += 1
         if self._orders.get(k, (-1,))[0] != epoch:
             self._orders[k] = epoch, self._order(rows, [self.seed, epoch, *stream])
-        self._taken += 1
+        self._n_rows += 1
         return int(self._orders[k][1][place])
 
     def _order(self, rows: np.ndarray, stream: list[int]) -> np.ndarray:
+        """Return the rows in the order of one epoch, shuffled with the seed `stream`."""
         if self.shuffle:
             rows = np.random.default_rng(stream).permutation(rows)
         if self._levels is not None:
+            # A stable sort keeps the shuffled order within a level.
             rows = rows[np.argsort([self._levels[row] for row in rows.tolist()], kind="stable")]
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, how many of its rows were handed out, and with weights how many of each source since the start."""
-        epoch, rows = divmod(self._taken, self._epoch)
-        drawn = {"drawn": self._drawn.tolist()} if len(self._parts) else {}
-        return {"epoch": epoch, "rows": rows, **drawn}
+        """Return the state: the epoch, the number of its rows that were returned, and with weights
+        the number of rows of each source since the start.
+        """
+        epoch, rows = divmod(self._n_rows, self._rows_per_epoch)
+        source_counts = {"drawn": self._n_rows_by_source.tolist()} if len(self._rows_by_source) else {}
+        return {"epoch": epoch, "rows": rows, **source_counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`, with another batch size, too. After a change of the number of sources, each goes on as if it
-        had had its share so far."""
-        self._taken = state["epoch"] * self._epoch + min(state["rows"], self._epoch)
-        drawn = state.get("drawn", ())
-        if len(drawn) != len(self._parts):
-            drawn = np.floor(self._weights * self._taken)
-        self._drawn = np.asarray(drawn, np.int64)
+        """Continue from a `state_dict()`; the batch size may have changed.
+
+        If the number of sources has changed, each source continues as if it had had its share so
+        far.
+        """
+        self._n_rows = state["epoch"] * self._rows_per_epoch + min(state["rows"], self._rows_per_epoch)
+        source_counts = state.get("drawn", ())
+        if len(source_counts) != len(self._rows_by_source):
+            source_counts = np.floor(self._weights * self._n_rows)
+        self._n_rows_by_source = np.asarray(source_counts, np.int64)

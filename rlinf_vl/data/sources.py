@@ -1,7 +1,8 @@
-"""Where rows come from: files, dataset folders, hub names and the embedded tasks.
+"""Sources of rows: files, dataset folders, data sets of the hub, and the embedded tasks.
 
-`peek` tells a file's columns and number of rows in a fraction of a second, before a run; `open_source` loads it through
-`datasets` (which takes a second to import) as memory-mapped rows in Arrow's own form, so that images are never decoded.
+`peek` reads a file's columns and number of rows in a fraction of a second, before a run.
+`open_source` loads it through `datasets` (whose import takes a second) as memory-mapped rows in
+Arrow's format, so that images are not decoded.
 """
 
 import importlib
@@ -29,14 +30,15 @@ log = logging.getLogger(__name__)
 HUB_PREFIX = "hf://"
 SEEDS_PREFIX = "seeds://"
 FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
-#: Bytes of a JSON file that `peek` reads before a run; a damaged line beyond them is found when the file is loaded.
+#: Bytes of a JSON file that `peek` reads before a run; a damaged line beyond them is found when the
+#: file is loaded.
 SCANNED = 2**25
-#: Files of a folder that `peek` reads; a folder with more is left to `datasets`.
+#: Maximum number of files of a folder that `peek` reads; a folder with more is left to `datasets`.
 _MOST_FILES = 64
 
 
 class Peek(NamedTuple):
-    """Columns and number of rows; None for what can't be told without loading."""
+    """Columns and number of rows of a source; None for a value that needs the source loaded."""
 
     columns: list[str] | None
     rows: int | None
@@ -46,40 +48,43 @@ class Peek(NamedTuple):
 class Source:
     """The rows of one entry of data.train_data_paths."""
 
-    name: str  # that entry, as errors show it
+    name: str  # the entry, for error messages
     stem: str  # the beginning of its rows' ids
     rows: "datasets.Dataset"
-    root: Path | None  # the folder that image paths in rows are relative to; None for the hub
-    #: Columns → rows of these in Arrow's form, and what all columns hold.
+    root: Path | None  # the folder to which image paths in rows are relative; None for the hub
+    #: Column names → a view of the rows with these columns in Arrow's format, and the features.
     _views: dict[tuple[str, ...], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def row(self, i: int, columns: Sequence[str]) -> dict[str, Any]:
-        """The wanted columns of row i as Python values: bytes, strings, numbers, lists and dicts."""
-        wanted = tuple(columns)
-        if wanted not in self._views:  # making one takes longer than reading a row of it
-            self._views[wanted] = self.rows.with_format("arrow", columns=list(wanted)), self.rows.features
-        view, features = self._views[wanted]
+        """Return columns of row i as Python values: bytes, strings, numbers, lists and dicts."""
+        names = tuple(columns)
+        if names not in self._views:  # creating a view takes longer than reading a row of it
+            self._views[names] = self.rows.with_format("arrow", columns=list(names)), self.rows.features
+        view, features = self._views[names]
         return {name: _python(features[name], value) for name, value in view[i].to_pylist()[0].items()}
 
-    def plain_columns(self, known: Container[str]) -> list[str]:
-        """Columns beside `known` that hold no images and no bytes."""
+    def plain_columns(self, excluded: Container[str]) -> list[str]:
+        """Return the columns, except those in `excluded`, that hold neither images nor bytes."""
         features = self.rows.features
-        return [name for name in self.rows.column_names if name not in known and _is_plain(features[name])]
+        return [name for name in self.rows.column_names if name not in excluded and _is_plain(features[name])]
 
     def column(self, name: str) -> list[Any]:
-        """Values of a column by row; None in each where there is no such column."""
+        """Return the values of a column; None for each row if there is no such column."""
         if name not in self.rows.column_names:
             return [None] * len(self.rows)
         table: Any = self.rows.with_format("arrow", columns=[name])[:]
-        feature = self.rows.features[name]  # a deep copy
+        feature = self.rows.features[name]  # once, since each access makes a deep copy
         return [_python(feature, value) for value in table[name].to_pylist()]
 
     def ids(self, stem: str) -> list[str]:
-        """One unique id per row: `<stem>:<value of column id>`, or the row's number where there is no such column."""
+        """Return one unique id per row: `<stem>:<value of column id>`.
+
+        Without such a column, or with missing or repeated values, rows are identified by number.
+        """
         if "id" in self.rows.column_names:
-            named = self.column("id")
-            if all(isinstance(value, (str, int)) for value in named) and len(set(map(str, named))) == len(named):
-                return [f"{stem}:{value}" for value in named]
+            values = self.column("id")
+            if all(isinstance(value, (str, int)) for value in values) and len(set(map(str, values))) == len(values):
+                return [f"{stem}:{value}" for value in values]
             log.warning("%s: column 'id' has missing or repeated values; rows are named by number", self.name)
         return [f"{stem}:{number}" for number in range(len(self.rows))]
 
@@ -88,13 +93,14 @@ def open_source(name: str, split: str) -> Source:
     """Open one entry of data.train_data_paths or data.val_data_paths.
 
     Args:
-        name: a file of `FILE_FORMATS`; a folder of them, of images (`rlinf_vl.data.tables`), or one that `save_to_disk` wrote;
-            `hf://owner/name[:split]` (split train unless named); an embedded task (`TOYS`); or `seeds://N`, N rows of nothing but
-            their number, for an environment that makes its tasks from seeds.
-        split: "train" or "val": which part of an embedded task or of a folder with several parts.
+        name: a file of `FILE_FORMATS`; a folder of such files, of images (`rlinf_vl.data.tables`),
+            or one that `save_to_disk` wrote; `hf://owner/name[:split]` (split train by default); an
+            embedded task (`TOYS`); or `seeds://N`, N rows that hold only their number, for an
+            environment that makes its tasks from seeds.
+        split: the part of an embedded task or of a folder with several parts, "train" or "val".
 
     Raises:
-        ValueError: nothing of that kind is there, or it can't be read.
+        ValueError: there is nothing of that kind, or it can't be read.
     """
     import datasets
 
@@ -103,7 +109,7 @@ def open_source(name: str, split: str) -> Source:
         repository, _, hub_split = name.removeprefix(HUB_PREFIX).partition(":")
         try:
             rows = datasets.load_dataset(repository, split=hub_split or "train")
-        except Exception as e:  # the hub's client raises its own, the network's and the builders' errors
+        except Exception as e:  # errors of the hub's client, the network and the builders
             raise ValueError(f"{name}: can't be loaded from the hub: {type(e).__name__}: {e}") from e
         return Source(name, repository, rows, None)
     if seeds := peek_seeds(name):
@@ -111,16 +117,17 @@ def open_source(name: str, split: str) -> Source:
         problems = [f"Episode {number}" for number in numbers]
         columns = {"id": list(map(str, numbers)), "problem": problems, "seed": numbers}
         return Source(name, f"seeds-{split}", datasets.Dataset.from_dict(columns), None)
-    if name in TOYS:  # its file is made on first use, by a room that imports this one
+    if name in TOYS:
+        # The file is made on first use. `rlinf_vl.toy` imports this package: hence no plain import.
         path: Path = importlib.import_module("rlinf_vl.toy.task").toy_dataset_path(split, name)
         return Source(name, name, _load(name, path, split), path.parent)
     path = Path(name).expanduser()
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder (hub datasets are named {HUB_PREFIX}owner/name[:split])")
-    found = rows_of_pictures(path, split) if path.is_dir() else path
-    if isinstance(found, dict):
-        return Source(name, path.stem, datasets.Dataset.from_dict(found), path)
-    path, stem = found or path, path.stem
+    rows_or_table = rows_of_pictures(path, split) if path.is_dir() else path
+    if isinstance(rows_or_table, dict):
+        return Source(name, path.stem, datasets.Dataset.from_dict(rows_or_table), path)
+    path, stem = rows_or_table or path, path.stem
     return Source(name, stem, _load(name, path, split), path if path.is_dir() else path.parent)
 
 
@@ -135,19 +142,19 @@ def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
             return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=[str(path)], split="train")
         saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
         loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
-    except Exception as e:  # `peek`'s, or Arrow's, pandas' and the builders' own, few of which name a row
+    except Exception as e:  # few errors of Arrow, pandas and the builders name a row
         try:
             peek(path, scanned=2**32)
-        except ValueError as known:
-            raise ValueError(f"{name} {known}") from e
+        except ValueError as peek_error:
+            raise ValueError(f"{name} {peek_error}") from e
         raise ValueError(f"{name}: can't be read: {type(e).__name__}: {e}") from e
     if isinstance(loaded, datasets.Dataset):
         return loaded
-    wanted = list(loaded) if len(loaded) == 1 else SPLITS[split]
-    if not (found := [loaded[part] for part in wanted if part in loaded]):
+    part_names = list(loaded) if len(loaded) == 1 else SPLITS[split]
+    if not (matching_parts := [loaded[part] for part in part_names if part in loaded]):
         parts = ", ".join(map(str, loaded))
         raise ValueError(f"{name}: none of its parts {parts} is for {split}; name one of its files instead")
-    return found[0]
+    return matching_parts[0]
 
 
 def _is_plain(feature: Any) -> bool:
@@ -163,8 +170,11 @@ def _is_plain(feature: Any) -> bool:
 
 
 def _python(feature: Any, value: Any) -> Any:
-    """Undo the JSON encoding that `datasets` gives to columns of mixed types, and the widening of short floats by Arrow;
-    leave everything else as stored."""
+    """Convert a value read from Arrow to the value that was stored.
+
+    `datasets` encodes columns of mixed types as JSON, and Arrow widens short floats; both are
+    undone.
+    """
     import datasets
 
     if value is None:
@@ -181,7 +191,11 @@ def _python(feature: Any, value: Any) -> Any:
 
 
 def peek_seeds(name: str) -> Peek | None:
-    """What `seeds://N` holds; None for another name. Raises ValueError: N is no number of rows."""
+    """Return columns and rows of `seeds://N`; None for another name.
+
+    Raises:
+        ValueError: N is no number of rows.
+    """
     if not name.startswith(SEEDS_PREFIX):
         return None
     number = name.removeprefix(SEEDS_PREFIX)
@@ -191,10 +205,15 @@ def peek_seeds(name: str) -> Peek | None:
 
 
 def peek(path: Path, scanned: int = SCANNED) -> Peek:
-    """Columns and rows of a file (of JSON, its first bytes are read), or of a folder that `datasets` loads.
+    """Read columns and number of rows of a file, or of a folder that `datasets` loads.
+
+    Args:
+        path: the file or folder.
+        scanned: the number of bytes of a JSON or CSV file that are read.
 
     Raises:
-        ValueError: it can't hold rows, or is damaged; the reason reads on after the file's name.
+        ValueError: it can't hold rows, or is damaged; the message continues a sentence that begins
+            with the file's name.
     """
     if not path.is_dir() and path.suffix not in FILE_FORMATS:
         raise ValueError(
@@ -204,44 +223,54 @@ def peek(path: Path, scanned: int = SCANNED) -> Peek:
         if path.is_dir():
             return _peek_folder(path)
         if not path.stat().st_size:
-            found = Peek([], 0)
+            peeked = Peek([], 0)
         elif FILE_FORMATS[path.suffix] == "csv":
             table = read_table(path, scanned)
-            whole = path.stat().st_size <= scanned
-            found = Peek(list(table), len(next(iter(table.values()), [])) if whole else None)
+            is_complete = path.stat().st_size <= scanned
+            peeked = Peek(list(table), len(next(iter(table.values()), [])) if is_complete else None)
         else:
-            found = _peek_parquet(path) if path.suffix == ".parquet" else _peek_json(path, scanned)
+            peeked = _peek_parquet(path) if path.suffix == ".parquet" else _peek_json(path, scanned)
     except OSError as error:
         raise ValueError(f"can't be read: {error.strerror or error}") from error
-    if found.rows == 0:
+    if peeked.rows == 0:
         raise ValueError("is empty; write at least one row to it, or leave it out")
-    return found
+    return peeked
 
 
 def first_rows(path: Path, columns: Sequence[str], n: int = 64) -> list[dict[str, Any]]:
-    """These columns of the first rows of a file, those that it has; none of a folder or a file that must be loaded for that."""
+    """Return some columns, as far as they exist, of the first `n` rows of a file.
+
+    The result is empty for a folder, and for a file that would have to be loaded as a whole.
+    """
     if path.suffix == ".parquet" and path.is_file():
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(path) as file:
-            there = [name for name in columns if name in file.schema_arrow.names]
-            return next((batch.to_pylist() for batch in file.iter_batches(n, columns=there)), [])
+            present = [name for name in columns if name in file.schema_arrow.names]
+            return next((batch.to_pylist() for batch in file.iter_batches(n, columns=present)), [])
     if path.is_dir() or path.suffix == ".json" and path.stat().st_size > SCANNED:
         return []
     rows: list[dict[str, Any]] = []
     if FILE_FORMATS.get(path.suffix) == "csv":
         table = read_table(path, limit=2**20)
         cells = itertools.islice(zip(*table.values(), strict=True), n)
-        rows = [dict(zip(table, row, strict=True)) for row in cells]
-        return [{name: row[name] for name in columns if name in row} for row in rows]
-    with path.open(encoding="utf-8-sig") as file, suppress(ValueError):  # one object over several lines
+        return _select([dict(zip(table, row, strict=True)) for row in cells], columns)
+    with path.open(encoding="utf-8-sig") as file, suppress(ValueError):  # one object on several lines
         if file.read(64).lstrip().startswith("["):
             file.seek(0)
             rows = json.load(file)[:n]
         else:
             file.seek(0)
             rows += (json.loads(line) for line in itertools.islice(filter(str.strip, file), n))
-    return [{name: row[name] for name in columns if name in row} for row in rows]
+    return _select(rows, columns)
+
+
+def _select(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Reduce rows to some columns, as far as they exist."""
+    selected = []
+    for row in rows:
+        selected.append({name: row[name] for name in columns if name in row})
+    return selected
 
 
 def _peek_parquet(path: Path) -> Peek:
@@ -256,31 +285,31 @@ def _peek_parquet(path: Path) -> Peek:
 
 
 def _peek_json(path: Path, scanned: int) -> Peek:
-    """An array of objects, one object a line, or one object over several lines."""
+    """Read an array of objects, one object per line, or one object over several lines."""
     with path.open("rb") as file:
         start = file.read(scanned).removeprefix(b"\xef\xbb\xbf")
-        whole = not file.read(1)
+        is_complete = not file.read(1)
     if start.lstrip().startswith(b"["):
-        if not whole:
+        if not is_complete:
             return Peek(None, None)
         try:
             rows = json.loads(start)
         except ValueError as error:
-            where = f" in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise ValueError(f"is no JSON array: {_why(error)}{where}; repair it") from error
+            location = f" in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+            raise ValueError(f"is no JSON array: {_why(error)}{location}; repair it") from error
         return Peek(_columns(rows, "item"), len(rows))
     rows, lines = [], start.split(b"\n")
-    for number, line in enumerate(lines if whole else lines[:-1], 1):
+    for number, line in enumerate(lines if is_complete else lines[:-1], 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            if not rows and whole:
+            if not rows and is_complete:
                 with suppress(ValueError):
                     return Peek(_columns([json.loads(start)], "line"), 1)
-            shown = shorten(line.decode(errors="replace").strip(), 60)
-            reason = f"line {number} is not JSON ({_why(error)}): {shown}; repair or delete that line"
+            excerpt = shorten(line.decode(errors="replace").strip(), 60)
+            reason = f"line {number} is not JSON ({_why(error)}): {excerpt}; repair or delete that line"
             raise ValueError(reason) from error
-    return Peek(_columns(rows, "line"), len(rows) if whole else None)
+    return Peek(_columns(rows, "line"), len(rows) if is_complete else None)
 
 
 def _columns(rows: list[Any], unit: str) -> list[str]:
@@ -291,15 +320,18 @@ def _columns(rows: list[Any], unit: str) -> list[str]:
 
 
 def _peek_folder(path: Path) -> Peek:
-    """The columns of a folder that `save_to_disk` wrote, of one of images, and of one with files of one of our formats alone; what
-    another holds is for `datasets` to say."""
-    os.listdir(path)  # raises where it may not be read; rglob passes over that
+    """Read the columns of a folder.
+
+    It may be written by `save_to_disk`, hold images, or hold files of one of our formats only. The
+    columns of another folder are unknown until `datasets` loads it.
+    """
+    os.listdir(path)  # raises without permission, which rglob would ignore
     if isinstance(pictures := rows_of_pictures(path, "train"), dict):
         return Peek(list(pictures), len(pictures["label"]))
     if pictures:
         return peek(pictures)
-    found = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    files = sorted(itertools.islice(found, _MOST_FILES))
+    visible_files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    files = sorted(itertools.islice(visible_files, _MOST_FILES))
     if not files:
         raise ValueError("holds no files; name a folder with some, or a file")
     for info in [path / "dataset_info.json", *path.glob("*/dataset_info.json")]:
@@ -314,12 +346,12 @@ def _peek_folder(path: Path) -> Peek:
     columns: dict[str, None] = {}
     for file in rows:
         try:
-            named = peek(file, scanned=2**20).columns
+            file_columns = peek(file, scanned=2**20).columns
         except ValueError as error:
             raise ValueError(f"holds {file.relative_to(path)}, which {error}") from error
-        if named is None:
+        if file_columns is None:
             return Peek(None, None)
-        columns |= dict.fromkeys(named)
+        columns |= dict.fromkeys(file_columns)
     return Peek(list(columns), None)
 
 

@@ -1,7 +1,7 @@
-"""Tables that people make by hand: CSV files, and folders of images with or without a file that says more of each.
+"""Tables that people make by hand: CSV files, and folders of images with or without a table.
 
-A cell of a CSV is a text; a column of whole or decimal numbers, each written as that number is, becomes one of numbers, and an empty
-cell is a missing value. So "007" and "5.0" stay what they are.
+A cell of a CSV is a text, and an empty cell a missing value. A column becomes numeric if all its
+cells are whole or decimal numbers in their shortest form; "007" and "5.0" thus stay texts.
 """
 
 import csv
@@ -10,20 +10,27 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-#: What parts of a data set are called that are for training, and for validation, the first that is there.
+#: Names of a data set's parts for training and for validation; the first one that exists is used.
 SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test", "train")}
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
-#: Files that are looked at to tell whether a folder has images.
+#: Maximum number of files that are examined to decide whether a folder has images.
 _MOST_LOOKED_AT = 10_000
 
 
 def read_table(path: Path, limit: int | None = None) -> dict[str, list[str]]:
-    """The columns of a file of comma (or, if its first line has no comma, semicolon) or tab separated values, as they are written;
-    with a limit, rows of its first so many bytes.
+    """Return the columns of a file of comma or tab separated values, as texts.
+
+    The separator of a file other than .tsv is a semicolon if its first line has one and no comma.
+
+    Args:
+        path: the file.
+        limit: number of bytes to read; only rows that are complete in them are returned. None reads
+            the whole file.
 
     Raises:
-        ValueError: it is no such table; the reason reads on after the file's name.
+        ValueError: it is no such table; the message continues a sentence that begins with the
+            file's name.
     """
     with path.open("rb") as file:
         data = file.read() if limit is None else file.read(limit)
@@ -35,30 +42,35 @@ def read_table(path: Path, limit: int | None = None) -> dict[str, list[str]]:
         raise ValueError(f"line {line} is not UTF-8 ({error.reason}); save the file as UTF-8") from error
     first = text.partition("\n")[0]
     delimiter = "\t" if path.suffix == ".tsv" else ";" if "," not in first and ";" in first else ","
-    csv.field_size_limit(2**31 - 1)  # a cell may be an image as base64
+    csv.field_size_limit(2**31 - 1)  # a cell may hold an image as base64
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     names: list[str] = []
     rows: list[list[str]] = []
     try:
         names += map(str.strip, next(reader, []))
-        if twice := sorted({name for name in names if name and names.count(name) > 1}):
-            raise ValueError(f"line 1 names columns twice: {', '.join(twice)}; give each a name of its own")
+        if repeated := sorted({name for name in names if name and names.count(name) > 1}):
+            raise ValueError(f"line 1 names columns twice: {', '.join(repeated)}; give each a name of its own")
         for row in reader:
             if len(row) not in (0, len(names)) and not cut:
-                said = f"line {reader.line_num} has {len(row)} cells, the first line {len(names)}"
-                raise ValueError(f"{said}; put cells that have a {delimiter!r} in double quotes")
+                mismatch = f"line {reader.line_num} has {len(row)} cells, the first line {len(names)}"
+                raise ValueError(f"{mismatch}; put cells that have a {delimiter!r} in double quotes")
             if row:
                 rows.append(row)
     except csv.Error as error:
         if not cut:
             raise ValueError(f"line {reader.line_num} can't be read ({error}); repair or delete it") from error
-    if cut:  # perhaps in the middle of a row
+    if cut:
+        # The limit may cut the last row anywhere.
         rows = [row for row in rows[:-1] if len(row) == len(names)]
-    return {name: [row[i] for row in rows] for i, name in enumerate(names) if name}  # pandas' index has none
+    columns: dict[str, list[str]] = {}
+    for i, name in enumerate(names):
+        if name:  # the index that pandas writes has no name
+            columns[name] = [row[i] for row in rows]
+    return columns
 
 
 def typed_columns(table: dict[str, list[str]]) -> dict[str, list[Any]]:
-    """The same with numbers where a whole column has numbers, and None for empty cells."""
+    """Convert columns of numbers from text to numbers, and empty cells to None."""
     return {name: _typed(cells) for name, cells in table.items()}
 
 
@@ -68,7 +80,8 @@ def _typed(cells: list[str]) -> list[Any]:
             if all(str(kind(cell)) == cell and cell not in ("nan", "inf", "-inf") for cell in cells if cell) and any(
                 cells
             ):
-                if not any(cell.endswith(".0") for cell in cells):  # a decimal that would be written otherwise
+                # "5.0" passes the test above, but would be written back as 5.
+                if not any(cell.endswith(".0") for cell in cells):
                     return [kind(cell) if cell else None for cell in cells]
         except ValueError:
             continue
@@ -76,11 +89,14 @@ def _typed(cells: list[str]) -> list[Any]:
 
 
 def rows_of_pictures(folder: Path, split: str) -> Path | dict[str, list[str]] | None:
-    """Where the rows of a folder with images are: a file of `TABLES` in it (metadata.*, one named after the split, or the only one),
-    or else columns file_name and label, the name of the subfolder that an image is in. None: that isn't what the folder is:
-    it has rows elsewhere.
+    """Find the rows of a folder with images.
 
-    Where there are subfolders for several splits, such as train and test, the one for `split` is meant.
+    If the folder has subfolders for splits, such as train and test, the one for `split` is used.
+
+    Returns:
+        The path of a table in the folder (metadata.*, one named after the split, or the only one);
+        without a table, the columns file_name and label, the label being the name of an image's
+        subfolder; None if the folder has no images, or its rows are elsewhere.
     """
     root = next((folder / name for name in SPLITS[split] if _has_images(folder / name)), folder)
     if not _has_images(root):
@@ -97,5 +113,5 @@ def rows_of_pictures(folder: Path, split: str) -> Path | dict[str, list[str]] | 
 
 
 def _has_images(folder: Path) -> bool:
-    looked_at = itertools.islice(folder.rglob("*"), _MOST_LOOKED_AT) if folder.is_dir() else ()
-    return any(file.suffix.lower() in IMAGE_SUFFIXES for file in looked_at)
+    files = itertools.islice(folder.rglob("*"), _MOST_LOOKED_AT) if folder.is_dir() else ()
+    return any(file.suffix.lower() in IMAGE_SUFFIXES for file in files)

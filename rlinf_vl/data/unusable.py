@@ -1,8 +1,8 @@
-"""What can't be used, and why: errors of images and rows, each with the kind of reason that bad rows are counted under."""
+"""Errors of unusable images and rows, each with the kind under which bad rows are counted."""
 
 from dataclasses import dataclass
 
-#: Kinds that more than one room names.
+#: Kinds that several modules use.
 PROMPT_UNUSABLE = "prompt unusable"
 PROMPT_TOO_LONG = "prompt too long"
 TRAJECTORY_TOO_LONG = "trajectory too long"
@@ -13,7 +13,7 @@ QUARANTINED = "quarantined"
 
 
 class ImageError(ValueError):
-    """A value that should be an image isn't a usable one."""
+    """A value that should be an image can't be used as one."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(kind, reason)
@@ -39,7 +39,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that can't be used, as it is recorded."""
+    """The record of a row that can't be used."""
 
     kind: str
     id: str
@@ -47,12 +47,15 @@ class BadRow:
 
 
 def kind_and_reason(error: Exception) -> tuple[str, str]:
-    """What a bad row is counted under, and what is wrong with it; foreign errors are counted by their type."""
+    """Return the kind under which a bad row is counted, and the reason why it is bad.
+
+    The kind of an error that is neither a RowError nor an ImageError is its type.
+    """
     if isinstance(error, (RowError, ImageError)):
         return error.kind, error.reason
     return type(error).__name__, str(error)
 
 
 def shorten(text: str, length: int = 80) -> str:
-    """The text, cut to `length` characters with an ellipsis if it is longer."""
+    """Cut a text to at most `length` characters, with an ellipsis if it was longer."""
     return text if len(text) <= length else text[: length - 1] + "…"
