@@ -119,8 +119,7 @@ def head_ip(size: int) -> str:
 
 
 def head_address(port: int) -> str:
-    """Return host:port of the head, from MASTER_ADDR, else RAY_HEAD_FILE, else this node's
-    record."""
+    """Return the head's host:port, of MASTER_ADDR, else RAY_HEAD_FILE, else this node's record."""
     master, head_file, record = setting("MASTER_ADDR"), setting("RAY_HEAD_FILE"), read_record()
     if master:
         ip = resolve(master) or ""

@@ -1,2 +1,1 @@
-"""Data sets: their rows become `Problem`s, with images as encoded bytes until a model needs
-pixels."""
+"""Data sets, whose rows become `Problem`s; images stay encoded until a model needs pixels."""

@@ -30,8 +30,7 @@ class RowFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FilterResult:
-    """The rows of a data set, sorted by whether they can be used; all mappings are by row
-    number."""
+    """The rows of a data set, sorted by usability; all mappings are by row number."""
 
     kept: dict[int, str] = field(default_factory=dict)  # usable rows → answer
     too_long: dict[int, int] = field(default_factory=dict)  # rows → tokens of the prompt

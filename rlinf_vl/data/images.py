@@ -30,11 +30,9 @@ from rlinf_vl.types import ImageRef
 #: far smaller; a larger image in a small file (a decompression bomb) can exhaust a worker's memory.
 MAX_PIXELS = 50_000_000
 MAX_BYTES = 64 * 2**20
-#: Maximum ratio of the longer to the shorter side; image processors of the Qwen-VL families refuse
-#: more.
+#: Maximum ratio of the sides; the image processors of the Qwen-VL families refuse a higher one.
 MAX_ASPECT_RATIO = 200
-#: Formats that are opened. Other formats of Pillow, such as EPS, start programs or read further
-#: files.
+#: Formats that are opened. Others of Pillow, such as EPS, start programs or read further files.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8")
 _ORIENTATION_TAG = 0x0112
@@ -150,8 +148,8 @@ def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
     """Read the header; return the image, not yet decoded, and its EXIF orientation."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        # Pillow turns TIFFs upright itself, and would decode a whole PNG to find an EXIF block
-        # behind the pixels.
+        # Pillow turns TIFFs upright itself, and would decode a whole PNG to find EXIF data behind
+        # it.
         no_exif = image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info)
         orientation = 1 if no_exif else image.getexif().get(_ORIENTATION_TAG, 1)
         orientation = orientation if isinstance(orientation, int) else 1  # a damaged tag may differ

@@ -53,11 +53,11 @@ class EpochSampler:
         self.seed = seed
         self.batches_per_epoch = len(indices) // batch_size
         self._levels = levels
-        self._n_rows = 0  # rows returned since the start, over all epochs
+        self._n_returned = 0  # rows returned since the start, over all epochs
         self._weights = np.asarray(weights, float) / np.sum(weights) if weights else np.ones(0)
         source_of_row = np.array([(sources or {}).get(row, 0) for row in self.indices.tolist()])
         self._rows_by_source = [self.indices[source_of_row == k] for k in range(len(weights))]
-        self._n_rows_by_source = np.zeros(len(weights), np.int64)  # rows returned of each source
+        self._n_returned_by_source = np.zeros(len(weights), np.int64)  # rows returned of each source
         #: Source (-1 without weights) → its newest epoch, and the order of that epoch.
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         for k, source_rows in enumerate(self._rows_by_source):
@@ -76,22 +76,24 @@ class EpochSampler:
 
         The rows may reach into the following epochs.
         """
-        epoch = self._n_rows // self._rows_per_epoch
+        epoch = self._n_returned // self._rows_per_epoch
         return epoch, [self._next() for _ in range(n)]
 
     def _next(self) -> int:
-        """Return the next row; with weights, one of the source that is furthest behind its
-        share."""
-        k, rows, (epoch, place), stream = -1, self.indices, divmod(self._n_rows, self._rows_per_epoch), []
+        """Return the next row; with weights, it is of the source furthest behind its share."""
+        source, rows, stream = -1, self.indices, []
+        epoch, position = divmod(self._n_returned, self._rows_per_epoch)
         if self._rows_by_source:
-            k = int(np.argmax(self._weights * (self._n_rows_by_source.sum() + 1) - self._n_rows_by_source))
-            rows, stream = self._rows_by_source[k], [k]
-            epoch, place = divmod(int(self._n_rows_by_source[k]), len(rows))
-            self._n_rows_by_source[k] += 1
-        if self._orders.get(k, (-1,))[0] != epoch:
-            self._orders[k] = epoch, self._order(rows, [self.seed, epoch, *stream])
-        self._n_rows += 1
-        return int(self._orders[k][1][place])
+            counts = self._n_returned_by_source
+            source = int(np.argmax(self._weights * (counts.sum() + 1) - counts))
+            rows, stream = self._rows_by_source[source], [source]
+            epoch, position = divmod(int(counts[source]), len(rows))
+            counts[source] += 1
+        # A new epoch has a new order; a resumed run computes the same one from the seed.
+        if self._orders.get(source, (-1,))[0] != epoch:
+            self._orders[source] = epoch, self._order(rows, [self.seed, epoch, *stream])
+        self._n_returned += 1
+        return int(self._orders[source][1][position])
 
     def _order(self, rows: np.ndarray, stream: list[int]) -> np.ndarray:
         """Return the rows in the order of one epoch, shuffled with the seed `stream`."""
@@ -103,21 +105,22 @@ class EpochSampler:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: the epoch, the number of its rows that were returned, and with weights
-        the number of rows of each source since the start.
+        """Return the state of the stream.
+
+        It has the epoch and the number of its rows that were returned; with weights, also the
+        number of rows of each source that were returned since the start.
         """
-        epoch, rows = divmod(self._n_rows, self._rows_per_epoch)
-        source_counts = {"drawn": self._n_rows_by_source.tolist()} if len(self._rows_by_source) else {}
+        epoch, rows = divmod(self._n_returned, self._rows_per_epoch)
+        source_counts = {"drawn": self._n_returned_by_source.tolist()} if len(self._rows_by_source) else {}
         return {"epoch": epoch, "rows": rows, **source_counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; the batch size may have changed.
 
-        If the number of sources has changed, each source continues as if it had had its share so
-        far.
+        If the number of sources has changed, each source counts as having had its share so far.
         """
-        self._n_rows = state["epoch"] * self._rows_per_epoch + min(state["rows"], self._rows_per_epoch)
+        self._n_returned = state["epoch"] * self._rows_per_epoch + min(state["rows"], self._rows_per_epoch)
         source_counts = state.get("drawn", ())
         if len(source_counts) != len(self._rows_by_source):
-            source_counts = np.floor(self._weights * self._n_rows)
-        self._n_rows_by_source = np.asarray(source_counts, np.int64)
+            source_counts = np.floor(self._weights * self._n_returned)
+        self._n_returned_by_source = np.asarray(source_counts, np.int64)

@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 HUB_PREFIX = "hf://"
 SEEDS_PREFIX = "seeds://"
 FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
-#: Bytes of a JSON file that `peek` reads before a run; a damaged line beyond them is found when the
-#: file is loaded.
+#: Bytes of a JSON file that `peek` reads before a run. Loading finds a damaged line beyond them.
 SCANNED = 2**25
 #: Maximum number of files of a folder that `peek` reads; a folder with more is left to `datasets`.
 _MOST_FILES = 64
@@ -124,14 +123,15 @@ def open_source(name: str, split: str) -> Source:
     path = Path(name).expanduser()
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder (hub datasets are named {HUB_PREFIX}owner/name[:split])")
-    rows_or_table = rows_of_pictures(path, split) if path.is_dir() else path
-    if isinstance(rows_or_table, dict):
-        return Source(name, path.stem, datasets.Dataset.from_dict(rows_or_table), path)
-    path, stem = rows_or_table or path, path.stem
+    table = rows_of_pictures(path, split) if path.is_dir() else path
+    if isinstance(table, dict):
+        return Source(name, path.stem, datasets.Dataset.from_dict(table), path)
+    path, stem = table or path, path.stem
     return Source(name, stem, _load(name, path, split), path if path.is_dir() else path.parent)
 
 
 def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
+    """Load a file or folder; of several parts, the one for `split`."""
     import datasets
 
     try:
@@ -142,7 +142,8 @@ def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
             return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=[str(path)], split="train")
         saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
         loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
-    except Exception as e:  # few errors of Arrow, pandas and the builders name a row
+    except Exception as e:  # errors of `peek`, Arrow, pandas and the builders
+        # Few of them name the damaged row: `peek` finds it in the whole file.
         try:
             peek(path, scanned=2**32)
         except ValueError as peek_error:
@@ -158,6 +159,7 @@ def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
 
 
 def _is_plain(feature: Any) -> bool:
+    """Return whether a column with this feature holds neither images nor bytes."""
     import datasets
 
     if isinstance(feature, dict):
@@ -172,8 +174,7 @@ def _is_plain(feature: Any) -> bool:
 def _python(feature: Any, value: Any) -> Any:
     """Convert a value read from Arrow to the value that was stored.
 
-    `datasets` encodes columns of mixed types as JSON, and Arrow widens short floats; both are
-    undone.
+    `datasets` encodes columns of mixed types as JSON, and Arrow widens short floats.
     """
     import datasets
 
@@ -313,6 +314,7 @@ def _peek_json(path: Path, scanned: int) -> Peek:
 
 
 def _columns(rows: list[Any], unit: str) -> list[str]:
+    """Return the columns of all rows; raise ValueError, which names the `unit`, for a bad row."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(f"{unit} {number} is {shorten(json.dumps(row), 60)}, not an object of columns; repair it")
@@ -356,6 +358,7 @@ def _peek_folder(path: Path) -> Peek:
 
 
 def _why(error: Exception) -> str:
+    """Return an error's message in one line."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg}, column {error.colno}"
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -34,8 +34,7 @@ HELD_OUT_SIZES: tuple[tuple[int, int], ...] = ((5, 3), (4, 5))
 #: placement has one.
 COLOURINGS = 8
 WARM_START_STEPS = 280
-#: Probability with which a demonstration counts a side one cell too long, independently for each
-#: side.
+#: Probability with which a demonstration counts a side one cell too long, for each side alone.
 MISCOUNT_PROBABILITY = 0.45
 
 Kind = Literal["area", "perimeter"]

@@ -27,8 +27,7 @@ MAX_TURNS = 6
 DISTANCES = (3, 4, 5)
 N_WALLS = (2, 3, 4)
 SLIP = 0.1
-#: Probability with which a demonstration moves away from the goal, in the direction opposite to a
-#: right move.
+#: Probability with which a demonstration makes the opposite of a right move.
 FLIP_PROBABILITY = 0.3
 N_ROWS: dict[Split, int] = {"train": 4096, "val": 192}
 QUESTION = "Which way?"

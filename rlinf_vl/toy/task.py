@@ -14,8 +14,7 @@ from rlinf_vl.data.cache import build_once, cache_root, source_version
 from rlinf_vl.types import Message
 
 Split = Literal["train", "val"]
-#: Seed of the checkpoint from which the examples start: an average one among those tried, not the
-#: best.
+#: Seed of the checkpoint from which the examples start: an average one of several, not the best.
 DEFAULT_SEED = 1
 
 

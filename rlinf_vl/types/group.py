@@ -12,8 +12,7 @@ import numpy as np
 from rlinf_vl.types.problem import UNGRADABLE, Grid, ImageRef
 from rlinf_vl.types.trajectory import TokenSequence, Trajectory, Turn, distinct_tokens
 
-#: Per-token arrays that are constant where nothing was sampled: a group's prefix is sent without
-#: them.
+#: Per-token arrays that are constant where nothing was sampled; they aren't sent for the prefix.
 _NOT_SAMPLED = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
 
 
@@ -31,8 +30,7 @@ class Group:
 
     All sequences begin with the same `prefix_length` tokens, images and columns, none of them
     sampled, and have columns of the same names. The first sequence's routes of the prefix stand for
-    all sequences: an engine computes a prompt once, or several times with rounding differences
-    only.
+    all sequences: an engine computes a prompt once, or several times up to rounding.
 
     A pickle holds the prefix and each distinct image once, and all arrays in one buffer.
     """
