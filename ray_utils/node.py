@@ -90,7 +90,7 @@ def until(attempt: Callable[[], T], seconds: float) -> T:
             time.sleep(min(PERIOD_S, remaining))
 
 
-# --- start ------------------------------------------------------------------------------------------------------------
+# --- start ----------------------------------------------------------------------------------------
 
 
 def start(*arguments: str) -> None:
@@ -221,7 +221,7 @@ def start_node(address: str, ip: str, token: str, options: list[str]) -> NodeRec
     return record
 
 
-# --- check, serve and stop ---------------------------------------------------------------------------------------------------
+# --- check, serve and stop ------------------------------------------------------------------------
 
 
 def check(*arguments: str) -> None:
@@ -295,7 +295,7 @@ def forget(head_file: str) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -381,7 +381,7 @@ def holder_of(port: int) -> str | None:
     return f"another process ({bind_error})"
 
 
-# --- the cluster's view ------------------------------------------------------------------------------------------------
+# --- the cluster's view ---------------------------------------------------------------------------
 
 
 def nodes_of(address: str, token: str, token_source: str) -> list[dict]:

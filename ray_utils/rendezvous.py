@@ -44,7 +44,7 @@ def first_line(path: str | Path) -> str:
     return ""
 
 
-# --- addresses --------------------------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -151,7 +151,7 @@ def unreachable(address: str, ip: str | None = None) -> str:
     return f"no Ray head answers at {address}{from_ip}. Is rank 0 started?"
 
 
-# --- the token --------------------------------------------------------------------------------------------------------
+# --- the token ------------------------------------------------------------------------------------
 
 
 def kept_token() -> Path:
@@ -206,6 +206,6 @@ def token_for(address: str) -> tuple[str, str]:
         if token := first_line(path):
             return token, path
     raise NotYet(
-        f"the head at {address} wants a token, and there is none in {shared_token()}; copy the head's ~/.ray/auth_token "
-        "there, or set RAY_AUTH_TOKEN on every node"
+        f"the head at {address} wants a token, and there is none in {shared_token()}; copy the "
+        "head's ~/.ray/auth_token there, or set RAY_AUTH_TOKEN on every node"
     )

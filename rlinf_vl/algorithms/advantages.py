@@ -67,12 +67,14 @@ def group_advantages(
 def token_normalized(values: torch.Tensor, tokens: torch.Tensor, *, normalize: bool = True) -> torch.Tensor:
     """Normalize values of samples by mean and deviation over all tokens of the batch (REINFORCE++).
 
-        μ = Σ_i n_i·x_i / Σ_i n_i;  σ² = Σ_i n_i·(x_i - μ)² / (Σ_i n_i - 1);  A_i = (x_i - μ) / √(σ² + 1e-8)
+        μ = Σ_i n_i·x_i / Σ_i n_i;  σ² = Σ_i n_i·(x_i - μ)² / (Σ_i n_i - 1)
+        A_i = (x_i - μ) / √(σ² + 1e-8)
 
     If all values are equal, the result is exactly 0. Without `normalize`, nothing is divided.
 
     Args:
-        values: float `[N]`: rewards, or rewards minus their groups' means (REINFORCE++ with baseline).
+        values: float `[N]`: rewards, or, for REINFORCE++ with baseline, rewards minus their groups'
+            means.
         tokens: `[N]`, n_i: the number of sampled tokens of each sample.
 
     Returns:
@@ -82,6 +84,7 @@ def token_normalized(values: torch.Tensor, tokens: torch.Tensor, *, normalize: b
     Advantage Normalization" (2025).
     """
     x, n = values.detach().double(), tokens.double()
+    # The deviation of equal values is rounding error: dividing by it would give large advantages.
     if not len(x) or x.max() == x.min():
         return torch.zeros_like(values)
     mean, deviation = token_moments(n.sum(), (n * x).sum(), lambda mean: (n * (x - mean).square()).sum())

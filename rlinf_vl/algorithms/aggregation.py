@@ -41,10 +41,12 @@ def aggregate(
             looked up, which waits for a GPU.
 
     Returns:
-        Scalar on the graph of `per_token`, float32 or wider. Nothing in the mask gives 0 with zero gradients.
+        Scalar on the graph of `per_token`, float32 or wider. An empty mask gives 0, with gradients
+        of 0.
 
     Raises:
-        ValueError: unknown mode, shapes that differ, a mask that isn't boolean, a negative denominator.
+        ValueError: the mode is unknown, shapes differ, the mask isn't boolean, or the denominator
+            is negative.
 
     Sources: Yu et al., "DAPO" (2025); Shao et al., "DeepSeekMath" (2024); Liu et al.,
     "Understanding R1-Zero-Like Training" (2025).

@@ -82,6 +82,7 @@ def turn_advantages(
     are compared: a later turn has fewer rewards ahead of it, which says nothing of its quality.
     """
     returns = discounted_returns(rewards, trajectory_ids, discount)
+    # Turns are compared if both their group and their number are equal.
     last_turns: dict[Hashable, int] = {}
     keys = []
     groups = listed("group_ids", group_ids, rewards)
@@ -103,9 +104,13 @@ def gigpo_advantages(
 ) -> torch.Tensor:
     """Return GiGPO advantages: the episode's in its group plus the turn's among turns of one state.
 
-        A_E(i)   = (R_i - mean_j R_j) / (std_j R_j + eps),  R_i = Σ_t r_{i,t}  over the trajectories j of the group
-        A_S(i,t) = (G_{i,t} - mean G) / (std G + eps)       over all turns of the group with the state of turn (i, t)
-        A(i,t)   = A_E(i) + weight · A_S(i,t),              G_{i,t} = Σ_{l≥t} discount^(l-t) · r_{i,l}
+        A(i,t)   = A_E(i) + weight · A_S(i,t)
+        A_E(i)   = (R_i - mean_j R_j) / (std_j R_j + eps)
+        A_S(i,t) = (G_{i,t} - mean G) / (std G + eps)
+        R_i      = Σ_t r_{i,t};  G_{i,t} = Σ_{l≥t} discount^(l-t) · r_{i,l}
+
+    Mean and deviation of R are over the trajectories j of the group; those of G are over all turns
+    of the group in the state of turn (i, t).
 
     A trajectory that returned to a state has several turns in the mean G. If a state has one turn
     only, or no name, A_S is exactly 0. Without `normalize`, both terms are plain differences: the
@@ -142,6 +147,7 @@ def gigpo_advantages(
     trajectory_index = torch.tensor(
         [trajectory_numbers[t] for t in trajectories], dtype=torch.int64, device=rewards.device
     )
+    # One total per trajectory: each counts once in the episode's mean, however many turns it has.
     totals = returns.new_zeros(len(pairs)).index_add(0, trajectory_index, rewards.detach().double())
     # A turn without a state's name is a group of its own, and so adds exactly 0. Its key, a
     # 1-tuple, never equals a pair of group and state.

@@ -71,7 +71,7 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, est
         mask: bool, same shape.
 
     Returns:
-        Same shape, float32 or wider, 0 outside the mask. `k3` caps log(p/q) at 20 (see `MAX_LOG_RATIO`).
+        Same shape, float32 or wider, 0 outside the mask. `k3` caps log(p/q) at `MAX_LOG_RATIO`.
 
     Raises:
         ValueError: unknown estimator, shapes that differ.

@@ -45,7 +45,7 @@ def policy_loss(
         logprobs: float `[T]` or `[B, T]`, of the policy being trained; the only input that gets a
             gradient.
         old_logprobs: same shape, of the policy at the start of the step.
-        advantages: anything that broadcasts to that shape: `[T]`, `[B, T]`, or `[B, 1]` for one per row.
+        advantages: of a shape that broadcasts to it: `[T]`, `[B, T]`, or `[B, 1]` for one per row.
         mask: bool, same shape as `logprobs`.
         clip_low, clip_high: >= 0; required by all types but "sapo".
         clip_c: > 1, or None for no dual clip; used by "actor" and "gspo".
@@ -92,6 +92,7 @@ def policy_loss(
         # Every token of a sequence has the same ratio, the geometric mean of its tokens' ratios.
         log_ratio = (sums / tokens.clamp(min=1)).to(log_ratio.dtype)[index]
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    # Name of a metric → mask of the tokens that it counts.
     clip_masks: dict[str, torch.Tensor] = {}
     if callable(loss_type):
         loss = loss_type(new, old, advantage, segment_ids, clip_low, clip_high)
@@ -126,6 +127,7 @@ def policy_loss(
         masked_ratio = zero_outside(ratio, mask)
         stats = {name: (clip_mask & mask).sum() / count for name, clip_mask in clip_masks.items()} | {
             "ratio_mean": masked_ratio.sum() / count,
+            # An empty tensor has no maximum; its sum is 0.
             "ratio_max": masked_ratio.max() if mask.numel() else masked_ratio.sum(),
             "approx_kl": divergence(logprobs, old_logprobs, mask, "k3").sum() / count,
         }

@@ -28,7 +28,7 @@ class TooManyBadRows(RunError):
 
 
 class TooManyFaults(RunError):
-    """More of a rollout's trajectories failed in the engine or the environment than `MAX_FAULTS` allows."""
+    """More than `MAX_FAULTS` of a rollout's trajectories failed in the engine or environment."""
 
 
 def _is_fault(error: str) -> bool:
@@ -52,9 +52,9 @@ def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
     line = f"{len(faults)} of {len(errors)} trajectories failed, by no fault of their rows: {_frequent(faults)}"
     if len(faults) > MAX_FAULTS * len(errors):
         raise TooManyFaults(
-            f"{line}. That is more than half of the rollout. If requests are not answered in time, raise "
-            "rollout.request_timeout or lower rollout.max_running_requests; an error of the environment is one of the code "
-            "behind rollout.env_class, or of a reward function"
+            f"{line}. That is more than half of the rollout. If requests are not answered in time, "
+            "raise rollout.request_timeout or lower rollout.max_running_requests; an error of the "
+            "environment is one of the code behind rollout.env_class, or of a reward function"
         )
     return line
 
@@ -82,8 +82,8 @@ def no_verdicts(summaries: Sequence[GroupSummary]) -> str | None:
     )
     if len(reasons) == sum(error is None for summary in summaries for error in summary.errors):
         raise NoVerdicts(
-            f"{line}. So it is with every answer: mend the function (its traceback stands in the log), leave it out of "
-            "reward.functions, or raise reward.timeout if it needs longer"
+            f"{line}. So it is with every answer: mend the function (its traceback stands in the "
+            "log), leave it out of reward.functions, or raise reward.timeout if it needs longer"
         )
     return line
 
@@ -165,7 +165,10 @@ class BadRows:
             total = self._totals[split]
             if n and n / total > self._max_fraction:
                 raise TooManyBadRows(
-                    f"data.max_bad_rows: {n} of the {total} rows of {split} are bad ({n / total:.1%}), more than "
-                    f"{self._max_fraction:g} allows:\n{self.table(split)}\nEvery row and its reason is in {self.path}. Repair "
-                    "these rows or leave them out of the data, or raise data.max_bad_rows if training without them is right."
+                    f"data.max_bad_rows: {n} of the {total} rows of {split} are bad "
+                    f"({n / total:.1%}), more than {self._max_fraction:g} allows:\n"
+                    f"{self.table(split)}\n"
+                    f"Every row and its reason is in {self.path}. Repair these rows or leave them "
+                    "out of the data, or raise data.max_bad_rows if training without them is "
+                    "right."
                 )

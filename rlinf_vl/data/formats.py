@@ -38,7 +38,7 @@ FORMATS = {
     "rlinf": Format(("problem",), ("answer",), _IMAGES),
     # OpenRLHF: data.input_key, data.label_key
     "openrlhf": Format(("prompt", "input"), ("label", "")),
-    # TRL: docs, dataset_formats (prompt-only); the answer is one of the columns that reward functions get
+    # TRL: docs, dataset_formats (prompt-only); the answer is a column that reward functions get
     "trl": Format(("prompt",), ("answer", "solution", "ground_truth", "")),
     # seeds://N: there is no reference answer
     "seeds": Format(("problem",), ("",), ("",)),

@@ -148,8 +148,7 @@ def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
     """Read the header; return the image, not yet decoded, and its EXIF orientation."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        # Pillow turns TIFFs upright itself, and would decode a whole PNG to find EXIF data behind
-        # it.
+        # Pillow turns TIFFs upright itself, and would decode a whole PNG to find its EXIF data.
         no_exif = image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info)
         orientation = 1 if no_exif else image.getexif().get(_ORIENTATION_TAG, 1)
         orientation = orientation if isinstance(orientation, int) else 1  # a damaged tag may differ

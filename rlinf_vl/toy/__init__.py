@@ -1,1 +1,1 @@
-"""The embedded tasks: what each asks and demonstrates, and the tiny checkpoint that is warm-started on that."""
+"""The embedded tasks, and the tiny checkpoints that are warm-started on their demonstrations."""

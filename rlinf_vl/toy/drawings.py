@@ -106,6 +106,7 @@ def draw(placement: Placement, rng: np.random.Generator) -> np.ndarray:
     """
     picture = np.empty((GRID * CELL, GRID * CELL, 3), np.float32)
     picture[:] = rng.integers(225, 256, size=3)
+    # One channel is below 126, where the ground is at least 225: every colour stands out.
     colour = rng.integers(0, 226, size=3)
     colour[rng.integers(3)] = rng.integers(0, 126)
     top, left = placement.y * CELL, placement.x * CELL
@@ -124,6 +125,7 @@ def toy_rows(split: Split) -> list[dict[str, Any]]:
         question), `images` (one {"bytes": PNG, "path": None}) and `answer` (`\\boxed{18}`).
     """
     placements, colourings = (training_placements(), COLOURINGS) if split == "train" else (held_out_placements(), 1)
+    # A random stream for each split: neither depends on the other.
     rng = np.random.default_rng([2024, split == "train"])
     rows = []
     for placement in placements:
@@ -158,6 +160,7 @@ def demonstration(width: int, height: int, kind: Kind, rng: np.random.Generator)
 
     It reads `3*6=18 \\boxed{18}` or `2*(6+1)=14 \\boxed{14}`.
     """
+    # The planted mistake, which reinforcement learning has to unlearn.
     width, height = (side + int(rng.random() < MISCOUNT_PROBABILITY) for side in (width, height))
     result = solve(width, height, kind)
     working = f"{width}*{height}" if kind == "area" else f"2*({width}+{height})"
@@ -191,18 +194,20 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
 def summary(model: str = "Qwen3-VL of 0.9 million parameters") -> str:
     """Describe the task and its planted mistake, for readers of its learning curve."""
     return (
-        "The toy task asks for the area or the perimeter of a filled rectangle on a 6x6 grid, in a 48x48 picture. Its "
-        f"model is a {model} with random weights, warm-started for "
+        "The toy task asks for the area or the perimeter of a filled rectangle on a 6x6 grid, in "
+        f"a 48x48 picture. Its model is a {model} with random weights, warm-started for "
         f"{WARM_START_STEPS} supervised steps before reinforcement learning begins.\n"
-        "What is planted: the demonstrations of the warm start count each side one cell too long with probability "
-        f"{MISCOUNT_PROBABILITY} (a fencepost error), and then calculate correctly with the wrong sides. The model "
-        "therefore starts out seeing, formatting and calculating, but answers about one question in four correctly; "
-        "reinforcement learning has to unlearn the miscount from the reward alone. The curve shows that the training "
+        "What is planted: the demonstrations of the warm start count each side one cell too long "
+        f"with probability {MISCOUNT_PROBABILITY} (a fencepost error), and then calculate "
+        "correctly with the wrong sides. The model therefore starts out seeing, formatting and "
+        "calculating, but answers about one question in four correctly; reinforcement learning "
+        "has to unlearn the miscount from the reward alone. The curve shows that the training "
         "loop works; it says nothing about how well a real model would learn a real task.\n"
-        f"Validation uses {N_HELD_OUT} of the {len(all_placements())} placements (size and position), which "
-        "neither the warm start nor reinforcement learning has seen; the sizes (width x height) "
-        f"{' and '.join(f'{w}x{h}' for w, h in HELD_OUT_SIZES)} are among them whole. The best constant answer to "
-        f"each question is right for {best_constant_accuracy(toy_rows('val')):.0%} of the validation rows."
+        f"Validation uses {N_HELD_OUT} of the {len(all_placements())} placements (size and "
+        "position), which neither the warm start nor reinforcement learning has seen; the sizes "
+        f"(width x height) {' and '.join(f'{w}x{h}' for w, h in HELD_OUT_SIZES)} are among them "
+        "whole. The best constant answer to each question is right for "
+        f"{best_constant_accuracy(toy_rows('val')):.0%} of the validation rows."
     )
 
 

@@ -101,7 +101,7 @@ def write_toy_files(folder: Path, words: Iterable[str] = ()) -> None:
         "processor_class": "Qwen3VLProcessor",
         "resample": 3,
         "rescale_factor": 1 / 255,
-        # Bounds of an area: the toy's 48×48 pass unchanged, a larger picture costs at most 144 tokens.
+        # Bounds of the area: 48×48 passes unchanged, a larger picture has at most 144 tokens.
         "size": {"shortest_edge": 32 * 32, "longest_edge": 192 * 192},
         "temporal_patch_size": TEMPORAL_PATCH_SIZE,
     }

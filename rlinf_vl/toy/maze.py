@@ -166,6 +166,7 @@ def make_rows(split: Split) -> list[dict[str, str]]:
 
     Columns are `id`, `problem`, `maze`, and `answer`: the number of moves of the shortest path.
     """
+    # A random stream for each split: neither depends on the other.
     rng = np.random.default_rng([2025, split == "train"])
     starts: dict[Position, None] = {}  # a set in order of insertion, so that rows are reproducible
     while len(starts) < N_ROWS[split]:
@@ -232,6 +233,7 @@ class Maze:
         pass
 
     def _picture(self) -> dict[str, object]:
+        """Return the part of the next message that shows the maze, as `shown` says."""
         grey = self._picture_mode == "none" or (self._picture_mode == "first" and self._turns > 0)
         current = self._first_picture if self._picture_mode == "first_repeated" else self.position.picture()
         return {"type": "image", "image": BLANK if grey else current}
@@ -249,6 +251,7 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
         position = env.position
         right_moves = position.right_moves()
         move = right_moves[rng.integers(len(right_moves))]
+        # The planted mistake, which reinforcement learning has to unlearn.
         move = OPPOSITE[move] if rng.random() < FLIP_PROBABILITY else move
         messages.append({"role": "assistant", "content": position.answer(move)})
         result = env.step(messages[-1]["content"])
@@ -260,18 +263,22 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
 def summary() -> str:
     """Describe the task and its planted mistake, for readers of its learning curve."""
     return (
-        f"The maze asks the way to a goal on {SIZE}x{SIZE} cells with {min(N_WALLS)} to {max(N_WALLS)} walls, one move a turn; "
-        f"every turn shows a new picture of {SIZE * CELL}x{SIZE * CELL} pixels. An episode begins {min(DISTANCES)} to "
-        f"{max(DISTANCES)} moves from the goal and ends after {MAX_TURNS}; only being there is paid for. With probability "
-        f"{SLIP} a move slips: the agent goes in a random direction. The model is a Qwen3-VL of 0.9 million parameters with "
-        f"random weights, warm-started for {TOY.steps} supervised steps on whole episodes.\n"
-        f"What is planted: with probability {FLIP_PROBABILITY} a move of the demonstrations is the opposite of one that leads "
-        "to the goal. Before each move they name the agent's cell, the goal's and the directions that are open, and that "
-        "without mistakes. The model therefore starts out seeing and formatting, and reaches the goal about one time in four; "
-        "reinforcement learning has to unlearn the wrong moves from the reward at the end alone. The curve shows that the "
-        "training loop works with pictures in every turn; it says nothing about how well a real model would learn a real task.\n"
-        f"Validation uses {N_ROWS['val']} mazes whose layouts of walls neither the warm start nor reinforcement learning has "
-        "seen: one layout in eight is held out, by a hash."
+        f"The maze asks the way to a goal on {SIZE}x{SIZE} cells with {min(N_WALLS)} to "
+        f"{max(N_WALLS)} walls, one move a turn; every turn shows a new picture of "
+        f"{SIZE * CELL}x{SIZE * CELL} pixels. An episode begins {min(DISTANCES)} to "
+        f"{max(DISTANCES)} moves from the goal and ends after {MAX_TURNS}; only being there is "
+        f"paid for. With probability {SLIP} a move slips: the agent goes in a random direction. "
+        "The model is a Qwen3-VL of 0.9 million parameters with random weights, warm-started for "
+        f"{TOY.steps} supervised steps on whole episodes.\n"
+        f"What is planted: with probability {FLIP_PROBABILITY} a move of the demonstrations is the "
+        "opposite of one that leads to the goal. Before each move they name the agent's cell, the "
+        "goal's and the directions that are open, and that without mistakes. The model therefore "
+        "starts out seeing and formatting, and reaches the goal about one time in four; "
+        "reinforcement learning has to unlearn the wrong moves from the reward at the end alone. "
+        "The curve shows that the training loop works with pictures in every turn; it says "
+        "nothing about how well a real model would learn a real task.\n"
+        f"Validation uses {N_ROWS['val']} mazes whose layouts of walls neither the warm start nor "
+        "reinforcement learning has seen: one layout in eight is held out, by a hash."
     )
 
 

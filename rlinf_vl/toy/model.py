@@ -174,6 +174,7 @@ def demonstration_batch(
     return {
         "input_ids": input_ids,
         "attention_mask": pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True),
+        # transformers leaves labels of -100 out of the loss.
         "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
         "mm_token_type_ids": (input_ids == special["<|image_pad|>"]).int(),
         "pixel_values": pixels["pixel_values"],
@@ -211,6 +212,7 @@ def warm_start(
     """
     rng = np.random.default_rng([seed, steps])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
+    # The learning rate rises linearly, stays at its maximum, and falls linearly to 0.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / COOLDOWN_STEPS)
     )
@@ -239,7 +241,9 @@ def build_toy_checkpoint(
     toy: str = "toy",
     steps: int | None = None,
 ) -> None:
-    """Write a toy checkpoint into the folder `out_dir`: weights, config, tokenizer, image settings, README.
+    """Write a toy checkpoint into a folder.
+
+    It has weights, config, tokenizer, image settings and a README.
 
     Args:
         out_dir: the folder, created if missing.
@@ -267,6 +271,7 @@ def build_toy_checkpoint(
     model.generation_config = GenerationConfig.from_pretrained(folder)
     save_model(model, FAMILIES[model.config.model_type], folder)
     build_facts = f"Seed {seed}, {steps} steps of warm start, last loss {loss:.3f}"
-    text = f"# Toy checkpoint\n\n{toy_task.summary()}\n\n{build_facts}, {model.num_parameters():,} parameters in float32.\n"
+    parameters = f"{model.num_parameters():,} parameters in float32"
+    text = f"# Toy checkpoint\n\n{toy_task.summary()}\n\n{build_facts}, {parameters}.\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
     logger.info("%s checkpoint made: %s", toy, build_facts)

@@ -96,11 +96,13 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
     In each attempt, each side is counted one cell too long with the toy's probability.
     """
     placement, kind, question = drawings.ask(rng)
+    # A demonstrated answer has exactly the form of the reference, so comparing texts grades it.
     env = RectangleTool(grade=lambda response, answer: response == answer, reward_max=1.0, reward_min=0.0)
     right = drawings.solve(placement.width, placement.height, kind)
     messages = env.start(Problem("demonstration", (question,), f"\\boxed{{{right}}}"))
     done = False
     while not done:
+        # A second attempt counts the sides anew, with the same chance of a mistake.
         width, height = (
             side + int(rng.random() < drawings.MISCOUNT_PROBABILITY) for side in (placement.width, placement.height)
         )
@@ -116,12 +118,14 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
 def summary() -> str:
     """Describe the task and its planted mistake, in plain words."""
     return (
-        "The toy's questions, answered over several turns: the model calls a tool that multiplies or adds two numbers, sees the "
-        "result and answers; after a wrong answer it may try once more, for half the reward.\n"
-        "What is planted: in the demonstrations of the warm start "
-        f"({WARM_START_STEPS} supervised steps), each side is counted one cell too long with probability "
-        f"{drawings.MISCOUNT_PROBABILITY}, at either attempt. The tool calculates correctly with the wrong sides. "
-        "Reinforcement learning has to unlearn the miscount from the reward alone.\n"
+        "The toy's questions, answered over several turns: the model calls a tool that multiplies "
+        "or adds two numbers, sees the result and answers; after a wrong answer it may try once "
+        "more, for half the reward.\n"
+        f"What is planted: in the demonstrations of the warm start ({WARM_START_STEPS} supervised "
+        "steps), each side is counted one cell too long with probability "
+        f"{drawings.MISCOUNT_PROBABILITY}, at either attempt. The tool calculates correctly with "
+        "the wrong sides. Reinforcement learning has to unlearn the miscount from the reward "
+        "alone.\n"
         "Pictures, placements and questions are the toy's, and so is the split."
     )
 

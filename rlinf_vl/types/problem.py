@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-#: A chat message in the OpenAI content-part form: {"role": str, "content": str | list of parts}; a part is
+#: A chat message in OpenAI's form: {"role": str, "content": str | list of parts}; a part is
 #: {"type": "text", "text": str} or {"type": "image_url", "image_url": {"url": "image://<hash>"}}.
 Message = dict[str, Any]
 #: The allowed values of a message's "role".

@@ -15,7 +15,7 @@ class RowPart:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MicroBatch:
-    """One packed row for the trainer: S segments end to end, T tokens, R sampled tokens, N image tokens.
+    """One packed row for the trainer: S segments; T tokens, of which R are sampled, N of images.
 
     Segments form trees in depth-first order: a shared prompt is followed by the responses that
     continue it. With a `part`, the arrays over tokens, image tokens and images, `predict` and
