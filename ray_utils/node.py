@@ -94,6 +94,7 @@ def until(attempt: Callable[[], T], seconds: float) -> T:
 
 
 def start(*arguments: str) -> None:
+    """Start this machine's node as RANK says: 0 is the head, the others join it."""
     rank, size, port = number("RANK", 0), number("WORLD_SIZE", 1), head_port()
     if rank >= size:
         die(f"RANK must lie in 0…WORLD_SIZE-1; RANK={rank}, WORLD_SIZE={size}", 2)
@@ -106,6 +107,7 @@ def start(*arguments: str) -> None:
 
 
 def start_head(port: int, size: int, arguments: tuple[str, ...]) -> None:
+    """Start the head unless it runs, and write its address and token for the other nodes."""
     ip = head_ip(size)
     address, head_file = f"{ip}:{port}", setting("RAY_HEAD_FILE")
     record = node_that_works(address)
@@ -136,6 +138,8 @@ def start_head(port: int, size: int, arguments: tuple[str, ...]) -> None:
 
 
 def join_head(port: int, rank: int, arguments: tuple[str, ...]) -> None:
+    """Wait for the head, and join its cluster unless this machine has joined already."""
+
     def find_head() -> tuple[str, str, str]:
         address = head_address(port)
         ip = chosen_ip() or route_to(address.rpartition(":")[0])
@@ -225,6 +229,7 @@ def start_node(address: str, ip: str, token: str, options: list[str]) -> NodeRec
 
 
 def check(*arguments: str) -> None:
+    """Wait until the cluster's nodes have at least N GPUs, or CPUs."""
     numbers = [argument for argument in arguments if argument != "--cpu"]
     if len(numbers) != 1 or not numbers[0].isdigit():
         die("usage: bash ray_utils/check_ray.sh N [--cpu] [-- COMMAND…]", 2)
@@ -279,6 +284,7 @@ def signed_off(address: str) -> bool:
 
 
 def stop() -> None:
+    """End this machine's node; the head's address and token are deleted with it."""
     record = read_record()
     if record is None:
         say("start_ray.sh has started nothing on this node, or it is stopped already")
@@ -291,6 +297,7 @@ def stop() -> None:
 
 
 def forget(head_file: str) -> None:
+    """Delete the head's address and token from the shared disk."""
     for path in (head_file, f"{head_file}.token"):
         Path(path).unlink(missing_ok=True)
 
@@ -299,6 +306,7 @@ def forget(head_file: str) -> None:
 
 
 def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes that run; a zombie doesn't."""
     alive = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -308,6 +316,7 @@ def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def named(name: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes of this name."""
     matching = []
     for process in processes:
         with contextlib.suppress(psutil.Error):

@@ -34,11 +34,13 @@ def setting(name: str) -> str:
 
 
 def number(name: str, default: int) -> int:
+    """Return the number in an environment variable; exit if it holds anything else."""
     value = setting(name) or str(default)
     return int(value) if value.isascii() and value.isdigit() else die(f"{name} must be a number, not '{value}'", 2)
 
 
 def first_line(path: str | Path) -> str:
+    """Return the first line of a file; "" if it can't be read."""
     with contextlib.suppress(OSError):
         return Path(path).read_text().partition("\n")[0].strip()
     return ""
@@ -76,12 +78,14 @@ def chosen_ip() -> str | None:
 def route_to(ip: str) -> str | None:
     """Return this machine's address on the route to another one; None without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((ip, 9))  # a datagram socket connects without sending
+        # Connecting a datagram socket chooses the route, and sends nothing.
+        probe.connect((ip, 9))
         return probe.getsockname()[0]
     return None
 
 
 def resolve(host: str) -> str | None:
+    """Return the IPv4 address of a host name; None if it has none here."""
     with contextlib.suppress(OSError):
         return socket.gethostbyname(host)
     return None
@@ -115,6 +119,7 @@ def head_ip(size: int) -> str:
             return ip
     if len(usable) == 1:
         return usable[0]
+    # Several addresses, and nothing to choose by: the user must.
     die(f"no default route says which address the other nodes can reach; choose with RAY_INTERFACE; {ours()}")
 
 

@@ -24,7 +24,8 @@ from rlinf_vl.types.training import MicroBatch, Prices, RowPart
 from rlinf_vl.types.trajectory import TokenSequence, Trajectory, Turn, distinct_tokens
 
 __all__ = [
-    "Completion", "ENGINE_FAULT", "ENVIRONMENT_FAULT", "Grid", "Group", "GroupSummary", "IMAGE_URL_PREFIX",
-    "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "ROLES", "Request", "RowPart", "Sample", "SamplingParams",
-    "TokenSequence", "Trajectory", "Turn", "UNGRADABLE", "distinct_tokens",
+    "Completion", "ENGINE_FAULT", "ENVIRONMENT_FAULT", "Grid", "Group", "GroupSummary",
+    "IMAGE_URL_PREFIX", "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "ROLES", "Request",
+    "RowPart", "Sample", "SamplingParams", "TokenSequence", "Trajectory", "Turn", "UNGRADABLE",
+    "distinct_tokens",
 ]  # fmt: skip

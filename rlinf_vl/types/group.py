@@ -110,8 +110,8 @@ class Group:
             turns = tuple(map(astuple, t.turns))
             rows.append(
                 (
-                    sequences, turns, t.reward, t.reward_parts, t.status, t.correct, t.error, t.metrics,
-                    t.cuts, t.corrupted, t.ungraded, t.penalized,
+                    sequences, turns, t.reward, t.reward_parts, t.status, t.correct,
+                    t.error, t.metrics, t.cuts, t.corrupted, t.ungraded, t.penalized,
                 )
             )  # fmt: skip
         buffer = np.concatenate(
@@ -120,8 +120,8 @@ class Group:
         # Protocol 5 passes the buffer on without a copy; older ones have no out-of-band buffers.
         packed = pickle.PickleBuffer(buffer.data) if protocol >= 5 else buffer.tobytes()
         return _load_group, (
-            self.id, self.problem_id, self.answer, self.prefix_length, self.corrupted_images, self.labels,
-            self._fields(), images, tuple(rows), packed,
+            self.id, self.problem_id, self.answer, self.prefix_length,
+            self.corrupted_images, self.labels, self._fields(), images, tuple(rows), packed,
         )  # fmt: skip
 
 
@@ -152,7 +152,8 @@ def _load_group(
         prefix[name] = np.full(prefix_length, _NOT_SAMPLED[name], fields[name][0])
     trajectories = []
     for (
-        sequence_rows, turns, reward, reward_parts, status, correct, error, metrics, cuts, corrupted, ungraded, penalized
+        sequence_rows, turns, reward, reward_parts, status, correct, error, metrics,
+        cuts, corrupted, ungraded, penalized,
     ) in rows:  # fmt: skip
         sequences = []
         for n, sequence_images in sequence_rows:
@@ -162,8 +163,8 @@ def _load_group(
             sequences.append(TokenSequence(**arrays, images=image_grids, columns=columns))
         trajectories.append(
             Trajectory(
-                tuple(sequences), tuple(starmap(Turn, turns)), reward, reward_parts, status, correct, error, metrics,
-                cuts, corrupted, ungraded, penalized,
+                tuple(sequences), tuple(starmap(Turn, turns)), reward, reward_parts,
+                status, correct, error, metrics, cuts, corrupted, ungraded, penalized,
             )
         )  # fmt: skip
     return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer, corrupted_images, labels)
