@@ -196,9 +196,12 @@ class Dispatcher(Generic[W]):
     async def _stream(self, slot: Slot[W], submission: Submission, tasks: list[Task]) -> None:
         """Have a worker answer tasks, and pass their groups on as they come."""
         worker = slot.worker
+        # Some may have been cancelled since the worker was to get them, and before it heard of them.
+        tasks = [task for task in tasks if (submission, task.group_id) in slot.answering]
         try:
-            async for summary, group in worker.generate(tasks):
-                self._receive(slot, submission, GroupArrived(summary, group))
+            if tasks:
+                async for summary, group in worker.generate(tasks):
+                    self._receive(slot, submission, GroupArrived(summary, group))
             if any((submission, task.group_id) in slot.answering for task in tasks):
                 raise WorkerDied("it ended a stream before it had answered all of it")
         except WorkerDied as death:

@@ -1,5 +1,7 @@
 """All rollout workers as one. Those that fail are replaced (`rlinf_vl.rollout.supervisor`)."""
 
+import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -18,7 +20,7 @@ from rlinf_vl.rollout.slot import Place, WorkerDied
 from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor
 from rlinf_vl.rollout.updates import SnapshotSource, WeightUpdate
-from rlinf_vl.rollout.worker import RolloutWorker
+from rlinf_vl.rollout.worker import BatchReport, RolloutWorker, StoredGroup
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost, Heartbeat, cause_of, entry, kill
 from rlinf_vl.runtime.seats import WAY_OUT, lost_seats
@@ -41,19 +43,66 @@ class _RayWorker:
         self.actor = actor
         self.process: ray.ObjectRef = actor.process.remote()
         self._heart = Heartbeat(actor.heartbeat.remote, heartbeat_timeout)
+        self._batch_numbers = itertools.count()
+        self._batches: dict[int, asyncio.Queue[BatchReport | Exception]] = {}  # that somebody waits for
+        self._reader: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         return await answer(getattr(self.actor, method).remote(*arguments))
 
-    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[GroupSummary, ray.ObjectRef]]:
+    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[StoredGroup]:
+        """As `Worker.generate`. Whoever leaves it ends the work, and frees what arrives too late."""
+        batch, reports = next(self._batch_numbers), asyncio.Queue[BatchReport | Exception]()
+        unanswered = {task.group_id for task in tasks}
+        self._batches[batch] = reports
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.ensure_future(self._read_reports())
         try:
-            async for reference in self.actor.generate.remote(tasks):
-                for group in await answer(reference):
+            await answer(self.actor.enqueue_batch.remote(batch, tasks))
+            while True:
+                report = await reports.get()
+                if isinstance(report, Exception):
+                    raise report
+                unanswered -= {summary.id for summary, _ in report.groups}
+                for group in report.groups:
                     yield group
-        except RayTaskError:
-            raise
-        except RayError as error:  # of the stream, not of one message
-            raise WorkerDied(cause_of(error)) from error
+                if report.failed:
+                    await answer(self.actor.raise_batch_error.remote(batch))
+                if report.ended:
+                    unanswered = set[str]()
+                    return
+        finally:
+            del self._batches[batch]
+            if unanswered:
+                self.cancel(unanswered)
+            while not reports.empty():
+                self._release_report(reports.get_nowait())
+
+    async def _read_reports(self) -> None:
+        """Pass what the worker reports to whoever waits for its batches."""
+        try:
+            while True:
+                async for reference in self.actor.stream_reports.remote():
+                    for report in await answer(reference):
+                        if report.batch in self._batches:
+                            self._batches[report.batch].put_nowait(report)
+                        else:
+                            self._release_report(report)
+        except RayTaskError as raised:
+            error: Exception = raised
+        except RayError as raised:  # of the stream, not of one message
+            error = WorkerDied(cause_of(raised))
+        except Exception as raised:
+            error = raised
+        for reports in self._batches.values():
+            reports.put_nowait(error)
+
+    def _release_report(self, report: BatchReport | Exception) -> None:
+        """Free groups that nobody waits for any more."""
+        if isinstance(report, BatchReport):
+            stored = [summary.id for summary, reference in report.groups if reference is not None]
+            if stored:
+                self.release(stored)
 
     def cancel(self, group_ids: Collection[str]) -> None:
         self.actor.cancel.remote(list(group_ids))

@@ -8,8 +8,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,48 @@ log = logging.getLogger(__name__)
 
 #: Calls of environments that may hang, each in a thread, before the worker is replaced. Containers often allow 1,000 threads.
 MAX_HUNG = 256
+#: Messages of one stream, after which the controller opens another: what Ray notes of a stream grows with its length.
+STREAM_MESSAGES = 1000
+
+#: A summary, and a reference to its group unless only the summary is wanted.
+StoredGroup = tuple[GroupSummary, ray.ObjectRef | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """The groups of a batch of tasks that have finished since the last report of that batch.
+
+    Attributes:
+        batch: the number under which the batch was enqueued.
+        ended: whether this is its last report.
+        failed: whether an error ended it, which `RolloutRank.raise_batch_error` raises.
+    """
+
+    batch: int
+    groups: Sequence[StoredGroup] = ()
+    ended: bool = False
+    failed: bool = False
+
+
+@dataclass(eq=False)
+class OpenBatch:
+    """The tasks of a batch that are being answered, by group id.
+
+    Attributes:
+        plays: those whose environments are open.
+        cancelled: those that nobody wants any more, also where their environments are being opened still.
+    """
+
+    group_ids: frozenset[str]
+    plays: dict[str, asyncio.Future[Group]] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
+
+    def cancel(self, group_ids: Collection[str]) -> None:
+        """Stop answering these groups, as far as they are of this batch."""
+        unwanted = self.group_ids.intersection(group_ids)
+        self.cancelled |= unwanted
+        for group_id in unwanted & self.plays.keys():
+            self.plays[group_id].cancel()
 
 
 class RolloutRank:
@@ -96,7 +138,10 @@ class RolloutRank:
         )
         self.clock = LapClock(self.player.busy.seconds)
         self.store = GroupStore()
-        self.playing: dict[str, asyncio.Future[Group]] = {}  # by group
+        self.open_batches: list[OpenBatch] = []
+        self.reports: asyncio.Queue[BatchReport] = asyncio.Queue()  # that no stream has carried yet
+        self.batch_errors: dict[int, Exception] = {}
+        self.batch_tasks: set[asyncio.Task[None]] = set()
         freeze_loaded()
 
     async def ready(self) -> dict[str, int]:
@@ -126,47 +171,84 @@ class RolloutRank:
         check = RowCheck(self.config, self.player.prompts, self.player.make_env)
         return await asyncio.to_thread(check.filter, self.datasets[split], rows, see), images
 
-    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[list[tuple[GroupSummary, ray.ObjectRef | None]]]:
+    async def enqueue_batch(self, batch: int, tasks: Sequence[Task]) -> None:
+        """Begin to answer tasks. Their groups come by `stream_reports`, with the number of this batch.
+
+        All batches share one stream: an actor runs at most 1,000 calls at once, and a stream for
+        each batch would keep heartbeats and weights waiting. Groups of calls would not: but each
+        has an event loop of its own, and a heartbeat in another loop than the answers' would call
+        a worker well whose answers hang.
+        """
+        task = asyncio.ensure_future(self._answer_batch(batch, tasks))
+        self.batch_tasks.add(task)
+        task.add_done_callback(self.batch_tasks.discard)
+
+    async def _answer_batch(self, batch: int, tasks: Sequence[Task]) -> None:
+        try:
+            async for groups in self.generate(tasks):
+                self.reports.put_nowait(BatchReport(batch, groups))
+        except Exception as error:
+            self.batch_errors[batch] = error
+        self.reports.put_nowait(BatchReport(batch, ended=True, failed=batch in self.batch_errors))
+
+    async def stream_reports(self) -> AsyncIterator[list[BatchReport]]:
+        """Report on all batches, as their groups finish. One caller at a time."""
+        for _ in range(STREAM_MESSAGES):
+            reports = [await self.reports.get()]
+            while not self.reports.empty():
+                reports.append(self.reports.get_nowait())
+            yield reports
+
+    async def raise_batch_error(self, batch: int) -> None:
+        """Raise the error that ended a batch, so that it reaches the caller as any call's would."""
+        raise self.batch_errors.pop(batch)
+
+    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[list[StoredGroup]]:
         """Answer tasks: summaries of groups, and references to them, as they finish; those at a time that have finished since the
         last ones. Raises EngineDied."""
+        if (n_hung := self.player.calls.hung) > MAX_HUNG:
+            raise EngineDied(f"{n_hung} calls of its environments hang, each in a thread")
         by_group = {task.group_id: task for task in tasks}
+        batch = OpenBatch(frozenset(by_group))
         opened: list[Opening] = []
-        running: list[asyncio.Future[Group]] = []
+        self.open_batches.append(batch)
         self.clock.begin()
         try:
-            if (n_hung := self.player.calls.hung) > MAX_HUNG:
-                raise EngineDied(f"{n_hung} calls of its environments hang, each in a thread")
             problems = await asyncio.to_thread(lambda: list(map(self._problem, tasks)))
-            names = {self.player.make_env.name_of(problem) for problem in problems if isinstance(problem, Problem)}
+            pairs = zip(tasks, problems, strict=True)
+            wanted = [(task, problem) for task, problem in pairs if task.group_id not in batch.cancelled]
+            names = {self.player.make_env.name_of(problem) for _, problem in wanted if isinstance(problem, Problem)}
             if names <= {SINGLE} and self.config.rollout.max_concurrent_rollouts is None:
                 opening = partial(self._open, opened, patience_s=None)
-                openings = await asyncio.gather(*map(opening, tasks, problems))
-                self.player.submit(openings)
-                plays = map(self.player.play, (task.group_id for task in tasks), openings)
+                openings = await asyncio.gather(*(opening(task, problem) for task, problem in wanted))
+                by_id = {task.group_id: made for (task, _), made in zip(wanted, openings, strict=True)}
+                by_id = {name: made for name, made in by_id.items() if name not in batch.cancelled}
+                self.player.submit(list(by_id.values()))
+                plays = {name: self.player.play(name, made) for name, made in by_id.items()}
             else:
-                plays = map(partial(self._play, opened), tasks, problems)
-            running += map(asyncio.ensure_future, plays)
-            self.playing |= zip((task.group_id for task in tasks), running, strict=True)
-            waiting = set(running)
+                plays = {task.group_id: self._play(opened, task, problem) for task, problem in wanted}
+            batch.plays = {group_id: asyncio.ensure_future(play) for group_id, play in plays.items()}
+            waiting = set(batch.plays.values())
             while waiting:
                 finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 groups = [play.result() for play in finished if not play.cancelled()]
-                yield [self._stored(group, by_group[group.id]) for group in groups]
+                if groups:
+                    yield [self._stored(group, by_group[group.id]) for group in groups]
         finally:  # the engine died, or nobody wants the rest
-            self.playing = {name: play for name, play in self.playing.items() if play not in running}
+            self.open_batches.remove(batch)
+            running = batch.plays.values()
             for future in running:
                 future.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             await asyncio.gather(*map(self.player.close, opened))
             self.clock.end()
 
-    async def cancel(self, group_ids: Sequence[str]) -> None:
+    async def cancel(self, group_ids: Collection[str]) -> None:
         """Stop answering these groups, which nobody wants any more."""
-        for group_id in group_ids:
-            if play := self.playing.get(group_id):
-                play.cancel()
+        for batch in self.open_batches:
+            batch.cancel(group_ids)
 
-    def _stored(self, group: Group, task: Task) -> tuple[GroupSummary, ray.ObjectRef | None]:
+    def _stored(self, group: Group, task: Task) -> StoredGroup:
         """Put a group into the object store, unless only its summary is wanted, and summarize it."""
         reference, object_bytes = None, 0
         if not task.summary_only:

@@ -673,6 +673,21 @@ def test_groups_that_are_cancelled_are_not_answered_and_the_others_are(max_runni
     assert len(fleet.submit(tasks(2, "later")).results()) == 2
 
 
+def test_a_group_that_is_cancelled_before_its_worker_hears_of_it_is_not_sent(monkeypatch):
+    fleet = Fleet(n=1, worker0={"manual": True})
+    begin = fleet.supervisor._dispatcher.begin
+
+    def begin_and_cancel(submission, order):
+        begin(submission, order)
+        fleet.supervisor._dispatcher.cancel(["g1"])
+
+    monkeypatch.setattr(fleet.supervisor._dispatcher, "begin", begin_and_cancel)
+    submission = fleet.submit(tasks(3))
+    fleet.workers[0].answer()
+    assert [summary.id for summary, _ in submission] == ["g0", "g2"]
+    assert fleet.workers[0].batches == [["g0", "g2"]]
+
+
 def test_acknowledged_groups_of_a_dying_worker_are_not_sampled_again():
     fleet = Fleet(n=1, worker0={"manual": True})
     submission = fleet.submit(tasks(4))

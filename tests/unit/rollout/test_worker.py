@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -161,6 +162,43 @@ def test_functions_of_a_file_see_the_row_and_what_was_sampled(tmp_path, toy_fold
         assert t.reward_parts == {"math": float(t.correct), "ours": 1.25, "theirs": 6.0} | own
         assert t.reward == pytest.approx(t.correct + 0.5 * 1.25 + 0.1 * 6)
     assert summarize_rollout([summary], 1.0)["reward/theirs"] == 6.0
+
+
+@pytest.mark.parametrize("max_concurrent", [None, 8])
+def test_groups_cancelled_before_their_environments_are_open_are_not_sampled(rank, monkeypatch, max_concurrent):
+    """And groups of the same names that are asked for later are another matter."""
+    sampled, problem, submit = [], rank._problem, rank.engine.submit
+    reading, may_read = threading.Event(), threading.Event()
+
+    def read(task):
+        reading.set()
+        assert may_read.wait(60)
+        return problem(task)
+
+    def note(requests):
+        sampled.extend(request.seeds for request in requests)
+        return submit(requests)
+
+    monkeypatch.setattr(rank, "_problem", read)
+    monkeypatch.setattr(rank.engine, "submit", note)
+    rollout = replace(rank.config.rollout, max_concurrent_rollouts=max_concurrent)
+    monkeypatch.setattr(rank, "config", replace(rank.config, rollout=rollout))
+
+    async def answer_batch(*names):
+        tasks = [Task(name, "train", 0, (number,)) for number, name in enumerate(names)]
+        return [summary.id async for finished in rank.generate(tasks) for summary, _ in finished]
+
+    async def run():
+        first = asyncio.ensure_future(answer_batch("a", "b"))
+        await asyncio.to_thread(reading.wait, 60)
+        await rank.cancel(["b", "no such group"])
+        second = asyncio.ensure_future(answer_batch("b"))
+        await asyncio.sleep(0)
+        may_read.set()
+        return await first, await second
+
+    assert asyncio.run(run()) == (["a"], ["b"])
+    assert sampled == [(0,), (0,)] and rank.open_batches == []
 
 
 def test_an_engine_that_takes_no_requests_is_dead(rank, monkeypatch):
