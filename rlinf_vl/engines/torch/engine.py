@@ -10,6 +10,7 @@ computed again by the new weights, and those of sessions dropped, or both kept (
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -87,6 +88,12 @@ class TorchEngine:
         self._paused = False
         self._closed = False
         self._weight_group: ProcessGroup | None = None
+        self._stepping = False  # the engine's thread is making a step
+        self._progress = time.monotonic()  # when it last got on with a step, or had none to make
+        # One step may take minutes on a CPU. A layer doesn't, so each layer that begins is progress.
+        for modules in [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]:
+            for layer in modules:
+                layer.register_forward_pre_hook(self._note_progress)
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
 
@@ -103,6 +110,7 @@ class TorchEngine:
         with self._wake:
             if self._closed:
                 raise EngineDied("the engine is closed")
+            self._expect_step()
             self.waiting.extend(pending)
             self._wake.notify()
         return [p.future for p in pending]
@@ -159,6 +167,7 @@ class TorchEngine:
 
     def resume(self) -> None:
         with self._wake:
+            self._expect_step()
             self._paused = False
             self._wake.notify()
 
@@ -184,7 +193,14 @@ class TorchEngine:
             self.asleep -= set(tags)
 
     def alive(self, timeout_s: float = 30.0) -> bool:
-        return self._thread.is_alive() and not self._closed
+        """As `Engine.alive`. An engine that has a step to make, and begins no layer of it within `timeout_s`, is wedged."""
+        if not self._thread.is_alive() or self._closed:
+            return False
+        idle_s = time.monotonic() - self._progress
+        wedged = idle_s > timeout_s and (self._stepping or self._may_step())
+        if wedged:
+            log.warning("the torch engine has made no progress for %.0f s, though it has requests", idle_s)
+        return not wedged
 
     def close(self) -> None:
         with self._wake:
@@ -205,6 +221,7 @@ class TorchEngine:
                 yield
         finally:
             with self._wake:
+                self._expect_step()
                 self._waiting_for_it -= 1
                 self._wake.notify()
 
@@ -221,6 +238,8 @@ class TorchEngine:
                 with self._step_lock, torch.inference_mode():
                     if not self._may_step():  # any more
                         continue
+                    self._note_progress()
+                    self._stepping = True
                     self.batch.leave_cancelled()
                     if self._stale:
                         self._stale = False
@@ -229,6 +248,8 @@ class TorchEngine:
                         self.batch.begin(admitted, self.version)
                     if self.batch.rows:
                         self.batch.decode(self.version)
+                    self._note_progress()
+                    self._stepping = False
         except BaseException as e:
             error = e
             log.exception("the torch engine failed")
@@ -238,6 +259,14 @@ class TorchEngine:
         for future in futures:
             if not future.done():
                 future.set_exception(error)
+
+    def _note_progress(self, *_: object) -> None:
+        self._progress = time.monotonic()
+
+    def _expect_step(self) -> None:
+        """Count from now on the time without progress, unless a step is due or being made already."""
+        if not self._stepping and not self._may_step():
+            self._note_progress()
 
     def _may_step(self) -> bool:
         if self._paused or self._torn or self._waiting_for_it:
@@ -250,6 +279,7 @@ class TorchEngine:
         admitted: list[Pending] = []
         room = self._room() if self.waiting else 0
         while self.waiting:
+            self._note_progress()  # its images may be decoded here
             pending = self.waiting[0]
             if pending.future.cancelled():
                 self.waiting.popleft()

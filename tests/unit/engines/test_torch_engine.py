@@ -1,6 +1,7 @@
 """The torch engine against transformers' `generate` and `forward`."""
 
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -179,6 +180,64 @@ def test_pause_holds_and_resume_goes_on(engine_of):
     assert not future.done()
     engine.resume()
     assert len(future.result(timeout=30).samples) == 1
+
+
+def test_an_engine_that_makes_no_step_is_not_alive_until_it_goes_on(engine_of, monkeypatch):
+    engine = engine_of()
+    decode, wedged, may_go_on = engine.batch.decode, threading.Event(), threading.Event()
+
+    def hang(version):
+        wedged.set()
+        assert may_go_on.wait(60)
+        decode(version)
+
+    monkeypatch.setattr(engine.batch, "decode", hang)
+    future = engine.submit([request(prompts()[0], 1, max_new_tokens=3)])[0]
+    assert wedged.wait(60)
+    assert engine.alive(3600), "a step may take its time"
+    wait_until(lambda: not engine.alive(0.01))
+    sync = threading.Thread(target=engine.load_weights, args=([], 1))  # waits for the step, and changes nothing
+    sync.start()
+    wait_until(lambda: engine._waiting_for_it)
+    engine.submit([request(prompts()[1], 1, max_new_tokens=3)])
+    assert not engine.alive(0.01)
+    may_go_on.set()
+    sync.join(60)
+    future.result(60)
+    wait_until(lambda: not engine.batch.rows or all(row.over for row in engine.batch.rows))
+    wait_until(lambda: engine.alive(0.01))
+
+
+def test_an_engine_without_work_is_alive_however_long_that_lasts(engine_of):
+    engine, long_ago = engine_of(), -1e9
+    engine._progress = long_ago
+    assert engine.alive(0.01)
+    engine.pause()
+    future = engine.submit([request(prompts()[0], 1, max_new_tokens=3)])[0]
+    engine._progress = long_ago
+    assert engine.alive(0.01)
+    engine.resume()
+    assert engine.alive(3600) and future.result(60)
+
+
+def test_each_layer_of_a_long_step_is_progress(engine_of):
+    engine, seen = engine_of(), []
+    first, second = engine.batch.text_model.layers[:2]
+
+    def begin_long_ago(*_):
+        engine._progress = -1e9
+
+    first.register_forward_pre_hook(begin_long_ago)
+    second.register_forward_pre_hook(lambda *_: seen.append(engine.alive(3600)))
+    (completion,) = engine.generate([request(prompts()[0], 1, max_new_tokens=3)])
+    assert len(seen) == len(completion.samples[0].ids) and all(seen)
+
+
+def wait_until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_nothing_more_is_sampled_for_a_request_that_is_cancelled(engine_of, monkeypatch):
