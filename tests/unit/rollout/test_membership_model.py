@@ -357,6 +357,7 @@ class Membership:
     @event(3, lambda self: self.sync is not None and self.sync.offered and not self.sync.made)
     def its_weights_are_made(self, draw):
         self.sync.made, self.sent, self.whole_next = True, self.version, False
+        self.sync.settled_from = self.loop.now
         self.settling = self.loop.create_task(self.supervisor.updates.settle(self.sync.update))
         self.loop.drain()
 
@@ -458,6 +459,8 @@ class Membership:
             chosen = dict(update.receivers)
             for slot, task in update.answers.items():
                 assert task.done() or not chosen[slot].killed, "a sync waits for a worker that was killed"
+            limit_s = updates.LOAD_TIMEOUT_S * (len(chosen) + 2)
+            assert self.loop.now - self.sync.settled_from < limit_s, "a sync waits for a worker that is too slow"
 
     def holds_of_slots(self):
         updates = self.supervisor.updates
@@ -468,6 +471,9 @@ class Membership:
                 if None not in allowed:  # otherwise weights were forgotten, which workers still hold
                     assert slot.weights in allowed, (slot.weights, allowed)
                 assert slot.weights is None or slot.worker.version == slot.weights[1]
+            if slot.live and not slot.worker.dead:
+                answering = {group_id for _, group_id in slot.answering}
+                assert slot.worker.groups.keys() <= answering, "what nobody wants is sampled"
             if not slot.live:
                 assert not (slot.given or slot.answering or slot.streams or slot.stored), slot
             assert slot.state is not SlotState.LEAVING, "a slot that leaves has no work"
