@@ -290,8 +290,7 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
             if layout.kl_beta and layout.placement == "loss":
                 gap = ref[g.id, i] - logprobs_of(model, g, i)
                 token = token + layout.kl_beta * (gap.exp() - 1 - gap)
-            at_start = layout.minibatches > 1 and layout.old_policy is None and layout.old_logprobs != "false"
-            kept = kept_tokens(layout, g, i, start[g.id, i] if at_start else logp.detach())
+            kept = kept_tokens(layout, g, i, start[g.id, i])
             token = token.where(kept, 0.0)
             if layout.aggregation == "token-mean":
                 loss = loss + token.sum() / tokens

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from rlinf_vl.actor import checkpoint
 from rlinf_vl.actor.batches import BatchMaker, turn_kl
-from rlinf_vl.actor.loss import micro_batch_loss
+from rlinf_vl.actor.loss import micro_batch_loss, needs_start
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all, whole_tensors
 from rlinf_vl.actor.messages import Advantages, Logprobs, RankMiniBatch, TurnKl
 from rlinf_vl.actor.offload import Offload
@@ -165,9 +165,9 @@ class Trainer:
                     logprobs, entropy = self.policy(batch, features, load, balance, candidates)
                 passes = view.after(passes, logprobs, candidates)
                 logprobs = logprobs if candidates is None else logprobs[:, 0]
-                before = old[m][i] if old[m] else logprobs.detach()
+                start = old[m][i] if old[m] else logprobs.detach() if m == 0 else None
                 loss, part = micro_batch_loss(
-                    logprobs, entropy, before, passes, batch, self.algorithm, mini.denominator, self.loss, version
+                    logprobs, entropy, start, passes, batch, self.algorithm, mini.denominator, self.loss, version
                 )
                 with span("backward", micro_batch=i):
                     (loss * self.mesh.size).backward()  # FSDP2 averages gradients; the loss is a sum over ranks
@@ -178,7 +178,8 @@ class Trainer:
                 for place, item in enumerate(mini.micro_batches[i]):
                     if item.group in recorded:
                         own = slice(*np.searchsorted(batch.trajectories, (place, place + 1)))
-                        seen.setdefault(item.group, {})[item.index] = before[own]
+                        trained = logprobs.detach() if start is None else start
+                        seen.setdefault(item.group, {})[item.index] = trained[own]
             with span("optimizer", mini_batch=m):
                 sums.merge(self._optimize())
             if load is not None:
@@ -222,12 +223,12 @@ class Trainer:
 
         The first optimizer step starts from these very weights, so its own forward gives them: `auto` makes the pass for the
         mini-batches behind it only, `true` for all. Dropout is for gradients alone, so with it the step's own forward gives no old
-        logprobs. None are needed where `algorithm.old_policy` is not `start`.
+        logprobs. Where nothing in the loss needs them (`needs_start`), there is no pass.
         """
         auto = 0 if self.actor.model.is_lora and self.actor.model.lora.dropout else 1
         if first is None:
             first = 0 if self.algorithm.recompute_logprobs == "true" else auto
-            first = first if self.algorithm.old_policy == "start" else len(minibatches)
+            first = first if needs_start(self.algorithm) else len(minibatches)
         self.policy.eval()
         with torch.no_grad():
             old = [

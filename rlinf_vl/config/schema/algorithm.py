@@ -118,12 +118,14 @@ class AlgorithmConfig:
     """Weight of the policy's entropy, subtracted from the loss."""
     recompute_logprobs: str = key("auto", ("auto", "true", "false"))
     """Where the old logprobs of the ratio come from. true: a pass of the trainer before the first optimizer step.
-    auto: the same numbers, that pass made only for the mini-batches after the first. false: old_policy=sampler, no pass."""
+    auto: the same numbers, that pass made only for the mini-batches after the first. false: old_policy=sampler, a pass
+    for algorithm.rejection only."""
     old_policy: str | None = key(None, ("start", "sampler", "interpolated"))
     """Whose probability is below the line of the ratio that is clipped. start: the weights before the step (decoupled PPO; TIS then
     leads from those that sampled each token to these). sampler: those that sampled each token, by the engine's logprob (plain PPO,
-    without TIS). interpolated: between the sampler's and the current ones, the closer to these the staler the token (A-3PO); no pass
-    of its own. null: start, or sampler where recompute_logprobs is false. docs/corrections.md has formulas and presets."""
+    without TIS). interpolated: between the sampler's and the current ones, the closer to these the staler the token (A-3PO). Both
+    make a pass of their own for algorithm.rejection only. null: start, or sampler where recompute_logprobs is false.
+    docs/corrections.md has formulas and presets."""
     importance_sampling_fix: bool = True
     """Truncated importance sampling: weigh tokens by min(exp(old - rollout logprob), importance_sampling_clip)."""
     importance_sampling_clip: float = key(2.0, POSITIVE_OR_INFINITE)

@@ -151,15 +151,13 @@ def test_whose_probability_is_below_the_line(old_policy):
         importance_sampling_clip=1.2,
     ))  # fmt: skip
     rollout, old, now = [-1.0, -2.0], [-1.0, -1.7], [-0.9, -1.5]
-    if old_policy == "interpolated":  # there is no pass before: the trainer's own forward is what it has
-        old = now
     batch = replace(
         batch_of([0, 0], [1.0, 1.0]), rollout_logprobs=np.array(rollout, np.float32), versions=np.array([5, 3], np.int32)
     )  # fmt: skip
     logprobs = torch.tensor(now, requires_grad=True)
-    loss, _ = micro_batch_loss(
-        logprobs, torch.zeros(2), torch.tensor(old), Passes(), batch, algorithm, 2, version=5
-    )  # fmt: skip
+    start = torch.tensor(old) if old_policy == "start" else None  # no pass is made for the others
+    loss, sums = micro_batch_loss(logprobs, torch.zeros(2), start, Passes(), batch, algorithm, 2, version=5)
+    assert ("actor/rollout_train_kl" in sums.compute()) == (start is not None)
     base = {"start": old, "sampler": rollout, "interpolated": [-1.0, -2.0 + 2 / 3 * 0.5]}[old_policy]
     weights = [
         min(1.2, math.exp(b - r)) if old_policy != "sampler" else 1.0 for b, r in zip(base, rollout, strict=True)
