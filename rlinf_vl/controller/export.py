@@ -1,6 +1,7 @@
 """A checkpoint of a run → a Hugging Face model folder, with tokenizer, chat template and image processor files; or its adapters."""
 
 import io
+import logging
 import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.models.families import Family, family_of
 from rlinf_vl.models.loading import (
     DTYPES,
+    carried_weights,
     cast_model,
     copy_processor_files,
     float32_in_checkpoint,
@@ -26,6 +28,8 @@ from rlinf_vl.models.loading import (
 from rlinf_vl.models.lora import add_adapters, merge_adapters, save_adapters
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, checkpoint_at, config_of, damage
 from rlinf_vl.runtime.run_code import refuse_code_of_run
+
+log = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
@@ -157,6 +161,8 @@ def export_checkpoint(
     merge_adapters(model)
     model.config._attn_implementation = "sdpa"
     cast_model(model, family, DTYPES[dtype], float32_in_checkpoint(base))
-    save_model(model, family, output)
+    if carried := carried_weights(base, family):
+        log.info("%d weights that are not trained are those of %s: %s …", len(carried), base, next(iter(carried)))
+    save_model(model, family, output, carried)
     copy_processor_files(base, output)
     return made

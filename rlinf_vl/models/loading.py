@@ -66,15 +66,32 @@ def _kept_in_float32(endings: Collection[str]) -> Iterator[None]:
 def float32_in_checkpoint(path: str | Path) -> set[str]:
     """Names of the weights that a checkpoint stores in float32 beside others in half precision, such as norms and routers.
     Empty for a checkpoint in one dtype, which says nothing of single weights."""
-    folder, dtypes = Path(path), dict[str, str]()
-    if not folder.is_dir():
-        folder = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
-    for file in folder.glob("*.safetensors"):
+    dtypes = dict[str, str]()
+    for file in _weight_files(path):
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118  # the handle is no mapping
                 dtypes[name] = weights.get_slice(name).get_dtype()
     stored = {name for name, dtype in dtypes.items() if dtype == "F32"}
     return stored if len(stored) < len(dtypes) else set()
+
+
+def carried_weights(path: str | Path, family: Family) -> dict[str, torch.Tensor]:
+    """Read the weights of a checkpoint that the model itself lacks and an export keeps (`Family.carried_weights`)."""
+    carried = dict[str, torch.Tensor]()
+    for file in _weight_files(path) if family.carried_weights else ():
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118
+                if name.startswith(family.carried_weights):
+                    carried[name] = weights.get_tensor(name)
+    return carried
+
+
+def _weight_files(path: str | Path) -> list[Path]:
+    """Return the weight files of a checkpoint folder or of a model on the hub, in order."""
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
+    return sorted(folder.glob("*.safetensors"))
 
 
 def cast_model(model: nn.Module, family: Family, dtype: torch.dtype, float32: Collection[str] = ()) -> None:
@@ -101,10 +118,8 @@ def stored_as_in_memory(path: str | Path, family: Family, shapes: Mapping[str, t
         weight = torch.empty(tuple(range(2, 2 + len(shapes[name]))), device="meta")  # no two sizes alike
         return all(part.shape != weight.shape for _, part in family.engine_names(name, weight))
 
-    changed, folder = set(filter(changes, shapes)), Path(path)
-    if changed and not folder.is_dir():
-        folder = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
-    for file in folder.glob("*.safetensors") if changed else ():
+    changed = set(filter(changes, shapes))
+    for file in _weight_files(path) if changed else ():
         with safe_open(file, "pt") as weights:
             for name in changed.intersection(weights.keys()):
                 if tuple(weights.get_slice(name).get_shape()) == shapes[name]:
@@ -138,12 +153,15 @@ def mixtures(model: nn.Module, family: Family) -> list[Any]:
     return [m for m in model.modules() if family.layers.get(type(m).__name__) is mixture_forward]
 
 
-def save_model(model: PreTrainedModel, family: Family, folder: Path) -> None:
-    """Write weights and config in HF format, as both transformers and SGLang load it: with `Family.engine_names`.
+def save_model(
+    model: PreTrainedModel, family: Family, folder: Path, carried: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write weights and config in HF format, as both transformers and SGLang load it: with `Family.engine_names`. `carried`:
+    further weights, written as they are (`carried_weights`).
 
     transformers tells layouts by their shape, so a square matrix stays in its own: SGLang would read that transposed.
     """
-    weights = {}
+    weights = dict(carried or {})
     for name, weight in model.named_parameters():
         for part, value in family.engine_names(name, weight.detach()):
             weights[part] = weight.detach() if value.shape == weight.shape else value

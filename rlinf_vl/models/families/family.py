@@ -121,6 +121,8 @@ class Family:
     mixture: Callable[[Any], Mixture | None] = lambda config: None  # config → its mixtures of experts
     #: Last parts of the names of weights that are float32 whatever the model's dtype: in training, in engines and in exports.
     float32_weights: tuple[str, ...] = ()
+    #: First parts of the names of weights that checkpoints have and transformers' model lacks. An export has them unchanged.
+    carried_weights: tuple[str, ...] = ()
 
     def stays_float32(self, name: str) -> bool:
         """Whether the weight of this name is one of `float32_weights`."""

@@ -50,6 +50,7 @@ FAMILY: Family = replace(
     text_forward=text_forward,
     engine_config=engine_config,
     # Decays are exp(-exp(A_log) · softplus(a + dt_bias)), over thousands of tokens: bfloat16 moves outputs by 4e-3.
+    carried_weights=("mtp.",),  # heads that predict further tokens, for speculative decoding
     float32_weights=("A_log", "dt_bias"),
 )
 MOE: Family = replace(
