@@ -98,9 +98,13 @@ class Mesh:
     def shard(self, policy: PolicyModel, settings: FsdpConfig) -> PolicyModel:
         """Shard parameters in the FSDP units of the model's family, and one for the rest; a small model (`ONE_UNIT`) in one.
 
+        `policy` is on the CPU. FSDP2 moves a unit to the mesh's device when it shards it, and drops the whole unit then: beside the
+        shards, a device has one whole unit at most. With `cpu_offload` the shards return to host memory.
         Master weights stay in their dtype (float32); units compute in `param_dtype`; gradients are reduced in `reduce_dtype`.
         Quantized weights stay whole, and those of `Family.float32_weights`: a unit computes in one dtype.
         """
+        kept_whole = set(map(id, _kept_whole(policy)))  # FSDP2 ignores these, so it does not move them either
+        policy._apply(lambda value: value.to(self.device) if id(value) in kept_whole else value)
         options: dict[str, Any] = {
             "mesh": self.sharding,
             "reshard_after_forward": not self.gathers_once(settings),
@@ -111,9 +115,7 @@ class Mesh:
                 # as in the engine: the vision blocks' rotary tables.
                 cast_forward_inputs=False,
             ),
-            "ignored_params": {
-                p for name, p in policy.model.named_parameters() if is_quantized(p) or policy.family.stays_float32(name)
-            },
+            "ignored_params": set(_kept_whole(policy)),
             "offload_policy": fsdp.CPUOffloadPolicy() if settings.cpu_offload else fsdp.OffloadPolicy(),
         }
         small = sum(p.numel() for p in policy.parameters()) <= ONE_UNIT
@@ -139,6 +141,12 @@ class Mesh:
         flat /= self.size
         for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
             weight.grad = part.view_as(weight)
+
+
+def _kept_whole(policy: PolicyModel) -> list[nn.Parameter]:
+    """Return the parameters that every rank has whole, outside of FSDP2."""
+    named = policy.model.named_parameters()
+    return [p for name, p in named if is_quantized(p) or policy.family.stays_float32(name)]
 
 
 def reduce_in_backward(policy: Any, reduce: bool) -> None:

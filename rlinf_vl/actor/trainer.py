@@ -109,8 +109,6 @@ class Trainer:
             policy.replay = self.actor.routing_replay == "replay"
         if fsdp.gradient_checkpointing and not frozen:
             checkpoint_blocks(policy.model, policy.family, fsdp.gradient_checkpointing_use_reentrant)
-        if not fsdp.cpu_offload:
-            policy.to(self.mesh.device)
         return self.mesh.shard(policy, fsdp).train(not frozen)
 
     def _taught_by(self, teacher: Teacher | None) -> tuple[PolicyModel | None, BatchMaker | None]:
@@ -302,7 +300,8 @@ class Trainer:
         norms = []
         for weights in (whole, sharded):
             norm = nn.utils.get_total_norm([p.grad for p in weights if p.grad is not None])
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norms.append(norm.to(self.mesh.device))  # shards may be in host memory, beside whole weights on the device
         norm = torch.linalg.vector_norm(torch.stack(norms))
         for weights in (whole, sharded):
             nn.utils.clip_grads_with_norm_(weights, limit, norm)

@@ -2,7 +2,7 @@
 
 | phase | what runs |
 |---|---|
-| load | a rank reads the model, whole; collocated engines sleep (`rlinf_vl.controller.shared_gpu`) |
+| load | a rank shards the model, unit by unit; collocated engines sleep (`rlinf_vl.controller.shared_gpu`) |
 | resume | a rank reads model and optimizer, at a resume or after a rank's death; collocated engines sleep |
 | generate | engines; ranks keep what `actor.enable_offload` does not move to host memory |
 | images | the frozen tower on the step's images; collocated engines sleep |
@@ -196,14 +196,17 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     # In shared memory, what was sent stays until engines have copied it. Otherwise: a bucket that is sent, and one made meanwhile.
     flight = sent * weights.sent if strategy == "shared_memory" else 2 * BUCKET_BYTES
     sync = {"gathered weights": (4 + sent) * weights.largest, "buckets in flight": flight}
-    shards, whole = shards | packed, model.stored * (weights.total - quantized)
+    # FSDP2 moves a unit to the device whole, and drops it for its shard.
+    unit_on_its_way = model.stored * max(weights.root, weights.block, weights.tower_unit)
+    sharding = {"parameters": shards["parameters"] + unit_on_its_way}
+    shards = shards | packed
     process = {"rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1), "allocator": RESIDUE_BYTES}
     caches = frozen + (teacher is not None and teacher.tower > 0)
     cache = {"vision cache": caches * int(actor.vision_cache_gb * GIB)}
     training = process | shards | optimizer | cache
     resident = {} if actor.enable_offload else shards | optimizer
     return {
-        "load": process | packed | {"parameters": max(shards["parameters"], whole * on_device)},
+        "load": process | packed | sharding,
         # An optimizer's state is made by a step, and then overwritten.
         "resume": process | shards | optimizer | {"gradients": sharded_gradients},
         "generate": process | resident | cache,

@@ -46,7 +46,8 @@ def test_parts_are_closed_forms(model):
     assert eight["train"]["optimizer"] == pytest.approx(TRAINED, rel=1e-3)  # 8 bytes over 8 ranks
     assert eight["train"]["gradients"] == pytest.approx(4 * TRAINED / 8, rel=1e-3)
     assert eight["train"]["gathered weights"] < one["train"]["gathered weights"] / 2
-    assert eight["load"]["parameters"] == 4 * TOTAL  # read whole, then cut
+    embedding = 151936 * 2048  # the largest unit, which is on the device whole while it is cut
+    assert eight["load"]["parameters"] == pytest.approx(4 * (TOTAL / 8 + embedding), rel=1e-3)
 
 
 def test_quantized_weights_are_whole_in_every_rank():

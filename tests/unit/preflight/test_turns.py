@@ -89,7 +89,7 @@ class FakeRanks(FakeLearner):
 
     def start(self) -> None:
         self.run("load")
-        self.device.give(self.name, ["parameters"])  # whole, before it is cut
+        self.device.give(self.name, ["parameters"])  # the last unit, before it is cut
         self.run("load", parameters=self.phases["train"]["parameters"])
 
     def load(self, folder: str, step: int) -> None:
