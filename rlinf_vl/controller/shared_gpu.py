@@ -4,12 +4,12 @@
 |---|---|---|
 | generate | weights, KV cache | parameters, optimizer (–) |
 | train | – (small weights stay: `release_tags`) | everything, activations |
-| sync | weights | parameters, optimizer (parameters), a bucket or, by handle, a copy in the engines' dtype |
+| sync | weights | parameters, optimizer (parameters), a few buckets |
 
 From training to generating: the ranks release their cached memory (with offload, the optimizer's state too), the engines
 restore their weights' memory, a sync follows if one is due, with offload the ranks release their parameters, and last the
 engines restore their KV cache. The sync precedes the release of parameters because it gathers them on the device; its peak
-(parameters and two copies in the engines' dtype, 8 bytes a parameter) is below that of training (16 bytes a parameter and
+(parameters, the engines' weights and a few buckets, 6 bytes a parameter) is below that of training (16 bytes a parameter and
 activations), which must fit anyway.
 
 The CPU does the same in the same order and frees nothing, so that a wrong order fails there, too.

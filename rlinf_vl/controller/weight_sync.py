@@ -74,7 +74,7 @@ class WeightSync:
         begun, offered, sync = self._begun or self._offer(version, receivers)
         assert begun == version, f"version {begun} is on its way, not {version}"
         self._begun = None
-        delivered = self._queue("sender.deliver")
+        delivered = self._queue("sender.deliver", self._readers(sync))
         if receivers is not None:
             pending = offered + sync.calls + delivered
             self._wait("a weight broadcast", pending, TIMEOUT.total_seconds(), receivers)
@@ -92,6 +92,12 @@ class WeightSync:
         offered = self._queue("sender.offer", version, not self._checked)
         sync = self._pool.take_weights(self.strategy, offered, version, self._snapshot, receivers)
         return version, offered, sync
+
+    def _readers(self, sync: PendingSync) -> list[ray.ObjectRef]:
+        """Ask the receivers of a sync where they read, if its ranks wait for them: on GPUs that both share."""
+        if self.strategy != "shared_memory" or self._backend != "nccl":
+            return []
+        return [worker.actor.reads_at.remote() for _, worker in sync.update.receivers]
 
     def _queue(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         return [rank.call.remote(method, *arguments) for rank in self._actors.ranks]

@@ -25,6 +25,7 @@ from rlinf_vl.models.nf4 import BITS
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.trace import Trace
 from rlinf_vl.transport.buckets import BUCKET_BYTES
+from rlinf_vl.transport.staging import BUFFERS
 from rlinf_vl.transport.strategies import resolve_weight_sync
 
 GIB = 2**30
@@ -193,8 +194,10 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
         images["gathered weights"] = compute * (weights.root + tower)
         images["activations"] = model.images(config.runner.max_tokens_per_mbs).peak
     sent = _bytes(config.rollout.model.precision)
-    # In shared memory, what was sent stays until engines have copied it. Otherwise: a bucket that is sent, and one made meanwhile.
-    flight = sent * weights.sent if strategy == "shared_memory" else 2 * BUCKET_BYTES
+    # A bucket that is sent, and one made meanwhile. In shared memory two are read, each as large as the largest weight.
+    flight = 2 * BUCKET_BYTES
+    if strategy == "shared_memory":
+        flight = BUCKET_BYTES + BUFFERS * max(BUCKET_BYTES, sent * weights.largest)
     sync = {"gathered weights": (4 + sent) * weights.largest, "buckets in flight": flight}
     # FSDP2 moves a unit to the device whole, and drops it for its shard.
     unit_on_its_way = model.stored * max(weights.root, weights.block, weights.tower_unit)

@@ -7,6 +7,7 @@ engine nor transformers.
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -152,6 +153,10 @@ class RolloutRank:
 
     async def process(self) -> tuple[str, int]:
         return where()
+
+    async def reads_at(self) -> tuple[str, int]:
+        """(place, process id): where this worker opens the memory of actor ranks."""
+        return shared_memory.place_of(self.device), os.getpid()
 
     async def heartbeat(self) -> bool:
         """Whether the engine lives."""
@@ -330,7 +335,11 @@ class RolloutRank:
             if strategy == "broadcast":
                 await asyncio.to_thread(self.engine.load_broadcast, labels, version)
             else:
-                await asyncio.to_thread(self.engine.load_weights, received(strategy, labels, self.device), version)
+                weights = received(strategy, labels, self.device)
+                try:
+                    await asyncio.to_thread(self.engine.load_weights, weights, version)
+                finally:
+                    weights.close()  # a sender waits for those that have not ended
         if self.device == "cuda":
             torch.cuda.synchronize()  # copied, so the sender may take its memory back
         seconds = time.perf_counter() - start

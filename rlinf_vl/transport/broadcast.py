@@ -104,7 +104,7 @@ class BroadcastSender(Sender):
         labels = super().make_labels(check)
         return labels if self.rank == 0 else []
 
-    def deliver(self) -> None:
+    def deliver(self, readers: Sequence[ray.ObjectRef] = ()) -> None:
         for i, label, bucket in self.buckets():
             if self.rank == 0:
                 copy = self.copy_of(i, label)

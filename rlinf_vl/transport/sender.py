@@ -9,7 +9,7 @@ weights, the ranks *release* the memory that only this needed. The controller qu
 | object_store | buckets in Ray's object store | – | reading them |
 | delta | what changed of each rank's shard, in Ray's object store | – | reading and writing it over (`delta`) |
 | broadcast | names and shapes | a broadcast from rank 0 in a group with the engines (NCCL; gloo on the CPU) | the engine itself |
-| shared_memory | handles of memory on the same GPU (on the CPU: of the same node) | – (on the CPU, filling it) | opening them |
+| shared_memory | handles of memory on the same GPU (on the CPU: of the same node) | filling it (on a GPU: `staging`) | opening them |
 """
 
 import time
@@ -109,8 +109,9 @@ class Sender:
         nbytes = nbytes if self.rank == 0 else 0
         return Offer(labels, nbytes, nbytes)
 
-    def deliver(self) -> None:
-        """Send what was offered, while the workers receive it. Collective."""
+    def deliver(self, readers: Sequence[ray.ObjectRef] = ()) -> None:
+        """Send what was offered, while the workers receive it. Collective. `readers`: what `reads_at` of each worker returns, for a
+        strategy that waits for them."""
 
     def release(self) -> None:
         """Drop memory that only the receivers needed; all of them have the weights."""

@@ -1,11 +1,11 @@
 """Weights in memory that the ranks share with processes at the same place; only handles travel.
 
-A place is a GPU (CUDA IPC), on the CPU a node (anonymous shared memory, opened through /proc, which no crash leaves behind).
-One rank at each place offers. On a GPU it keeps the memory until `release`, when every worker has copied; CUDA's own rules
-ask for the same. On the CPU the memory stays, and both sides keep it mapped: fresh pages cost as much as several copies.
-From the second sync on it is filled while the workers read behind.
+A place is a GPU (CUDA IPC), on the CPU a node (`node_memory`). One rank at each place offers. On a GPU the weights pass through
+two buckets (`staging`), which go with `release`. On the CPU all weights have memory that stays, and both sides keep it mapped:
+fresh pages cost as much as several copies. From the second sync on it is filled while the workers read behind.
 """
 
+import logging
 import os
 import time
 import uuid
@@ -16,10 +16,14 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import reduce_tensor
+from ray.exceptions import RayError
 
 from rlinf_vl.transport.buckets import Label, flatten
+from rlinf_vl.transport.node_memory import NodeMemory, forget_others, mapped
 from rlinf_vl.transport.sender import Sender
+from rlinf_vl.transport.staging import StagedBucket, Staging, read_staged
+
+log = logging.getLogger(__name__)
 
 #: Seconds that a worker waits for the next bucket.
 TIMEOUT = 600
@@ -29,38 +33,12 @@ SHARED_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handle(Label):
-    """The label of a bucket that is at `place`. On the CPU, `where` is (name and path of the memory, offset), and the bucket is
-    written when the number behind it has reached `sync`."""
+    """The label of a bucket that is at `place`, a node. `where` is (name and path of the memory, offset); the bucket is written when
+    the number behind it has reached `sync`."""
 
     place: str
     where: Any = field(repr=False)
     sync: int = 0
-
-
-class NodeMemory:
-    """Memory that other processes of this node map, and that goes with the last of them."""
-
-    def __init__(self, path: str | None = None, size: int = 0) -> None:
-        """Map the memory at `path`, which another process made; without a path, make `size` bytes."""
-        descriptor = os.memfd_create("rlinf_vl-weights") if path is None else os.open(path, os.O_RDWR)
-        self._file = os.fdopen(descriptor, "r+b", buffering=0)
-        if path is None:
-            self._file.truncate(size)
-        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        """What opens it in other processes."""
-        whole = os.fstat(descriptor).st_size
-        self.flat = torch.from_file(self.path, shared=True, size=whole, dtype=torch.uint8)
-
-    def number_at(self, offset: int) -> int:
-        """A number seen no sooner than what was written before it: system calls read and write it."""
-        return int.from_bytes(os.pread(self._file.fileno(), 8, offset), "little")
-
-    def set_number(self, offset: int, number: int) -> None:
-        os.pwrite(self._file.fileno(), number.to_bytes(8, "little"), offset)
-
-
-#: What this process has mapped, by name: the memory of one sender, which offers the same every time.
-_mapped: dict[str, NodeMemory] = {}
 
 
 def place_of(device: str) -> str:
@@ -70,7 +48,7 @@ def place_of(device: str) -> str:
     return f"node {ray.get_runtime_context().get_node_id()}"
 
 
-def at(place: str, handles: Sequence[Handle]) -> list[Handle]:
+def at(place: str, handles: Sequence[Handle | StagedBucket]) -> list[Handle | StagedBucket]:
     """Those of `handles` that can be opened at `place`; ValueError if none can."""
     mine = [handle for handle in handles if handle.place == place]
     if not mine:
@@ -82,31 +60,29 @@ def at(place: str, handles: Sequence[Handle]) -> list[Handle]:
     return mine
 
 
-def opened(handles: Sequence[Handle]) -> Iterator[dict[str, torch.Tensor]]:
-    """The weights of each handle, as views of the sender's memory: copy them before the sender is told to release.
+def opened(handles: Sequence[Handle | StagedBucket]) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights of each handle, as views of the sender's memory: copy them before the next are asked for.
 
     Raises:
         TimeoutError: weights that were offered do not come.
     """
-    for gone in _mapped.keys() - {handle.where[0] for handle in handles if handle.sync}:
-        del _mapped[gone]
-    for handle in handles:
+    staged = [handle for handle in handles if isinstance(handle, StagedBucket)]
+    on_node = [handle for handle in handles if isinstance(handle, Handle)]
+    forget_others({bucket.board[0] for bucket in staged} | {handle.where[0] for handle in on_node})
+    yield from read_staged(staged, os.getpid())
+    for handle in on_node:
         yield handle.views(_open(handle))
 
 
 def _open(handle: Handle) -> torch.Tensor:
-    if not handle.sync:
-        rebuild, arguments = handle.where
-        return rebuild(*arguments)
     name, path, offset = handle.where
     size, until = handle.nbytes, time.monotonic() + TIMEOUT
-    if name not in _mapped:
-        _mapped[name] = NodeMemory(path)
-    while _mapped[name].number_at(offset + size) < handle.sync:
+    memory = mapped(name, path)
+    while memory.number_at(offset + size) < handle.sync:
         if time.monotonic() > until:
             raise TimeoutError(f"weights that were offered did not come in {TIMEOUT} s")
         time.sleep(1e-4)
-    return _mapped[name].flat[offset : offset + size]
+    return memory.flat[offset : offset + size]
 
 
 @dataclass
@@ -119,28 +95,29 @@ class SharedMemorySender(Sender):
         self._syncs = 0
         self._memory: NodeMemory | None = None
         self._handles: list[Handle] = []
-        self._on_gpu: list[torch.Tensor] = []  # from offer to release
+        self._staging = Staging(self.device) if self.device == "cuda" else None
         if self.device == "cpu":
             self.bucket_bytes = min(self.bucket_bytes, SHARED_BYTES)
         places: list[str] = [""] * self.world_size
         dist.all_gather_object(places, self._place)
         self._offers = self._place not in places[: self.rank]
 
-    def make_labels(self, check: bool) -> list[Handle]:
-        assert not self._on_gpu, "offered again before the receivers had the last"
+    def make_labels(self, check: bool) -> Sequence[Handle | StagedBucket]:
         labels = super().make_labels(check)
         self._syncs += 1
-        if self.device == "cuda":
-            self._fill_gpu(labels)
-        elif self._offers:
+        if self._staging is not None:
+            return self._staging.announce(labels, self._place) if self._offers else []
+        if self._offers:
             if self._memory is None:
                 self._memory = self._share(labels)
             pairs = zip(self._handles, labels, strict=True)
             self._handles = [replace(h, fingerprint=new.fingerprint, sync=self._syncs) for h, new in pairs]
         return self._handles
 
-    def deliver(self) -> None:
-        if self.device == "cuda":
+    def deliver(self, readers: Sequence[ray.ObjectRef] = ()) -> None:
+        if self._staging is not None:
+            self._stage(self._staging, self._readers_here(readers))
+            self.snapshot_version = self.offered
             return
         for i, label, bucket in self.buckets():
             if self._memory is not None:
@@ -151,7 +128,8 @@ class SharedMemorySender(Sender):
         self.snapshot_version = self.offered
 
     def release(self) -> None:
-        self._on_gpu = []
+        if self._staging is not None:
+            self._staging.release()
 
     def _share(self, labels: Sequence[Label]) -> NodeMemory:
         starts = [0]
@@ -164,15 +142,25 @@ class SharedMemorySender(Sender):
             self.sent.append((label, memory.flat[start : start + label.nbytes]))
         return memory
 
-    def _fill_gpu(self, labels: Sequence[Label]) -> None:
-        self._handles = []
+    def _stage(self, staging: Staging, readers: set[int]) -> None:
+        """Pass all weights through the staged buckets, to the processes that read them."""
         for i, label, bucket in self.buckets():
             if self._offers:
-                flat = flatten(bucket)
-                self._on_gpu.append(flat)
-                mark, where = labels[i].fingerprint, reduce_tensor(flat)
-                self._handles.append(Handle(entries=label.entries, fingerprint=mark, place=self._place, where=where))
+                flat = staging.fill(bucket, readers)
                 if self.rank == 0:
-                    self.copy_of(i, label).copy_(flat, non_blocking=True)
-        torch.cuda.synchronize()  # written before anyone reads
-        self.snapshot_version = self.offered
+                    self.copy_of(i, label).copy_(flat)  # before the buffer is filled again
+        if self._offers:
+            staging.finish(readers)
+
+    def _readers_here(self, answers: Sequence[ray.ObjectRef]) -> set[int]:
+        """Return the process ids of the workers that read at this place; `answers`: what their `reads_at` returned."""
+        readers = set[int]()
+        for answer in answers if self._offers else ():
+            try:
+                place, pid = ray.get(answer, timeout=TIMEOUT)
+            except RayError as error:
+                log.warning("a rollout worker is not waited for in this weight sync: %s", type(error).__name__)
+                continue
+            if place == self._place:
+                readers.add(pid)
+        return readers

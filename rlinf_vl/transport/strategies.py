@@ -3,7 +3,7 @@
 `sender` explains the steps of a sync.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_
     return weight_sync
 
 
-def received(strategy: str, labels: Sequence[Any], device: str) -> Iterator[Mapping[str, torch.Tensor | Patch]]:
+def received(strategy: str, labels: Sequence[Any], device: str) -> Generator[Mapping[str, torch.Tensor | Patch]]:
     """The weights of each label, or what changes of them, by delta and object_store (whose labels are what is in the store) or
     shared_memory: views, to be copied. `device`: where changes are unpacked.
 

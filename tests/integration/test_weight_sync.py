@@ -164,7 +164,7 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
 @pytest.mark.parametrize("synced", ["shared_memory"], indirect=True)
 def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
     """An offer is a promise, kept by `deliver`; the memory goes with its sender."""
-    from rlinf_vl.transport import shared_memory
+    from rlinf_vl.transport import node_memory, shared_memory
 
     _, actors, _ = synced
     first = [label for offer in actors.call("sender.offer", 1, True) for label in offer.labels]
@@ -184,9 +184,25 @@ def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
         assert all(torch.equal(value, values[name]) for name, value in weights.items())
     actors.call("sender.release")
     actors.call("set_weight_sync", "object_store", BUCKET_BYTES)
-    shared_memory._mapped.clear()
+    node_memory.forget_others(set())
     gc.collect()
     with pytest.raises(FileNotFoundError):
         next(shared_memory.opened(first))
     with pytest.raises(ValueError, match="no actor rank is at the place"):
         shared_memory.at("GPU elsewhere", first)
+
+
+@pytest.mark.parametrize("synced", ["shared_memory"], indirect=True)
+def test_the_sender_knows_the_processes_that_read_beside_it_and_leaves_dead_ones_out(synced):
+    """On GPUs it waits for them; which rank offers does so."""
+    _, actors, pool = synced
+    workers = list(pool.workers)
+    places = [worker.reads_at.remote() for worker in workers]
+    pids = {pid for _, pid in ray.get(places)}
+    assert pids == {pid for _, pid in ray.get([worker.process.remote() for worker in workers])}
+    assert actors.call("sender._readers_here", places) == [pids, set()]
+    os.kill(ray.get(places[1])[1], signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(workers[1].process.remote())
+    late = [worker.reads_at.remote() for worker in workers]
+    assert actors.call("sender._readers_here", late)[0] == {ray.get(places[0])[1]}

@@ -147,7 +147,7 @@ class ActorConfig:
     """Keep weights and optimizer state in host memory while collocated engines generate (CUDA only)."""
     share_prompts: bool = True
     """A group's prompt stands once in a micro-batch, for all its responses; false repeats it for each. The loss is the same."""
-    vision_cache_gb: float = key(4.0, NOT_NEGATIVE)
+    vision_cache_gb: float = key(1.0, NOT_NEGATIVE)
     """Image features of a frozen vision tower kept on the device, in GiB; what a step needs beyond that is kept in host
     memory. Each image is then encoded once per step at most, and again only after its features had to go."""
     logprob_chunk_tokens: int | None = key(None, AT_LEAST_1)
