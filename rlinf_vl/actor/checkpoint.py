@@ -17,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from rlinf_vl.actor.staging_arena import ArenaStager
 from rlinf_vl.errors import RunError
 from rlinf_vl.models.lora import is_adapter
 
@@ -36,8 +36,8 @@ class CheckpointWriter:
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
         on_gpu = torch.cuda.is_available()
-        # Keeps its memory, which is page-locked beside a GPU, for the next checkpoint.
-        self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+        self._on_gpu = on_gpu
+        self._stager = ArenaStager(page_locked=on_gpu)
 
     def stage(self, policy: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False) -> None:
         """Copy the sharded state, and this rank's random states. The learning rate is not part of it: it follows from the config
@@ -49,9 +49,8 @@ class CheckpointWriter:
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()
         self._random = random
-        staged = self._stager.stage({"model": model_state, "optimizer": optimizer_state})
-        assert isinstance(staged, dict)
-        self._state = staged
+        state = {"model": model_state, "optimizer": optimizer_state}
+        self._state = self._stager.stage(state, non_blocking=self._on_gpu)
 
     def write(self, folder: str) -> dict[str, str]:
         """Write what was staged under a folder or URL; returns the SHA-256 of each file that this rank wrote, by its name there.

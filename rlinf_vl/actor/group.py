@@ -16,7 +16,7 @@ from ray.exceptions import RayTaskError
 from rlinf_vl.actor.messages import RankMiniBatch, TurnKl
 from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
-from rlinf_vl.errors import RunError
+from rlinf_vl.errors import RunError, reason_of
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.runtime.ray_process import entry, kill, wait_for_all
 from rlinf_vl.types import Prices
@@ -143,8 +143,12 @@ class ActorGroup:
         self.call("trainer.memory.restore")
 
     def stage(self) -> None:
-        """Let every rank copy its part of a checkpoint to host memory; then the weights may change."""
-        self.call("trainer.stage")
+        """Let every rank copy its part of a checkpoint to host memory; then the weights may change. OSError where a rank could
+        not."""
+        try:
+            self.call("trainer.stage")
+        except RayTaskError as error:
+            raise OSError(f"the state was not copied to host memory: {reason_of(error)}") from error
 
     def write(self, folder: str) -> dict[str, str]:
         """Let the ranks write what they staged into a folder or URL together, also while they train on. Returns the SHA-256 of every

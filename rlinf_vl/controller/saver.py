@@ -42,10 +42,10 @@ class Saver:
             self.collect(wait=True)
             try:
                 self._log.flush()  # what is resumed from here has the lines of its steps
+                self._learner.stage()
             except OSError as error:
                 self._failed(error, last)
                 return
-            self._learner.stage()
             keep = runner.keep_last, runner.keep_best, state["accuracies"]
             write = partial(save_checkpoint, self._home, state["step"], self._learner.write, state, *keep)
             self._writing = Future()

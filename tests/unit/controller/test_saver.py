@@ -86,6 +86,20 @@ def test_a_checkpoint_that_fails_meanwhile_is_an_event_and_the_next_one_is_tried
     assert run.metrics() == undisturbed
 
 
+def test_a_checkpoint_whose_state_can_not_be_copied_is_an_event_and_the_next_one_is_tried(tmp_path, undisturbed):
+    run = FakeRun(tmp_path, "runner.save_interval=2")
+    stage = run.learner.stage
+
+    def refused():
+        run.learner.stage = stage
+        raise OSError("the state was not copied to host memory: CUDA error 2")
+
+    run.learner.stage = refused
+    run.train()
+    assert run.events() == [("checkpoint_failed", 2)] and run.checkpoints() == [4, 6]
+    assert run.metrics() == undisturbed
+
+
 def test_a_learner_that_is_lost_while_it_writes_goes_back_to_the_checkpoint_before(
     monkeypatch, tmp_path, undisturbed_parts
 ):
