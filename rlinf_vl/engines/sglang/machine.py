@@ -72,6 +72,8 @@ def cuda_environment(shared_gpu: bool) -> dict[str, str]:
       loader resolves before Python can help: without libcudart on its path the process ends with code 127.
     - `PATH`: pip puts `ninja` beside the interpreter, and a Ray worker doesn't have that folder on its path.
     - `PYTORCH_CUDA_ALLOC_CONF`: torch_memory_saver refuses expandable segments.
+    - `TMS_RETAIN_CPU_BACKUP`: without it torch_memory_saver frees its page-locked copy of the weights when they wake, and locks as
+      much memory again when they next sleep, which takes longer than the copy.
 
     Args:
         shared_gpu: actor ranks use the same GPU, so the engine gives its memory back while they train.
@@ -80,6 +82,7 @@ def cuda_environment(shared_gpu: bool) -> dict[str, str]:
     if folder := cudart_folder():
         environment["LD_LIBRARY_PATH"] = _first(str(folder), os.environ.get("LD_LIBRARY_PATH", ""))
     if shared_gpu:
+        environment["TMS_RETAIN_CPU_BACKUP"] = os.environ.get("TMS_RETAIN_CPU_BACKUP", "1")
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if value := os.environ.get(name):
                 environment[name] = re.sub(r"(expandable_segments\s*:\s*)true", r"\1False", value, flags=re.IGNORECASE)

@@ -76,3 +76,11 @@ def test_the_folder_of_libcudart_is_first_for_the_loader(monkeypatch, tmp_path):
     assert machine.cuda_environment(True)["LD_LIBRARY_PATH"] == os.pathsep.join([str(tmp_path), "/opt/lib"])
     monkeypatch.delenv("LD_LIBRARY_PATH")
     assert machine.cuda_environment(True)["LD_LIBRARY_PATH"] == str(tmp_path)
+
+
+def test_the_memory_saver_keeps_its_page_locked_copy_where_engines_sleep(monkeypatch):
+    monkeypatch.delenv("TMS_RETAIN_CPU_BACKUP", raising=False)
+    assert machine.cuda_environment(shared_gpu=True)["TMS_RETAIN_CPU_BACKUP"] == "1"
+    assert "TMS_RETAIN_CPU_BACKUP" not in machine.cuda_environment(shared_gpu=False)
+    monkeypatch.setenv("TMS_RETAIN_CPU_BACKUP", "0")
+    assert machine.cuda_environment(shared_gpu=True)["TMS_RETAIN_CPU_BACKUP"] == "0"
