@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from glob import glob
 from typing import Any
 
 import ray
@@ -40,9 +41,12 @@ log = logging.getLogger(__name__)
 PROBE_S = 5.0
 #: Seconds that each node has to start a worker: a first import of Ray from a shared disk takes its time.
 WORKER_S = 120.0
-#: For actor processes: glibc would give the memory of each freed activation back to the kernel, which clears it for the next one.
+#: For actor processes without a GPU: glibc would give the memory of each freed activation back to the kernel, which clears it for
+#: the next one.
 #: malloc reads this when a process starts.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
+#: What a machine with GPUs has: NVIDIA's, AMD's.
+GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd")
 #: Seconds that the cluster has to offer the nodes and slots asked for.
 PLACEMENT_TIMEOUT_S = 300
 
@@ -262,11 +266,19 @@ def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
-        **MALLOC,
+        # Beside a GPU, what is freed in host memory are images and checkpoints, which the system should have back.
+        **({} if _on_gpus(cluster) else MALLOC),
         # SGLang turns both off in its processes unless told otherwise; rank 0 broadcasts weights to them in one NCCL group,
         # whose members must agree
         **{name: os.environ.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},
     }
+
+
+def _on_gpus(cluster: ClusterConfig) -> bool:
+    """Return whether actors will have GPUs: as the config says, or as this machine has any that Ray would find."""
+    if cluster.device != "auto":
+        return cluster.device == "cuda"
+    return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(map(glob, GPU_FILES))
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """Variables that every actor's process is started with."""
 
+import pytest
+
 from rlinf_vl.config.schema import ClusterConfig
-from rlinf_vl.runtime.launch import _actor_environment
+from rlinf_vl.runtime import launch
+from rlinf_vl.runtime.launch import MALLOC, _actor_environment
 from rlinf_vl.runtime.ray_process import threads_beside
 
 
@@ -19,3 +22,24 @@ def test_threads():
     assert _actor_environment(ClusterConfig())["OMP_NUM_THREADS"] == "1"
     assert _actor_environment(ClusterConfig(cpu_threads=3))["OMP_NUM_THREADS"] == "3"
     assert [threads_beside(*host) for host in ((26, 1), (208, 8), (96, 8), (4, 8), (512, 1))] == [13, 13, 6, 1, 16]
+
+
+@pytest.mark.parametrize(
+    ("device", "files", "visible", "set_malloc"),
+    [
+        ("cpu", ["nvidia0"], None, True),
+        ("cuda", [], None, False),
+        ("auto", [], None, True),
+        ("auto", ["nvidia0"], None, False),
+        ("auto", ["nvidiactl"], None, True),
+        ("auto", ["nvidia0"], "", True),
+    ],
+)
+def test_malloc_keeps_freed_memory_on_cpus_only(monkeypatch, tmp_path, device, files, visible, set_malloc):
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(launch, "GPU_FILES", (f"{tmp_path}/nvidia[0-9]*", f"{tmp_path}/kfd"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert (MALLOC.items() <= _actor_environment(ClusterConfig(device=device)).items()) is set_malloc
