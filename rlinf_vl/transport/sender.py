@@ -9,7 +9,7 @@ weights, the ranks *release* the memory that only this needed. The controller qu
 | object_store | buckets in Ray's object store | – | reading them |
 | delta | what changed of each rank's shard, in Ray's object store | – | reading and writing it over (`delta`) |
 | broadcast | names and shapes | a broadcast from rank 0 in a group with the engines (NCCL; gloo on the CPU) | the engine itself |
-| shared_memory | handles of memory on the same GPU (on the CPU: of the same node) | filling it (on a GPU: `staging`) | opening them |
+| shared_memory | handles of memory on the same GPU (on the CPU: the same node) | filling it (on a GPU: `staging`) | opening them |
 """
 
 import time

@@ -11,9 +11,12 @@ takes no message. What keeps a sync from standing still:
 """
 
 import logging
+import os
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from rlinf_vl.transport.node_memory import NodeMemory, mapped
 log = logging.getLogger(__name__)
 
 BUFFERS = 2
+#: Variables that PyTorch's CUDA allocator is set with.
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 #: Seconds that a reader waits for the next bucket, and the sender for a reader.
 TIMEOUT = 600
 #: Seconds between two looks at the processes that a sender waits for.
@@ -78,7 +83,8 @@ class Staging:
         opens = []
         for _ in range(min(BUFFERS, len(labels))):
             if self._device == "cuda":
-                buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
+                with expandable_segments_off():
+                    buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
                 opens.append(reduce_tensor(buffer))
             else:
                 memory = NodeMemory(size=size)
@@ -136,6 +142,26 @@ class Staging:
                 log.warning("processes %s have not read weights for %s s: they are not waited for", waiting, TIMEOUT)
                 readers.difference_update(waiting)
             time.sleep(1e-4)
+
+
+@contextmanager
+def expandable_segments_off() -> Iterator[None]:
+    """Have PyTorch allocate whole segments, as CUDA IPC needs them, where the environment asks for expandable ones."""
+    asked = (os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
+    if not any(re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE) for value in asked):
+        yield
+        return
+    _set_allocator("expandable_segments:False")
+    try:
+        yield
+    finally:
+        _set_allocator("expandable_segments:True")
+
+
+def _set_allocator(settings: str) -> None:
+    """Change settings of PyTorch's CUDA allocator while it works."""
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # its name before torch 2.10 or so
+    (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def read_staged(buckets: Sequence[StagedBucket], pid: int) -> Iterator[dict[str, torch.Tensor]]:

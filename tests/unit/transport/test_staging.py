@@ -183,3 +183,24 @@ def test_ranks_that_share_a_gpu_send_through_two_buckets_and_keep_a_snapshot_on_
             assert sender.snapshot_version == sync
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "off"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments: true", True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", False),
+        ("PYTORCH_ALLOC_CONF", "", False),
+    ],
+)
+def test_expandable_segments_are_off_while_memory_for_others_is_allocated(monkeypatch, name, value, off):
+    for other in room.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    changes = []
+    monkeypatch.setattr(room, "_set_allocator", changes.append)
+    with pytest.raises(MemoryError), room.expandable_segments_off():
+        assert changes == ["expandable_segments:False"] * off
+        raise MemoryError
+    assert changes == ["expandable_segments:False", "expandable_segments:True"] * off
