@@ -42,6 +42,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     "ray": ("2.60.0",),
     "sglang": ("0.5.23",),
     "torch_memory_saver": ("0.0.10",),
+    "fla-core": ("0.6.0",),
 }
 #: The oldest NVIDIA driver for each major version of CUDA.
 DRIVERS = {13: 580, 12: 525}
@@ -267,6 +268,11 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
     except (ConfigError, ValueError) as error:
         yield line("model", config.rollout.model.model_path, error, "warn")
         return
+    if model.family.decode_state(model.shape).row_shapes and _on_gpus(machine, config):
+        found = machine.packages.get("fla-core")
+        way_out = "PyTorch's operations take its place, slowly; `python -m pip install 'fla-core>=0.6'` installs it"
+        said = f"fla-core {found}" if found else "fla-core is not installed"
+        yield line("gated delta nets", said, not found and way_out, "warn")
     weights, runner = model.weights, config.runner
     at_once = max(1, runner.keep_last) + runner.keep_best + 1  # a new one is whole before the oldest goes
     loading = (ranks * model.stored + engines * DTYPES[config.rollout.model.precision].itemsize) * weights.total

@@ -80,6 +80,10 @@ def _rule_for(device: str, dtype: torch.dtype) -> Callable | None:
         import triton  # pyright: ignore[reportMissingImports]
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
     except ImportError:
+        logger.warning(
+            "flash-linear-attention is not installed: gated delta nets are computed by PyTorch's operations, slowly; "
+            "`python -m pip install 'fla-core>=0.6'` installs it"
+        )
         return None
     broken = Version("3.4.0") <= Version(triton.__version__) < Version("3.7.1")
     if broken and torch.cuda.get_device_capability() == (9, 0) and find_spec("tilelang") is None:

@@ -1,6 +1,8 @@
 """Gated delta nets over packed trees of segments, against loops in float64 over each path from a root to a segment, token by
 token: outputs, states, gradients. The path for CUDA runs on a reference of the one operation that it calls."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -192,3 +194,14 @@ def test_a_kernel_without_shared_prompts_is_called_level_by_level(row, monkeypat
 def test_that_kernel_continues_what_was_kept(monkeypatch):
     monkeypatch.setattr(delta, "_rule_for", lambda *_: flash_reference)
     test_what_is_behind_a_segment_can_be_continued_later(2)
+
+
+def test_training_on_a_gpu_without_flash_linear_attention_says_so(caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    assert delta._rule_for.__wrapped__("cuda", torch.bfloat16) is None
+    assert "gated delta nets are computed by PyTorch's operations, slowly" in caplog.text and "fla-core" in caplog.text
+    caplog.clear()
+    assert (
+        delta._rule_for.__wrapped__("cpu", torch.bfloat16) is delta._rule_for.__wrapped__("cuda", torch.float32) is None
+    )
+    assert not caplog.text

@@ -213,3 +213,13 @@ def test_the_verb(monkeypatch, capsys):
     assert main(["doctor", "no-such-config"]) == 2
     assert main(["doctor", "toy-grpo-cpu", "runner.max_steps=0"]) == 1
     assert "runner.max_steps" in capsys.readouterr().out
+
+
+def test_gated_delta_nets_on_a_gpu_want_flash_linear_attention():
+    recurrent, cuda = "toy-grpo-cpu-qwen3_5", "cluster.device=cuda"
+    missing = lines(GPUS, cuda, config=recurrent)["gated delta nets"]
+    assert missing.status == "warn" and "pip install 'fla-core" in missing.said
+    there = dataclasses.replace(GPUS, packages=GPUS.packages | {"fla-core": "0.6.0"})
+    assert lines(there, cuda, config=recurrent)["gated delta nets"].status == "ok"
+    assert "gated delta nets" not in lines(CPU, config=recurrent)
+    assert "gated delta nets" not in lines(GPUS, cuda, config="toy-grpo-cpu")
