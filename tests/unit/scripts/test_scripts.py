@@ -374,3 +374,9 @@ def test_run_hands_overrides_on_untouched(fake_python: Path, tmp_path: Path):
 
 def test_run_has_the_exit_code_of_the_run(fake_python: Path):
     assert bash(RUN, "toy-grpo-cpu", RLINF_VL_PYTHON=str(fake_python), FAKE_EXIT="7").returncode == 7
+
+
+def test_the_image_has_the_libraries_with_which_nccl_reaches_other_machines_without_tcp():
+    """Of InfiniBand and RoCE; NCCL opens them when it starts."""
+    text = (ROOT / "docker/Dockerfile.cuda").read_text()
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1t64"} <= set(text.split())
