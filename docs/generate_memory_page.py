@@ -78,7 +78,7 @@ PREFLIGHT = {
     "1 × 24 GB: refused": (Hardware.named(1, 24), ()),
     "4 × 24 GB, with what was advised": (
         Hardware.named(4, 24),
-        ("actor.enable_offload=true", "actor.vision_cache_gb=1", "runner.max_tokens_per_mbs=4096"),
+        ("actor.enable_offload=true", "runner.max_tokens_per_mbs=4096"),
     ),
 }
 

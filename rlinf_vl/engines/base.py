@@ -15,6 +15,9 @@ from rlinf_vl.types import Completion, Request
 MEMORY_TAGS = ("weights", "kv_cache")
 #: Weights up to this share of a GPU's memory stay there while the trainer runs.
 SMALL_WEIGHTS = 0.1
+#: Left free of a GPU by `rollout.gpu_memory_utilization: auto` where an engine wakes beside a rank: neither side's allocator gives
+#: all of its memory back, and the engine takes its whole KV cache at once.
+WAKE_RESERVE_BYTES = int(2.5 * 2**30)
 
 
 def release_tags(weight_bytes: int, gpu_bytes: int) -> tuple[str, ...]:
@@ -27,6 +30,16 @@ def release_tags(weight_bytes: int, gpu_bytes: int) -> tuple[str, ...]:
         gpu_bytes: memory of that GPU.
     """
     return ("kv_cache",) if weight_bytes <= SMALL_WEIGHTS * gpu_bytes else MEMORY_TAGS
+
+
+def low_memory(free_bytes: int) -> str | None:
+    """Return a warning if an engine that woke has left less of its GPU free than is safe, and None otherwise."""
+    if free_bytes >= WAKE_RESERVE_BYTES / 2:
+        return None
+    return (
+        f"{free_bytes / 2**30:.1f} GiB of the GPU are free while engines generate, beside ranks that keep memory there: set "
+        "actor.enable_offload=true, or lower rollout.gpu_memory_utilization"
+    )
 
 
 class EngineDied(RuntimeError):

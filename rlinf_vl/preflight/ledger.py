@@ -14,12 +14,13 @@ What no reading tells is a constant here, with its reason.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlinf_vl.config.placement import Placement, placement_of
 from rlinf_vl.config.schema import Config
-from rlinf_vl.engines.base import release_tags
+from rlinf_vl.engines.base import WAKE_RESERVE_BYTES, release_tags
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import BITS
 from rlinf_vl.preflight.model import Model
@@ -125,7 +126,8 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None, place
     model = model or Model(config)
     strategy = resolve_weight_sync(config.rollout.weight_sync, "cuda", shared, placed.beside_actors)
     hybrid = config.actor.fsdp_config.strategy == "hsdp"
-    rank = _rank(config, model, ranks, min(ranks, hardware.gpus) if hybrid else ranks, strategy)
+    on_node = Counter(map(placed.node_of, placed.actor))
+    rank = _rank(config, model, ranks, min(on_node.values()) if hybrid else ranks, strategy)
     fixed = _engine(config, model, hardware, tp)
     weights = fixed.pop("engine weights")
     state = model.family.decode_state(model.shape)
@@ -133,7 +135,8 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None, place
     per_row = math.ceil(state.row_bytes() / tp)
     base = hardware.gpu_bytes - fixed["engine contexts"]  # what SGLang measures its share of
     beside = sum(fixed.values()) + (sum(rank["generate"].values()) if shared else 0)
-    fits = math.floor(100 * (hardware.usable - beside) / base) / 100
+    wakes = WAKE_RESERVE_BYTES - RESERVE_BYTES if shared else 0
+    fits = math.floor(100 * (hardware.usable - wakes - beside) / base) / 100
     written = config.rollout.gpu_memory_utilization
     share = max(0.0, min(MOST_SHARE, fits)) if isinstance(written, str) else written
     kv = max(0, int(share * base) - weights)

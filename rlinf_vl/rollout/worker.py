@@ -20,7 +20,7 @@ import torch
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, open_datasets
 from rlinf_vl.data.unusable import QUARANTINED, RowError
-from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, release_tags
+from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, low_memory, release_tags
 from rlinf_vl.envs.registry import ENVIRONMENTS, SINGLE
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rollout.busy import LapClock
@@ -373,6 +373,8 @@ class RolloutRank:
 
     async def restore_memory(self, tags: Sequence[str]) -> None:
         await self._memory(self.engine.restore_memory, tags, "restored")
+        if self.device == "cuda" and "kv_cache" in tags and (warning := low_memory(torch.cuda.mem_get_info()[0])):
+            log.warning(warning)
 
     async def _memory(self, change: Callable[[Sequence[str]], None], tags: Sequence[str], done: str) -> None:
         """An engine that can't (no memory is free, say) counts as dead."""
