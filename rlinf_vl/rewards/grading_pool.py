@@ -135,6 +135,7 @@ def serve(limit_s: float, wall_limit_s: float) -> None:
     try:  # imports, and fills the parser's caches
         same(r"\sqrt{12}+\sin(\frac{30\pi}{180})", r"\frac{1}{2}+2\cdot3^{1/2}", algebra=True)
         same("2(x+1)=y", "y=2x+2", algebra=True)
+        same("2x+2y=1", "0.5=x+y", algebra=True)
     except Exception as e:
         questions.send(f"{type(e).__name__}: {e}".encode())
         return

@@ -1,63 +1,105 @@
-r"""Read an answer: the last `\boxed{…}`, one spelling for what LaTeX can spell in many, its unit, its names, its elements."""
+r"""Read an answer: the last `\boxed{…}`, one spelling for what LaTeX can spell in many, its names, its elements."""
 
 import re
 from itertools import accumulate
 
-_CHARACTERS = str.maketrans(
-    {
-        "−": "-", "–": "-", "—": "-", "π": r"\pi ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/",
-        "°": r"^\circ ", "∠": r"\angle ", "△": r"\triangle ", "≈": r"\approx ", "±": r"\pm ", "½": r"\frac{1}{2}",
-        "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "²": "^2", "³": "^3", "≤": r"\le ", "≥": r"\ge ", "∞": r"\infty ",
-        "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "，": ",",
-        "。": ".", "％": "%", "\n": " ", "\t": " ",
-    }
-)  # fmt: skip
+_SPELLINGS = {
+    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "―": "-", "﹣": "-",
+    "π": r"\pi ", "×": r"\times ", "✕": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "•": r"\cdot ",
+    "∗": "*", "÷": "/", "⁄": "/", "∕": "/", "∶": ":",
+    "°": r"^\circ ", "˚": r"^\circ ", "º": r"^\circ ", "∘": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F",
+    "∠": r"\angle ", "△": r"\triangle ", "≈": r"\approx ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "≦": r"\le ",
+    "≧": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\neq ", "∞": r"\infty ", "∈": r"\in ", "∪": r"\cup ",
+    "∩": r"\cap ", "∅": r"\emptyset ", "⟨": r"\langle ", "⟩": r"\rangle ",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "Ω": "Ω", "μ": "µ", "´": "'", "′": "'",
+    "\u00a0": " ", "\u3000": " ", "。": ".", "、": ",", "\n": " ", "\t": " ",
+} | {
+    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
+    "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}",
+    "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+}  # fmt: skip
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_CHARACTERS = str.maketrans(_SPELLINGS | dict.fromkeys(map(chr, range(0x2000, 0x200B)), " ") | {"\u202f": " "})
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,30})(?:\.[0-9]{1,30})?")
+
+_MATRIX = re.compile(
+    r"(?:\\left)?[\[(]? ?\\begin ?\{(?P<kind>[pb]?matrix|array)\} ?(?:\{[lcr| ]{1,20}\})?"
+    r"(?P<cells>(?:(?!\\(?:begin|end)(?![a-z])).)*)\\end ?\{(?P=kind)\} ?(?:\\right)?[\])]?"
+)
+#: (text without which the pattern can't match, pattern, replacement), in this order.
 _REWRITES = [
-    (re.compile(pattern), to)
-    for pattern, to in (
-        (r"(?:√|(?<![\\a-zA-Z])sqrt) ?(?:\(([^()]*)\)|\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?)", r"\\sqrt{\1\2}"),
+    (needed, re.compile(pattern), to)
+    for needed, pattern, to in (
+        ("*", r"\*\*([^*]+)\*\*", r"\1"),
+        ("√", r"√ ?(?:\(([^()]*)\)|\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?)", r"\\sqrt{\1\2}"),
+        ("sqrt", r"(?<![\\a-zA-Z])sqrt ?(?:\(([^()]*)\)|\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?)", r"\\sqrt{\1\2}"),
+        ("\\", r"(?<!\\)\\[()\[\]!]", ""),
+        ("\\", r"\\(?:left|right)\.|\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style)(?![a-zA-Z])", ""),
+        ("\\", r"(?<!\\)\\[,;: ]", " "),
+        ("~", "~", " "),
+        ("\\", r"\\(?:q?quad|thinspace)(?![a-zA-Z])", " "),
+        ("{,}", r"\{,\}", ","),
+        ("*", r" ?\*\* ?", "^"),
+        ("*", r" ?\* ?", r"\\cdot "),
+        ("frac", r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        ("\\", r"\\(?:Omega|ohm)(?![a-zA-Z])", "Ω"),
+        ("\\m", r"\\(?:mu|micro)(?![a-zA-Z]) ?(?=[a-zA-Z]|\\(?:text|math))", "µ"),
+        ("\\euro", r"\\euro(?![a-zA-Z])", "€"),
+        ("\\celsius", r"\\celsius(?![a-zA-Z])", r"^\\circ C"),
+        ("deg", r"\\(?:text)?degree(?![a-zA-Z])", r"^\\circ "),
+        ("^", r"\^ ?\{ ?\\(?:circ|text(?:rm)? ?\{o\}) ?\}|\^ ?\\circ(?![a-zA-Z])", r"^\\circ "),
+        ("^", r"(?<=[0-9]) ?\^ ?(?:\{ ?o ?\}|o(?![a-zA-Z]))", r"^\\circ "),
+        ("\\text", r"\^ ?\{? ?\\text ?\{ ?([1-4]) ?\} ?\}?", r"^\1"),
         (
-            r"\\\$|\$|\\[()\[\]!]|\\(?:left|right)\.|\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style)(?![a-zA-Z])",
-            "",
+            "{",
+            r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|boldsymbol|mbox|operatorname|rm) ?\{([^{}]*)\}",
+            r" \1 ",
         ),
-        (r"\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\\thinspace(?![a-zA-Z])", " "),
-        (r"\{,\}", ","),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|boldsymbol|mbox|operatorname|rm) ?\{([^{}]*)\}", r" \1 "),
-        (r"\\(?:thick)?approx(?![a-zA-Z])", r"\\approx "),
-        (r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![a-zA-Z])|\\degree(?![a-zA-Z])", r"^\\circ "),
-        (r"\\%| ?percent(?![a-z])", "%"),
-        (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
-        (r"\\(sqrt|frac) ?([0-9]|(?<=frac)[a-z])", r"\\\1{\2}"),
-        (r"(\\frac ?\{[^{}]*\}) ?([0-9a-z])", r"\1{\2}"),
-        (r" (?:or|and) ", " , "),
-        (r" {2,}", " "),
-        (r"(^|=) ?([0-9.,]+)m(?= ?(?:\^|$))", r"\1 \2 m"),  # metres, not a product
+        ("{", r"\\(?:text(?:rm)?|math(?:rm|bf)) ?\{([^{}]*\{[^{}]*\}[^{}]*)\}", r" \1 "),
+        ("approx", r"\\(?:thick)?approx(?![a-zA-Z])", r"\\approx "),
+        ("\\g", r"\\(?:geqslant|geq)(?![a-zA-Z])", r"\\ge "),
+        ("\\l", r"\\(?:leqslant|leq)(?![a-zA-Z])", r"\\le "),
+        ("\\lbrace", r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        ("\\rbrace", r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        ("\\langle", r"\\langle(?![a-zA-Z]) ?", "("),
+        ("\\rangle", r" ?\\rangle(?![a-zA-Z])", ")"),
+        ("\\", r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}", r"\\emptyset "),
+        ("%", r"\\%", "%"),
+        ("cent", r" ?per ?cent(?![a-z])", "%"),
+        ("pi", r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
+        ("infinity", r"(?<![\\a-zA-Z])infinity(?![a-zA-Z])", r"\\infty "),
+        ("\\infty", r"(^|[(\[,;=]) ?\+ ?\\infty", r"\1\\infty"),
+        ("\\", r"\\(sqrt|frac) ?([0-9]|(?<=frac)[a-z])", r"\\\1{\2}"),
+        ("\\frac", r"(\\frac ?\{[^{}]*\}) ?([0-9a-z])", r"\1{\2}"),
+        ("log", r"(?<![a-zA-Z\\])log(?=_)", r"\\log"),
+        (
+            "\\log",
+            r"\\log ?_ ?(?:\{ ?([0-9a-z]{1,4}) ?\}|([0-9a-z])) ?(?:\{([0-9.]{1,30})\}|([0-9.]{1,30}))",
+            r"\\log_{\1\2}(\3\4)",
+        ),
+        ("\\in", r"^ ?\{? ?([a-zA-Z]) ?\}? ?\\in(?![a-zA-Z]) ?(?=[(\[])", r"\1="),
+        (" or ", ",? or ", " , "),
+        ("  ", " {2,}", " "),
+        ("m", r"(^|=) ?([0-9.,]+)m(?= ?(?:\^|$))", r"\1 \2 m"),  # metres, not a product
     )
 ]
-_THOUSANDS = re.compile(r"(?:^|=) ?[+-]?[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9,]| [0-9])")
-
-_UNITS = {
-    "cm": "cm|centimet(?:er|re)s?", "mm": "mm|millimet(?:er|re)s?", "km": "km|kilomet(?:er|re)s?",
-    "m": r"met(?:er|re)s?|(?<=\s)m", "ft": "ft|feet|foot", "inch": "in|inch(?:es)?", "yd": "yd|yards?",
-    "mi": "mi|miles?", "degree": "deg|degrees?", "rad": "rad|radians?", "h": "hours?|hrs?", "min": "min|minutes?",
-    "s": "sec|seconds?", "dollar": "dollars?", "cent": "cents?", "kg": "kg", "g": "grams?", "lb": "lbs?", "mph": "mph",
-    "unit": "units?",
-}  # fmt: skip
-_UNIT = re.compile(
-    r"(?<=[0-9)}\s])\s*(?:(?P<kind>square|sq\.?|cubic|cu\.?)\s+)?"
-    rf"(?:{'|'.join(f'(?P<{unit}>{pattern})' for unit, pattern in _UNITS.items())})"
-    r"\.?\s*(?:\^\s*\{?\s*(?P<power>[123])\s*\}?)?$"
-)
+_INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![a-zA-Z])")
+_RELATION = re.compile(r"(<=?|>=?|\\[lg]e(?![a-zA-Z]))")
+_SIGNS = {"<": "<", ">": ">", "<=": "<=", ">=": ">=", "\\le": "<=", "\\ge": ">="}
+_VARIABLE = re.compile(r"[a-zA-Z](?:_[0-9a-z])?|\\(?:theta|alpha|beta)")
+_THOUSANDS = re.compile(r"(?:^|=|[$€£¥₹]) ?[+-]?[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9,]| [0-9])")
 
 _BOX = re.compile(r"\\boxed\s{0,9}\{")
 _ANGLE = re.compile(r"(?:m ?)?\\(?:measured)?angle(?![a-zA-Z])")
 _DECORATION = re.compile(
     r"\\(?:overline|widehat|overarc|overset|frown|arc|overrightarrow|vec|triangle|mathcal|operatorname)(?![a-zA-Z])"
-    r"|\\(?=(?:alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu|sin|cos|tan)(?![a-zA-Z]))|[{}()|' ]|_ ?[0-9a-zA-Z]"
+    r"|\\(?=(?:alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu|sin|cos|tan)(?![a-zA-Z]))|[{}()|' ]"
 )
-_NAME = re.compile(r"[A-Za-z]{1,40}|∠[A-Za-z0-9]{1,9}|(?:sin|cos|tan)[0-9^\\]+(?:circ)?")
-_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]*)?) ?\^\\circ ?")
+_NAME = re.compile(
+    r"[A-Za-z]{1,40}(?:_[0-9A-Za-z]{1,4})?|[A-Za-z](?:,[A-Za-z]){1,3}|∠[A-Za-z0-9]{1,9}|(?:sin|cos|tan)[0-9^\\]+(?:circ)?"
+)
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\approx ")
 _COMMA = re.compile(r"[,;](?![^(\[{]*[)\]}])")  # outside of brackets
 
@@ -77,39 +119,65 @@ def last_boxed(text: str, max_length: int) -> str | None:
 
 
 def normalise(text: str) -> str:
-    r"""One spelling: typesetting and dollar signs gone, `\frac12` → `\frac{1}{2}`, √ → `\sqrt`, 1,440 → 1440, text unwrapped."""
-    text = text.translate(_CHARACTERS)
-    for pattern, to in _REWRITES:
-        text = pattern.sub(to, text)
+    r"""One spelling: typesetting gone, `\frac12` → `\frac{1}{2}`, √ → `\sqrt`, 1,440 → 1440, text unwrapped, `\$` → `$`.
+
+    A matrix becomes `\matrix{a&b;c&d}`, whatever its brackets.
+    """
+    if _PLAIN_NUMBER.fullmatch(text):
+        return text
+    if not text.isascii():
+        text = text.translate(_FULL_WIDTH).translate(_CHARACTERS)
+        text = re.sub("[⁰¹²³⁴-⁹⁻⁺]+", lambda match: f"^{{{match[0].translate(_RAISED)}}}", text)
+        text = re.sub("[₀-₉]+", lambda match: f"_{{{match[0].translate(_LOWERED)}}}", text)
+        text = re.sub(r"\^\{([0-9])\}", r"^\1", text)
+    text = text.replace("\n", " ").replace("\t", " ")
+    if "\\begin" in text:
+        text = _MATRIX.sub(_matrix, text)
+    text = _without_math_mode(text)
+    for needed, pattern, to in _REWRITES:
+        if needed in text:
+            text = pattern.sub(to, text)
+    if " and " in text and not _INEQUALITY.search(text):  # "x > 1 and x < 2" is one answer, no list of two
+        text = re.sub(",? and ", " , ", text)
     text = text.strip().removesuffix(".").strip()
     while text.startswith("{") and 0 not in depths(text)[:-1]:
         text = text[1:-1].strip()
-    return _THOUSANDS.sub(lambda match: re.sub("[, ]", "", match[0]), text)
+    if "," in text or " " in text:
+        text = _THOUSANDS.sub(lambda match: re.sub("[, ]", "", match[0]), text).strip()
+    return text
 
 
-def split_unit(text: str) -> tuple[str, str | None]:
-    r"""(value, canonical unit): `12 square inches` → ("12", "inch^2"), `25%` → ("25", "%"); `12 units` → ("12", None)."""
-    if text.endswith("%"):
-        return text[:-1].strip(), "%"
-    if re.search(r"\\(?:sin|cos|tan)(?![a-zA-Z])", text):  # a trailing degree belongs to the argument
-        return _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text), None
-    if text.endswith("^\\circ"):
-        return text.removesuffix("^\\circ").strip(), "degree"
-    match = _UNIT.search(text)
-    if match is None or not text[: match.start()].strip():
-        return text, None
-    unit = next(unit for unit in _UNITS if match[unit])
-    power = {"s": "2", "c": "3"}.get((match["kind"] or " ")[0], match["power"] or "1")
-    return text[: match.start()].strip(), None if unit == "unit" else unit if power == "1" else f"{unit}^{power}"
+def _matrix(match: re.Match[str]) -> str:
+    rows = [row.strip() for row in re.split(r"\\\\|\\cr(?![a-z])", match["cells"])]
+    rows = rows[:-1] if len(rows) > 1 and not rows[-1] else rows
+    return rf"\matrix{{{';'.join(rows)}}}"
+
+
+def _without_math_mode(text: str) -> str:
+    r"""Take out the dollar signs of math mode; those of money stay: `\$5`, and one alone in front of a number."""
+    if "$" not in text or "\x01" in text:
+        return text
+    text = text.replace("\\$", "\x01")
+    if text.count("$") == 1:
+        text = re.sub(r"^(\s*[+-]?\s*(?:US ?)?)\$(?=\s*[+-]?[0-9.])", "\\1\x01", text)
+        text = re.sub(r"(?<=[0-9])\s*\$\s*$", "\x01", text)
+    return text.replace("$", "").replace("\x01", "$")
+
+
+def split_matrix(text: str) -> list[list[str]] | None:
+    r"""The cells of a normalised matrix, row by row: `\matrix{1&2;3&4}`; None for anything else."""
+    if not text.startswith("\\matrix{") or not text.endswith("}") or 0 in depths(text)[len("\\matrix{") : -1]:
+        return None
+    return [[cell.strip() for cell in row.split("&")] for row in text[len("\\matrix{") : -1].split(";")]
 
 
 def split_equation(text: str) -> tuple[list[str], list[str]]:
-    r"""(names, values) of a chain of equalities: `m\angle A = 2x = 30` → (["∠A"], ["2x", "30"])."""
+    r"""(names, values) of a chain of equalities: `m\angle A = 2x = 30` → (["∠A"], ["2x", "30"]); of names alone no value."""
     parts = [part.strip() for part in _EQUALS.split(text)]
     parts = parts[1:] if not parts[0] and len(parts) > 1 else parts  # `= 7`
     letters = [_DECORATION.sub("", _ANGLE.sub("∠", part)) for part in parts]
     named = [len(parts) > 1 and _NAME.fullmatch(name) is not None for name in letters]
-    values = [part for part, is_name in zip(parts, named, strict=True) if not is_name] or parts[-1:]
+    values = [part for part, is_name in zip(parts, named, strict=True) if not is_name]
     return [name.removeprefix("∠") for name, is_name in zip(letters, named, strict=True) if is_name], values
 
 
@@ -124,6 +192,34 @@ def split_list(text: str) -> tuple[str, list[str]]:
     if len(elements) > 1:
         return brackets, elements
     return "", [text.replace("\\pm", sign) for sign in "+-"] if text.count("\\pm") == 1 else [text]
+
+
+def split_union(text: str) -> list[str]:
+    r"""The sets of a union, `(0,1) \cup [2,3)`, in brackets each; the text alone if it is none."""
+    sets = [part.strip() for part in text.split("\\cup")]
+    return sets if all(part[:1] in ("(", "[", "\\") and part[-1:] in (")", "]", "}") for part in sets) else [text]
+
+
+def split_inequality(text: str) -> tuple[str, str] | None:
+    r"""(variable, interval) of `1 < x \le 2`, `x > 3` or `3 < x`: ("x", "(1,2]"); None for anything else."""
+    if not _INEQUALITY.search(text):
+        return None
+    parts = [part.strip() for part in _RELATION.split(text)]
+    bounds, signs = parts[::2], [_SIGNS[sign] for sign in parts[1::2]]
+    if all(sign[0] == ">" for sign in signs):  # read it from its other end
+        bounds, signs = bounds[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
+    if not all(sign[0] == "<" for sign in signs):
+        return None
+    if len(bounds) == 2:
+        is_upper = _VARIABLE.fullmatch(bounds[0]) is not None
+        bounds = ["-\\infty", *bounds] if is_upper else [*bounds, "\\infty"]
+        signs = ["<", *signs] if is_upper else [*signs, "<"]
+    if len(bounds) != 3 or not _VARIABLE.fullmatch(bounds[1]):
+        return None
+    low, variable, high = bounds
+    if not low or not high or variable in re.sub(r"\\[a-zA-Z]+", "", low + high):
+        return None
+    return variable, f"{'[' if signs[0] == '<=' else '('}{low},{high}{']' if signs[1] == '<=' else ')'}"
 
 
 def depths(text: str) -> list[int]:

@@ -15,6 +15,7 @@ from rlinf_vl.rewards.latex import last_boxed, normalise
 
 MAX_LENGTH = 1000
 """Longest box, in characters, that is read: answers are short, and a longer one is an attack or a monologue."""
+_ANSWER_TAG = re.compile("<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 _COSTLY = re.compile(r"\^ ?(?!\\circ)|!|[0-9]{40}|\\(?:sum|prod|[io]*int|binom|lim)(?![a-z])")
 """What a formula must have to take long; a reference without it needs no trial."""
 _POOL = GradingPool()
@@ -78,8 +79,11 @@ os.register_at_fork(after_in_child=_new_pool)
 
 
 def _reference(answer: str) -> str | None:
-    """The reference, normalised; None if its box is broken or it is too long."""
-    wanted = last_boxed(answer, MAX_LENGTH) if "\\boxed" in answer else answer
+    """The reference out of its tag and box, normalised; None if its box is broken or it is too long."""
+    tagged = _ANSWER_TAG.findall(answer) if "<" in answer else []
+    wanted = tagged[-1] if tagged else answer
+    if "\\boxed" in wanted:
+        wanted = last_boxed(wanted, MAX_LENGTH)
     return None if wanted is None or len(wanted) > MAX_LENGTH else normalise(wanted)
 
 

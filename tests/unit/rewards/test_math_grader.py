@@ -83,7 +83,10 @@ def test_every_real_answer_is_itself_and_no_other_number(geo3k_dir: Path) -> Non
             assert not box or math_verdict(rf"so $\boxed{{{box}}}$.", answer), (box, answer)
         if abs(float(number) - float(other.removeprefix(r"\boxed{").removesuffix("}"))) > 0.02 * abs(float(number)):
             assert not math_verdict(other, answer), (other, answer)
+        unit = 10.0 ** -len(number.partition(".")[2])
         for factor in (7, 100, 0.01, -1, 1.01, 0.99) if float(number) else ():
+            if abs(factor - 1) * abs(float(number)) <= unit / 2 and "." in number:
+                continue  # within the reference's own rounding
             assert not math_verdict(rf"\boxed{{{float(number) * factor:.10g}}}", answer), (answer, factor)
 
 
@@ -103,12 +106,29 @@ def test_a_decimal_of_three_significant_digits_is_right(value: Fraction, digits:
     assert math_verdict(rf"\boxed{{\frac{{{value.numerator}}}{{{value.denominator}}}}}", decimal)
 
 
-@given(FRACTIONS, st.integers(2, 8), st.sampled_from([Fraction(101, 100), Fraction(99, 100)]))
+@given(FRACTIONS, st.integers(3, 8), st.sampled_from([Fraction(101, 100), Fraction(99, 100)]))
 def test_what_is_one_per_cent_off_is_wrong(value: Fraction, digits: int, factor: Fraction) -> None:
     fraction = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
     decimal = _rounded(value, digits)
     assert not math_verdict(rf"\boxed{{{_rounded(value * factor, 9)}}}", fraction)
     assert not math_verdict(rf"\boxed{{{_rounded(Fraction(decimal) * factor, 9)}}}", decimal)
+
+
+@given(FRACTIONS, st.integers(2, 8), st.sampled_from([-1, 1]))
+def test_a_decimal_reference_stands_for_half_a_unit_of_its_last_place(value: Fraction, digits: int, sign: int) -> None:
+    decimal = _rounded(value, digits)
+    assume("." in decimal)
+    unit = Fraction(1, 10 ** len(decimal.partition(".")[2]))
+    for error, right in (
+        (Fraction(0), True),
+        (unit * 49 / 100, True),
+        (unit / 2, True),
+        (unit * 51 / 100, False),
+        (unit, False),
+    ):
+        number = Fraction(decimal) + sign * error
+        response = rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
+        assert math_verdict(rf"\boxed{{{response}}}", decimal) is right, (response, decimal)
 
 
 @given(WHOLE, st.sampled_from([-4, -3, -2, -1, 1, 2, 3, 4]))
