@@ -40,8 +40,11 @@ def math_verdict(response: str, answer: str) -> bool:
         GradingError: the process that compares died.
         RuntimeError: no such process can be started (math-verify is missing, say).
     """
-    given, wanted = last_boxed(response, MAX_LENGTH), _reference(answer)
-    return given is not None and wanted is not None and _same(normalise(given), wanted)
+    box, wanted = last_boxed(response, MAX_LENGTH), _reference(answer)
+    if box is None or wanted is None:
+        return False
+    given = normalise(box)
+    return len(given) <= MAX_LENGTH and _same(given, wanted)  # ½ is eleven characters of LaTeX
 
 
 def check_reference(answer: str) -> None:
