@@ -30,6 +30,7 @@ Every key of theirs is one of these, and the command prints how many are which:
   says nothing is written, too, where our default is another.
 - **dropped**: it needs no counterpart, for the reason told at the end of what is written.
 - **refused**: it changes what is learned, and can't be had here, or its value is not in the file. The config is without it.
+  A config that a script names and that stands nowhere near it is refused, too, with the keys that are guesses without it.
 - **unknown**: no table has it.
 
 What is written is accepted by our schema; what is missing on this machine (data, packages) is listed as to be done. Three more

@@ -32,6 +32,8 @@ PLACEHOLDERS = {
     "rollout.model.model_path": "PATH/TO/MODEL",
     "runner.experiment_name": "converted",
 }
+#: System → configs of its own whose values its table has as defaults.
+_OWN_BASES = {"verl": ("ppo_trainer",)}
 
 
 class Outcome(NamedTuple):
@@ -57,7 +59,7 @@ class Conversion:
     system: str
     settings: dict[str, Setting] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    #: Files that it builds upon and that stand nowhere near: the system's defaults are taken for what they say.
+    #: Files that it builds upon and that stand nowhere near: what they say is not known.
     missing: list[str] = field(default_factory=list)
     typed: DictConfig = field(default_factory=lambda: OmegaConf.structured(Config))
 
@@ -102,8 +104,24 @@ def convert_file(path: Path, system: str | None = None) -> Conversion:
             f"config {str(path)!r}: no keys of {names} that aren't ours are in it; name its system with --from"
         )
     made = convert(table(system), source.said, lambda name: near(path, name), CONVERSIONS["name"](path.stem))
-    made.missing = source.missing
+    made.missing = [base for base in source.missing if Path(base).stem not in _OWN_BASES.get(system, ())]
+    if system != "rlinf":  # whose bases say how its engines run
+        _refuse_missing(made)
     return made
+
+
+def _refuse_missing(made: Conversion) -> None:
+    """List bases that were not found as refused, with the keys whose values they may say otherwise."""
+    default = f"{made.system}'s default"
+    guessed = [key for key, setting in made.settings.items() if setting.comment.endswith(default)]
+    for key in guessed if made.missing else ():
+        value, comment = made.settings[key]
+        made.settings[key] = Setting(value, f"{comment}; {made.missing[0]} may say otherwise")
+    for base in made.missing:
+        reason = "no such file near it: put it there and convert again"
+        if guessed:
+            reason += f"; until then these are guesses, the defaults of {made.system}: {', '.join(guessed)}"
+        made.add(f"config {base}", "not found", "refused", reason)
 
 
 def convert(known: Table, theirs: Mapping[str, Any], find: Callable[[str], Path | None], name: str) -> Conversion:

@@ -56,7 +56,8 @@ def summary(made: Conversion, source: str) -> str:
     for o in (*made.of("refused"), *made.of("unknown")):
         lines.append(f"  {o.kind}: {o.key}={_shortened(o.value)}: {o.text.strip()}")
     for name in made.missing:
-        lines.append(f"  not found near it: {name}; the defaults of {made.system} stand for what it says")
+        if f"config {name}" not in made.outcomes:
+            lines.append(f"  not found near it: {name}; the defaults of {made.system} stand for what it says")
     return "\n".join(lines)
 
 

@@ -287,13 +287,26 @@ def test_a_base_that_is_missing_is_named_and_one_that_is_near_is_read(tmp_path):
     script = (
         "python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=3 trainer.save_freq=7 data.seed=2\n"
     )
-    assert made_of(tmp_path, script, "run.sh").missing == ["examples/config.yaml"]
+    made = made_of(tmp_path, script, "run.sh")
+    assert made.missing == ["examples/config.yaml"]
+    (refused,) = made.of("refused")
+    assert "examples/config.yaml" in refused.key and "convert again" in refused.text
+    # What only the class of EasyR1 says is a guess, in the summary and beside each value.
+    assert "algorithm.clip_ratio_high" in refused.text and "algorithm.group_size" not in refused.text
+    assert "examples/config.yaml may say otherwise" in made.settings["algorithm.clip_ratio_high"].comment
+    assert "# - config examples/config.yaml=not found" in render(made, "run.sh")
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples/config.yaml").write_text("worker: {rollout: {n: 9, temperature: 0.5}}\n")
     made = made_of(tmp_path, script, "run.sh")
     assert not made.missing
     assert made.written["algorithm.group_size"] == 3
     assert made.written["algorithm.sampling_params.temperature"] == 0.5
+    assert not made.of("refused") and "may say otherwise" not in render(made, "run.sh")
+
+
+def test_the_base_whose_values_are_known_is_not_missing(tmp_path):
+    script = "python3 -m verl.trainer.main_ppo --config-name=ppo_trainer actor_rollout_ref.rollout.n=3\n"
+    assert not made_of(tmp_path, script, "run.sh").missing
 
 
 def test_a_shells_arrays_sums_and_variables(tmp_path, monkeypatch):
