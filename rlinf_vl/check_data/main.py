@@ -1,12 +1,14 @@
 """The verb `check-data`: look at every row, print what was found, and write it as JSON and as a page with pictures."""
 
 import argparse
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,13 +57,29 @@ def main(arguments: argparse.Namespace) -> int:
         for name, dataset in datasets.items()
     ]
     figures = summarize(splits, config, model, time.monotonic() - begun)
-    page = arguments.output or run_folder(config).parent / "check-data" / f"{config.runner.experiment_name}.html"
+    folder = run_folder(config).parent / "check-data"
+    page = arguments.output or page_of(folder, config.runner.experiment_name, figures)
     page.parent.mkdir(parents=True, exist_ok=True)
     with write_aside(page.with_suffix(".json"), durable=False) as aside:
         aside.write_text(json.dumps(figures, ensure_ascii=False, indent=1), encoding="utf-8", errors="replace")
     write_page(page, splits, datasets, figures)
     print(f"{render(figures)}\n\n{page} has pictures, {page.with_suffix('.json').name} beside it every row")
     return 1 if figures["refused"] else 0
+
+
+def page_of(folder: Path, name: str, figures: Mapping[str, Any]) -> Path:
+    """Return the page of a data set: the one of its last check, or one that no other data set has."""
+    for number in itertools.count(1):
+        page = folder / (f"{name}.html" if number == 1 else f"{name}-{number}.html")
+        try:
+            written = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))["splits"]
+        except (OSError, ValueError, KeyError):
+            return page
+        if {split: found.get("paths") for split, found in written.items()} == {
+            split: found["paths"] for split, found in figures["splits"].items()
+        }:
+            return page
+    raise AssertionError("numbers don't end")
 
 
 def _config(arguments: argparse.Namespace) -> tuple[Config, bool]:
@@ -79,7 +97,24 @@ def _config(arguments: argparse.Namespace) -> tuple[Config, bool]:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(total, console)
+        return
     columns = (TextColumn("checking rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda n: bar.advance(task, n)
+
+
+def _lines(total: int, console: Console) -> Callable[[int], None]:
+    """Return a function that is told of rows done and prints a line for each further tenth of them."""
+    done = 0
+    console.print(f"checking {total} rows", highlight=False)
+
+    def advance(rows: int) -> None:
+        nonlocal done
+        before, done = done, done + rows
+        if done * 10 // total > before * 10 // total and done < total:
+            console.print(f"checking rows: {done} of {total}", highlight=False)
+
+    return advance

@@ -8,9 +8,11 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 from transformers import AutoTokenizer
 
 from rlinf_vl.__main__ import main
+from rlinf_vl.check_data.main import _lines
 from rlinf_vl.check_data.summary import _spread
 
 HOSTILE = "</pre><script>alert(1)</script>"
@@ -146,3 +148,30 @@ def test_a_spread_is_of_all_its_values():
     assert sum(spread["histogram"]["counts"]) == 5 and spread["histogram"]["edges"][-1] == 1000
     assert np.allclose(np.diff(np.log(spread["histogram"]["edges"][1:])), np.log(1000) / 24, rtol=0.2)
     assert _spread([]) is None and sum(_spread([7, 7])["histogram"]["counts"]) == 2
+
+
+def test_each_data_set_has_its_page_and_progress_is_told_outside_a_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        rows = (json.dumps({"problem": f"{name} {n}?", "answer": "A"}) for n in range(40))
+        (tmp_path / name / "train.jsonl").write_text("\n".join(rows))
+    pages = []
+    for name in ("a", "b", "a"):
+        check = ["check-data", f"{name}/train.jsonl", "data.image_keys=[]", "runner.output_dir=out", "--workers", "1"]
+        assert main(check) == 0
+        told = capsys.readouterr()
+        pages.append(re.search(r"out/check-data/(\S+) has pictures", told.out)[1])
+        assert told.err.splitlines()[0] == "checking 40 rows"
+    assert pages == ["train.html", "train-2.html", "train.html"]
+    assert "a 39?" in (tmp_path / "out/check-data/train.html").read_text()
+
+
+def test_a_line_of_progress_for_each_tenth():
+    out = io.StringIO()
+    advance = _lines(1000, Console(file=out))
+    for _ in range(40):
+        advance(25)
+    lines = out.getvalue().splitlines()
+    assert lines[:3] == ["checking 1000 rows", "checking rows: 100 of 1000", "checking rows: 200 of 1000"]
+    assert len(lines) == 10
