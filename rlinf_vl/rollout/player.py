@@ -27,6 +27,7 @@ from rlinf_vl.rollout.answers import Answers, RolloutFault
 from rlinf_vl.rollout.busy import BusyTime
 from rlinf_vl.rollout.calls import Calls, CallTimeout, Places, Stage, described
 from rlinf_vl.rollout.episode import Episode, Opening, Played
+from rlinf_vl.rollout.fault_log import FaultLog
 from rlinf_vl.rollout.inbox import done
 from rlinf_vl.rollout.observation import Observation, checked, observe
 from rlinf_vl.rollout.prompts import Following, Prompts, TooLong, row_error
@@ -106,6 +107,10 @@ class Player:
     @cached_property
     def _places(self) -> Places:
         return Places(self.max_concurrent)
+
+    @cached_property
+    def _faults(self) -> FaultLog:
+        return FaultLog()
 
     @cached_property
     def _numbers(self) -> "itertools.count[int]":
@@ -225,7 +230,7 @@ class Player:
         except Exception as error:
             if isinstance(error, CallTimeout):
                 error = self._fault(opening.problem, f"did not answer within {self.calls.timeout_s:g} s")
-            log.warning("%s: %s", opening.problem.id, described(error))
+            self._faults.add(opening.problem.id, error)
             played.fault = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
             environment_failed = played.fault.startswith(f"{ENVIRONMENT_FAULT}: ")
             penalizable = opening.trained and environment_failed and bool(played.turns)

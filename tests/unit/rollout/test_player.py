@@ -654,3 +654,19 @@ def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
     metrics = summarize_rollout([summary], 1.0)
     assert metrics["reward/math"] == 0.5 and metrics["reward/form"] == 0.0 and metrics["reward/turn"] == 0.5
     assert "reward/ungradable_part" not in metrics and metrics["reward/accuracy"] == 0.5
+
+
+def test_a_fault_is_logged_once_with_the_traceback_of_the_users_code(processor, env_class, caplog):
+    def step(self, response):
+        return 1 / 0
+
+    env_class.step = step
+    engine = Scripted(processor, ["\\boxed{18}"] * 8)
+    player = player_of(processor, engine, env_class)
+    for _ in range(2):
+        _, summary = play(player, n=4)
+        assert len(summary.errors) == 4
+    (record,) = [record for record in caplog.records if record.name == "rlinf_vl.rollout.fault_log"]
+    text = record.getMessage()
+    assert text.count("Traceback") == 1 and "return 1 / 0" in text and "ZeroDivisionError: division by zero" in text
+    assert "rlinf_vl/rollout/" not in text and "\x1b[" not in text
