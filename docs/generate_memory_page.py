@@ -1,12 +1,17 @@
 """Writes docs/memory.md: `python docs/generate_memory_page.py`. A test compares the page with it.
 
-What `doctor` and `preflight` print for machines that are only pretended, so that the page is the same wherever it is made.
+The page shows what `doctor` and `preflight` print for pretended machines, so that it is the same wherever it is made.
+The GPUs that common models need take half an hour of a CPU: `python docs/generate_memory_page.py --sizes` counts them
+and writes docs/memory_sizes.json, which the page is made from. A test counts some of them again.
 """
 
+import json
 import re
+import sys
 from pathlib import Path
 
 from rlinf_vl.config.load import parse_config
+from rlinf_vl.preflight.advice import CARDS, CPU_OFFLOAD, LORA, Advisor, Fit, advise
 from rlinf_vl.preflight.doctor import Machine, check
 from rlinf_vl.preflight.doctor import render as render_lines
 from rlinf_vl.preflight.ledger import Hardware, Ledger, ledger
@@ -14,6 +19,7 @@ from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.table import render
 
 PAGE = Path(__file__).with_name("memory.md")
+SIZES = Path(__file__).with_name("memory_sizes.json")
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 SPLIT = "cluster.component_placement={actor: 0-5, rollout: 6-7}"
 GIB = 2**30
@@ -76,16 +82,82 @@ PREFLIGHT = {
     "8 × 80 GB, split": (Hardware.named(8, 80), (SPLIT,)),
     "2 × 8 × 80 GB": (Hardware.named(8, 80, nodes=2), ()),
     "1 × 24 GB: refused": (Hardware.named(1, 24), ()),
-    "4 × 24 GB, with what was advised": (
+    "1 × 24 GB, with adapters": (
+        Hardware.named(1, 24),
+        ("actor.model.is_lora=true", "runner.max_tokens_per_mbs=8192"),
+    ),
+    "4 × 24 GB, with changes": (
         Hardware.named(4, 24),
         ("actor.enable_offload=true", "runner.max_tokens_per_mbs=4096"),
     ),
 }
 
 
+SIZES_HEAD = f"""
+## How many GPUs a model needs
+
+Cards of 24, 48 and 80 GB, by the ledger, for `{FLAGSHIP}` with the model's name in `rollout.model.model_path`: responses of
+2,048 tokens, the vision tower frozen, engines and trainer on the same GPUs (apart where an engine needs several). Counted are
+1, 2, 4 and 8 GPUs and 2, 4, 8 and 16 machines of 8, with the settings that `preflight` then advises. `*`: only with
+`{CPU_OFFLOAD}=true`, in which the CPU takes each optimizer step. `–`: on none of these. QLoRA of a mixture leaves
+its experts without adapters, and in bfloat16.
+
+"""
+#: Models of the table, by the names that they have there.
+SIZED = (
+    *("Qwen3-VL-2B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3-VL-32B-Instruct"),
+    *("Qwen3-VL-30B-A3B-Instruct", "Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL-32B-Instruct"),
+    *("Qwen2.5-VL-72B-Instruct", "Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B"),
+)
+METHODS = ("full", "LoRA", "QLoRA")
+
+
+def gpus_needed(name: str, methods: tuple[str, ...] = METHODS, cards: tuple[int, ...] = CARDS) -> dict[str, list[str]]:
+    """Return the numbers of GPUs that a model needs, by method, for each size of card."""
+    config = parse_config(FLAGSHIP, [f"rollout.model.model_path=Qwen/{name}", "rollout.model.model_type=auto"])
+    advisor = Advisor(config, Model(config))
+    bases = {"full": (), "LoRA": LORA, "QLoRA": advisor.qlora}
+    needed: dict[str, list[str]] = {}
+    for method in methods:
+        fits = [advisor.smallest_hardware(card, bases[method], exact=False) for card in cards]
+        needed[method] = [_count(fit) if fit else "–" for fit in fits]
+    return needed
+
+
+def _count(fit: Fit) -> str:
+    hardware = fit.made.hardware
+    offloaded = any(change.key == CPU_OFFLOAD for change in fit.changes)
+    return f"{hardware.gpus * hardware.nodes}{'*' * offloaded}"
+
+
+def write_sizes() -> None:
+    """Count the GPUs that every model of the table needs."""
+    counted = {}
+    for name in SIZED:
+        counted[name] = gpus_needed(name)
+        print(name, counted[name], flush=True)
+    SIZES.write_text(json.dumps(counted, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def sizes() -> dict[str, dict[str, list[str]]]:
+    """Return the numbers of GPUs that models need as they were counted last."""
+    return json.loads(SIZES.read_text(encoding="utf-8"))
+
+
+def sizes_table() -> str:
+    """Return the table of GPUs that models need."""
+    columns = [f"{method}, {card} GB" for method in METHODS for card in CARDS]
+    lines = [f"| model | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for name, needed in sizes().items():
+        cells = [count for method in METHODS for count in needed[method]]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return SIZES_HEAD + "\n".join(lines) + "\n"
+
+
 def said(made: Ledger) -> str:
     """`render`, less what depends on the versions of torch and transformers, or on the hub's cache."""
-    text = re.sub(r": \d+ operations, of which \d+ wait .*", "", render(made))
+    advice = advise(made, Model(made.config)) if made.problems else ()
+    text = re.sub(r": \d+ operations, of which \d+ wait .*", "", render(made, advice=advice))
     return re.sub(r"shape is from .*", "shape is from a table", text)
 
 
@@ -93,10 +165,11 @@ def render_page() -> str:
     """The whole page."""
     config, model = parse_config(FLAGSHIP), Model(parse_config(FLAGSHIP))
     assert config.rollout.model.model_path.startswith("Qwen/")
-    parts = [HEAD, f"\n## preflight {FLAGSHIP}\n\nGiB of one GPU, by part and phase.\n"]
+    parts = [HEAD, sizes_table(), f"\n## preflight {FLAGSHIP}\n\nGiB of one GPU, by part and phase.\n"]
     for title, (hardware, overrides) in PREFLIGHT.items():
         shown = "".join(f" `{text}`" for text in overrides)
-        made = ledger(parse_config(FLAGSHIP, overrides), hardware, model)
+        changed = parse_config(FLAGSHIP, overrides)
+        made = ledger(changed, hardware, Model(changed) if changed.actor.model.is_lora else model)
         parts.append(f"\n### {title}\n\n{f'With{shown}:' if shown else ''}\n\n{said(made)}")
     parts.append(f"\n## doctor {FLAGSHIP}\n")
     for title, (machine, overrides) in DOCTOR.items():
@@ -105,4 +178,6 @@ def render_page() -> str:
 
 
 if __name__ == "__main__":
+    if "--sizes" in sys.argv[1:]:
+        write_sizes()
     PAGE.write_text(render_page(), encoding="utf-8")

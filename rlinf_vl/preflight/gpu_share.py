@@ -22,6 +22,7 @@ def settle_gpu_share(config: Config, model_path: str, reservation: Reservation) 
         if automatic:
             rollout.gpu_memory_utilization = 0.6
         return
+    from rlinf_vl.preflight.advice import advise
     from rlinf_vl.preflight.ledger import Hardware, ledger
     from rlinf_vl.preflight.model import Model
 
@@ -31,10 +32,12 @@ def settle_gpu_share(config: Config, model_path: str, reservation: Reservation) 
         for options in (*reservation.actor, *(seat.options for seat in reservation.rollout))
     ]
     hardware = Hardware(int(ray.cluster_resources().get("GPU", 0)), min(ray.get(given)))
-    made = ledger(config, hardware, Model(config, model_path), reservation.placement)
+    model = Model(config, model_path)
+    made = ledger(config, hardware, model, reservation.placement)
+    advice = advise(made, model, reservation.placement, elsewhere=False) if made.problems else []
     if made.problems and automatic:
-        raise ConfigError(*made.problems)
-    for problem in made.problems:
+        raise ConfigError(f"{'; '.join(made.problems)}; {advice[0]}")
+    for problem in (*made.problems, *advice):
         log.warning("memory: %s", problem)
     rollout.gpu_memory_utilization = made.share
     if automatic:

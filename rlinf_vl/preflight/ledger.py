@@ -108,7 +108,7 @@ class Ledger:
     kv_tokens: int  # what an engine's KV cache then holds
     trace: Trace
     said: str  # where the model's shape is from
-    problems: tuple[str, ...] = ()  # why it can't run, each with the way out
+    problems: tuple[str, ...] = ()  # why it can't run; `rlinf_vl.preflight.advice` has the way out
 
 
 def ledger(config: Config, hardware: Hardware, model: Model | None = None, placed: Placement | None = None) -> Ledger:
@@ -155,7 +155,7 @@ def ledger(config: Config, hardware: Hardware, model: Model | None = None, place
     trace = model.step(config.runner.max_tokens_per_mbs)
     of_tokens = max(0, kv - config.rollout.max_running_requests * per_row)
     made = Ledger(config, hardware, tuple(gpus), share, of_tokens // per_token, trace, model.said)
-    return replace(made, problems=tuple(_problems(made, model, fits, least)))
+    return replace(made, problems=tuple(_problems(made, least)))
 
 
 def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -> dict[str, Parts]:
@@ -259,40 +259,22 @@ def _bytes(dtype: str) -> int:
     return DTYPES[dtype].itemsize
 
 
-def _problems(made: Ledger, model: Model, fits: float, least: float) -> Iterator[str]:
-    """What is wrong, each with the way out. `fits`: the largest share that there is room for; `least`: the smallest of use."""
+def _problems(made: Ledger, least: float) -> Iterator[str]:
+    """Say which phases are too full. `least`: the smallest share of the GPU that an engine can work with."""
     config, usable = made.config, made.hardware.usable
-    share = "set actor.enable_offload=true, lower actor.vision_cache_gb, or take more GPUs"
-    if fits >= least:
-        share = f"set rollout.gpu_memory_utilization to {fits:.2f} or auto"
     full = False
     for gpu in made.gpus:
         totals = {phase: sum(parts.values()) for phase, parts in gpu.phases.items()}
         for phases in (("generate",), ("images", "train"), ("load", "resume", "sync")):
             phase = max(phases, key=lambda name: totals.get(name, 0))
-            if totals.get(phase, 0) <= usable:
-                continue
-            full = True
-            way_out = "lower actor.vision_cache_gb, or take more GPUs"
-            if phase == "generate":
-                way_out = share
-            elif "train" in phases:
-                way_out = _way_to_train(made, model)
-            yield f"{phase} needs {totals[phase] / GIB:.1f} of {usable / GIB:.1f} GiB on a GPU ({gpu.role}); {way_out}"
+            if totals.get(phase, 0) > usable:
+                full = True
+                yield f"{phase} needs {totals[phase] / GIB:.1f} of {usable / GIB:.1f} GiB on a GPU ({gpu.role})"
     if made.share < least and not full:
         yield (
             f"rollout.gpu_memory_utilization: {made.share:.2f} holds the engine's weights and less than one group of "
-            f"{config.algorithm.group_size} responses, which takes {least:.2f}; {share}"
+            f"{config.algorithm.group_size} responses, which takes {least:.2f}"
         )
-
-
-def _way_to_train(made: Ledger, model: Model) -> str:
-    if budget := largest_budget(made, model):
-        return f"set runner.max_tokens_per_mbs to {budget}"
-    fsdp = made.config.actor.fsdp_config
-    if unset := [f"{key}=true" for key in ("gradient_checkpointing", "cpu_offload") if not getattr(fsdp, key)]:
-        return f"set actor.fsdp_config.{' and '.join(unset)}, or take more GPUs"
-    return "take more or larger GPUs"
 
 
 def largest_budget(made: Ledger, model: Model) -> int:

@@ -1,4 +1,4 @@
-"""A model without its weights: its shape, from its folder, the hub's cache or a table of the examples' models, and its traces."""
+"""A model without its weights: its shape, from its folder, the hub's cache or a table of common models, and its traces."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of, use_pack
 from rlinf_vl.models.lora import LoraSettings, adapters, engine_weights, train_parts
 from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
 
-#: config.json of hub models that the examples name, as far as it decides on memory.
+#: config.json of common hub models, as far as it decides on memory.
 KNOWN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("known_models.json").read_text())
 #: More tokens in a micro-batch are not even traced, which would take as many steps of the CPU.
 MOST_TOKENS = 2**21
@@ -33,7 +33,8 @@ class Model:
     def __init__(self, config: Config, path: str | None = None) -> None:
         """`path`: of the checkpoint where it isn't the config's own name (the toy's)."""
         rollout, fsdp = config.rollout.model, config.actor.fsdp_config
-        self.shape, self.said = model_config(path or rollout.model_path, trust_remote_code=rollout.trust_remote_code)
+        self.path = path or rollout.model_path
+        self.shape, self.said = model_config(self.path, trust_remote_code=rollout.trust_remote_code)
         paths = config.actor.model.vlm.paths
         named = rollout.model_type if is_code(rollout.model_type) else self.shape.model_type
         files = config.runner.code_files
@@ -97,12 +98,13 @@ def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[Pretrai
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
         return config, "its config.json" if Path(path).is_dir() else "the hub's cache"
     except (OSError, ValueError) as error:
-        if path not in KNOWN:
+        known = KNOWN.get(path.replace("-Thinking", "-Instruct"))  # of one shape
+        if known is None:
             raise ConfigError(
                 f"rollout.model.model_path: no config.json at {path!r}, in the folder or the hub's cache; fetch it with "
                 f"'hf download {path} config.json', or name a folder"
             ) from error
-    return AutoConfig.for_model(**copy.deepcopy(KNOWN[path])), "a table in rlinf_vl (not downloaded yet)"
+    return AutoConfig.for_model(**copy.deepcopy(known)), "a table in rlinf_vl (not downloaded yet)"
 
 
 def meta_model(

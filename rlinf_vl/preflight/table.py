@@ -2,18 +2,23 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rlinf_vl.config.load import load_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.preflight.advice import advise
 from rlinf_vl.preflight.ledger import GIB, PARTS, Gpu, Hardware, Ledger, largest_budget, ledger
 from rlinf_vl.preflight.model import Model
 
 
-def render(made: Ledger, largest: int = 0) -> str:
-    """What `preflight` prints, as Markdown: a table for each kind of GPU (GiB by part and phase), and what follows from it.
-    `largest`: the largest token budget that fits, where it is known."""
+def render(made: Ledger, largest: int = 0, advice: Sequence[str] = ()) -> str:
+    """Return what `preflight` prints, as Markdown: a table for each kind of GPU (GiB by part and phase), and what follows.
+
+    Args:
+        largest: the largest token budget that fits, where it is known.
+        advice: what to do about the problems.
+    """
     config, hardware = made.config, made.hardware
     lines = [f"{config.runner.experiment_name} on {hardware}; the model's shape is from {made.said}", ""]
     for gpu in made.gpus:
@@ -31,17 +36,22 @@ def render(made: Ledger, largest: int = 0) -> str:
     if largest:
         lines.append(f"- the largest runner.max_tokens_per_mbs that fits, up to four times this one, is {largest}")
     lines += [f"- does not fit: {problem}" for problem in made.problems]
+    lines += [f"- advice: {line}" for line in advice]
     return "\n".join(lines) + "\n"
 
 
 def _table(gpu: Gpu) -> list[str]:
+    """Return a table of parts and phases that a terminal of 80 columns holds."""
     parts = [part for part in PARTS if any(phase.get(part) for phase in gpu.phases.values())]
     width = max(map(len, [*parts, gpu.role]))
+    widths = [max(5, len(phase)) for phase in gpu.phases]
 
     def row(name: str, cells: Iterable[str]) -> str:
-        return f"| {name:<{width}} | " + " | ".join(f"{cell:>8}" for cell in cells) + " |"
+        aligned = (f"{cell:>{size}}" for cell, size in zip(cells, widths, strict=True))
+        return f"| {name:<{width}} | " + " | ".join(aligned) + " |"
 
-    rows = [row(gpu.role, gpu.phases), f"|{'-' * (width + 2)}|" + "---------:|" * len(gpu.phases)]
+    ruler = "".join(f"{'-' * (size + 1)}:|" for size in widths)
+    rows = [row(gpu.role, gpu.phases), f"|{'-' * (width + 2)}|{ruler}"]
     rows += [row(p, (_gib(phase.get(p, 0)) for phase in gpu.phases.values())) for p in parts]
     return [*rows, row("total", (_gib(sum(phase.values())) for phase in gpu.phases.values()))]
 
@@ -65,7 +75,8 @@ def main(arguments: argparse.Namespace) -> int:
     hardware = Hardware.named(arguments.gpus, arguments.gpu_memory, arguments.nodes)
     model = Model(config)
     made = ledger(config, hardware, model)
-    sys.stdout.write(render(made, 0 if made.problems else largest_budget(made, model)))
+    largest = 0 if made.problems else largest_budget(made, model)
+    sys.stdout.write(render(made, largest, advise(made, model) if made.problems else ()))
     there = placement_of(config, (hardware.gpus,) * hardware.nodes).map()
     sys.stdout.write("\nWho sits where:\n\n" + "".join(f"- {line}\n" for line in there.splitlines()))
     return 1 if made.problems else 0

@@ -4,8 +4,9 @@ many bytes are alive at once. Nothing is computed, so a model of 2B takes about 
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,6 +24,7 @@ from rlinf_vl.models.policy import PolicyModel, is_trained
 from rlinf_vl.types import MicroBatch
 
 _aten = torch.ops.aten
+_AUTOCAST = torch.autocast
 #: Operations whose result's shape or value the CPU needs: it waits until the GPU has computed them.
 _SYNCHRONISING = (_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default)
 
@@ -75,6 +77,11 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
+def _autocast(device_type: str, *arguments: Any, **options: Any) -> AbstractContextManager[Any]:
+    """`torch.autocast`, which knows no meta device and is only ever disabled for it (by peft, around stacked experts)."""
+    return nullcontext() if device_type == "meta" else _AUTOCAST(device_type, *arguments, **options)
+
+
 @contextmanager
 def pretend_cuda() -> Iterator[None]:
     """Have the model code take its CUDA branches. For the whole process: use it before threads start."""
@@ -82,6 +89,7 @@ def pretend_cuda() -> Iterator[None]:
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)),
         mock.patch.object(attention, "kernel_for", lambda *_: Varlen),
         mock.patch.object(torch.nn.functional, "rms_norm", lambda x, _, weight, eps: _FusedNorm.apply(x, weight)),
+        mock.patch.object(torch, "autocast", _autocast),
         mock.patch.dict(CHUNK_BYTES, {"meta": CHUNK_BYTES["cuda"]}),
     ):
         yield
