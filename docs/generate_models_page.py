@@ -17,8 +17,24 @@ FIGURES = DOCS / "models.json"
 HEAD = """\
 # Model families
 
+Qwen3-VL, Qwen3-VL mixtures of experts, Qwen3.5, Qwen2.5-VL and, text alone, Qwen3 are supported.
 `rollout.model.model_type: auto` reads the family off the checkpoint. What a family needs is one row in
 [`rlinf_vl/models/families/`](../rlinf_vl/models/families/__init__.py); everything else asks it.
+
+## Another family: Gemma, LLaVA, InternVL and others
+
+Only the families of the table below are supported; another model type ends with "is not a known family" and their
+names. What to do depends on its vision tower.
+
+- **Refused**, whatever the config says: Gemma 3, PaliGemma, LLaVA, LLaVA-OneVision, InternVL, Idefics 3, SmolVLM,
+  Mistral 3, Llama 3.2 Vision. Their towers do not take patches and grids. Take a supported family, or write [a family of
+  your own](extending.md#a-model-family).
+- **Taken if you name its parts**: Qwen2-VL, GLM-4.1V, and what else has a tower that descends from Qwen2-VL's. Set
+  `actor.model.vlm.vision_encoder_attr=model.visual`, `actor.model.vlm.language_model_attr=model.language_model` and
+  `rollout.rollout_backend=torch` ([the command](extending.md#a-model-family)).
+- **Taken as it is**: a fine-tune of a supported model, by `rollout.model.model_path=FOLDER`.
+
+## What is compared
 
 Does a family compute what transformers computes? Each cell is a figure that a test measures and holds to its limit, with tiny
 random members of sizes unlike any real model's, in float32 on a CPU. The reference is transformers' own code, one sequence at a
