@@ -6,15 +6,18 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -42,6 +45,9 @@ RUN_BY = {
     r"\S*python docs/generate_models_page\.py": "tests/unit/docs/test_config_page.py",
     r"\S*python -m pip install": "none: it fetches what is not in the environment",
     r"\S*jupyter lab": "none: it is a server",
+    r"\S*tensorboard --logdir": "none: it is a server",
+    r"\S*trackio show": "none: it is a server",
+    r"\S*wandb (login|sync)": "none: it needs an account",
     r"\S*ruff (check|format)": "none: it is a check itself",
     r"\S*basedpyright": "tests/checks/type_hints.py",
     r"bash tests/checks\.sh": "none: it is a check itself",
@@ -108,6 +114,32 @@ def test_links_lead_somewhere(page: Path):
     assert not list(broken_links(page))
 
 
+# --- navigation -------------------------------------------------------------------------------------------------------
+
+
+def nav_pages(entries: list[Any]) -> Iterator[str]:
+    """Yield the pages of mkdocs' navigation, in order; an entry is {title: page} or {title: entries}."""
+    for entry in entries:
+        for value in entry.values():
+            if isinstance(value, str):
+                yield value
+            else:
+                yield from nav_pages(value)
+
+
+def test_every_page_is_once_in_the_navigation():
+    """mkdocs itself takes a page that is listed twice."""
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(nav_pages(nav)) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_list_of_tasks_leads_to_every_page():
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", index))
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert not pages - linked
+
+
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +189,8 @@ def test_there_is_an_example_of_every_extension():
 def test_commands_are_taken(page: Path, command: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs by their config, with every override; verbs by their parser; for the others a test is named."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())  # SGLang, where an example wants it
-    words = shlex.split(command, comments=True)
+    without_variables = re.sub(r"^([A-Z_]+=\S+ )+", "", command)
+    words = shlex.split(without_variables, comments=True)
     if words[:2] == ["bash", RUN]:
         config, overrides = words[2], words[3:]
         load_config(config, overrides)
@@ -209,6 +242,20 @@ def test_every_verb_that_is_named_exists(capsys: pytest.CaptureFixture[str]):
 
 def test_the_quick_start_has_the_readmes_commands():
     assert set(commands(ROOT / "docs/index.md")) <= set(commands(ROOT / "README.md"))
+
+
+def test_the_sweep_starts_runs_that_load(tmp_path: Path):
+    """The loop of docs/tuning.md in a real shell, with a function in the place of the program."""
+    (loop,) = fences(ROOT / "docs/tuning.md", "sh")
+    script = f"""rlinf-vl() {{ printf '%s\\n' "$*"; }}\n{loop}"""
+    command = ["bash", "-eu", "-c", script]
+    shell = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    names = set()
+    for line in shell.stdout.splitlines():
+        verb, config_name, *overrides = line.split()
+        assert verb == "train"
+        names.add(load_config(config_name, overrides).runner.experiment_name)
+    assert len(names) == len(shell.stdout.splitlines()) > 2, "runs that share a folder"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "yaml")], ids=name_of)
@@ -326,10 +373,9 @@ def test_every_tool_of_a_command_is_in_the_environment_that_the_page_makes():
         steps = list(ADDED_BY.finditer(page.read_text(encoding="utf-8")))
         added = {step[1] or step[2] or "dev" for step in steps}  # tests/run.sh installs with --dev
         names = {name for extra in added for name in requirement_names(extras[extra])}
-        # Named by the page, and not installed where the tests run (JupyterLab): its command is called as it is.
-        there = (
-            by_default | programs_of(with_dependencies(base | names)) | {"jupyter" for one in names if "jupyter" in one}
-        )
+        # A package that is not installed where the tests run brings the program of its name.
+        there = by_default | programs_of(with_dependencies(base | names)) | names
+        there |= {"jupyter" for name in names if "jupyter" in name}
         if lacking := programs_used(page) - there:
             used_beyond[name_of(page)] = lacking
     assert not used_beyond, "say how to install them, or install them"
