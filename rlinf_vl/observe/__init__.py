@@ -1,3 +1,5 @@
-"""What a run shows of itself: metrics, trackers, status, spans, trajectories.
+"""The record of a run while it goes on: metrics, trackers, status, spans, trajectories.
 
-Nothing is imported here: the command line needs the progress line within a fraction of a second, and metrics need torch."""
+Nothing is imported here: the command line needs the progress line within a fraction of a second,
+and metrics need torch.
+"""

@@ -1,6 +1,7 @@
-"""A trajectory as a conversation: who said what, and which image stands where.
+"""A trajectory as a conversation: the messages, their roles, and the images in them.
 
-It is read off the token ids: only a special token ends a message or names who speaks, whatever a text spells.
+It is read off the token ids: only a special token ends a message or names its role, whatever a text
+spells.
 """
 
 import math
@@ -13,8 +14,11 @@ import numpy as np
 from rlinf_vl.types import TokenSequence, Turn
 
 ROLES = "system|developer|user|assistant|model|tool|observation|environment"
-_SPEAKER = re.compile(rf"({ROLES})(?:\n|$)")
-_NAMED = re.compile(rf"\W*({ROLES})\W*")
+#: A role at the beginning of a text, alone on its line: it follows a token that only opens a
+#: message.
+_LEADING_ROLE = re.compile(rf"({ROLES})(?:\n|$)")
+#: A role within a control token, such as <|user|>.
+_TOKEN_ROLE = re.compile(rf"\W*({ROLES})\W*")
 
 
 def messages(
@@ -25,58 +29,63 @@ def messages(
     image_id: int | None,
     decode: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
-    """What a sequence says, from its first token on, in order.
+    """Return the messages of a sequence, from its first token on, in order.
 
     Args:
-        turns: those that were sampled in this sequence, by their numbers in the trajectory.
+        turns: the turns sampled in this sequence, by their numbers in the trajectory.
         numbers: an image's hash → its number.
         special: control token id → its text.
-        image_id: an image's placeholder.
+        image_id: the id of an image's placeholder.
 
     Returns:
-        {"role": "" if the template names none, "content": texts and numbers of images as they follow each other}; of a sampled
-        answer also {"turn": its number}, and its content is what the template wrote before it.
+        {"role": "" if the template names none, "content": texts and numbers of images as they
+        follow each other}; a sampled answer also has {"turn": its number}, and its content is the
+        template's text before it.
     """
     ids = sequence.ids.tolist()
-    places = _places(sequence, image_id, numbers)
-    begins = {turn.start: (number, turn.end) for number, turn in turns.items()}
-    stops = {*(i for i, token in enumerate(ids) if token in special or token == image_id), *begins, len(ids)}
-    ahead = sorted(stops, reverse=True)
-    said: list[dict[str, Any]] = [{"role": "", "content": []}]
-    at, may_name = 0, True
-    while at < len(ids) or at in begins:
-        if at in begins:
-            said[-1]["turn"], end = begins.pop(at)
-            said.append({"role": "", "content": []})
-        elif at in places:
-            said[-1]["content"].append(places[at])
-            end = at + 1
-        elif at in stops:
-            end = at + 1
-            if image_id not in ids[max(0, at - 1) : end + 1]:  # not one of those around an image
-                named = _NAMED.fullmatch(special[ids[at]])
-                said += [{"role": named[1], "content": []}] if named else []
-                may_name = not named
+    image_numbers = _image_starts(sequence, image_id, numbers)
+    turn_starts = {turn.start: (number, turn.end) for number, turn in turns.items()}
+    stops = {*(i for i, token in enumerate(ids) if token in special or token == image_id), *turn_starts, len(ids)}
+    # Text is decoded in one piece from stop to stop: tokens may be parts of one character.
+    next_stops = sorted(stops, reverse=True)
+    result: list[dict[str, Any]] = [{"role": "", "content": []}]
+    position, may_name_role = 0, True
+    while position < len(ids) or position in turn_starts:
+        if position in turn_starts:
+            result[-1]["turn"], end = turn_starts.pop(position)
+            result.append({"role": "", "content": []})
+        elif position in image_numbers:
+            result[-1]["content"].append(image_numbers[position])
+            end = position + 1
+        elif position in stops:
+            end = position + 1
+            # control tokens beside an image's placeholder belong to the image
+            if image_id not in ids[max(0, position - 1) : end + 1]:
+                role_match = _TOKEN_ROLE.fullmatch(special[ids[position]])
+                result += [{"role": role_match[1], "content": []}] if role_match else []
+                may_name_role = not role_match
         else:
-            while ahead[-1] <= at:
-                ahead.pop()
-            end = ahead[-1]
-            text = decode(ids[at:end])
-            if may_name and (named := _SPEAKER.match(text)):
-                said.append({"role": named[1], "content": []})
-                text = text[named.end() :]
-            said[-1]["content"].append(text)
-            may_name = False
-        at = end
-    for message in said:
+            while next_stops[-1] <= position:
+                next_stops.pop()
+            end = next_stops[-1]
+            text = decode(ids[position:end])
+            if may_name_role and (role_match := _LEADING_ROLE.match(text)):
+                result.append({"role": role_match[1], "content": []})
+                text = text[role_match.end() :]
+            result[-1]["content"].append(text)
+            may_name_role = False
+        position = end
+    for message in result:
         _strip(message["content"])
-    return [message for message in said if message["content"] or "turn" in message]
+    return [message for message in result if message["content"] or "turn" in message]
 
 
-def _places(sequence: TokenSequence, image_id: int | None, numbers: Mapping[str, int]) -> dict[int, int]:
-    """Where each image begins → its number."""
+def _image_starts(sequence: TokenSequence, image_id: int | None, numbers: Mapping[str, int]) -> dict[int, int]:
+    """Return the position of each image's first placeholder → the image's number."""
     placeholders = np.flatnonzero(sequence.ids == image_id).tolist() if image_id is not None else []
     patches = np.cumsum([0, *(math.prod(grid) for _, grid in sequence.images)]).tolist()
+    # An image has one placeholder for a fixed number of patches, so patches divide the
+    # placeholders.
     starts = [len(placeholders) * patch // patches[-1] for patch in patches[:-1]] if placeholders else []
     images = [numbers[image.hash] for image, _ in sequence.images]
     return {placeholders[start]: image for start, image in zip(starts, images, strict=False)}

@@ -1,8 +1,11 @@
-"""What an evaluation says: pass@k with standard errors, in all, by columns of the rows and by number of turns.
+"""The figures of an evaluation: pass@k with standard errors, overall, by columns of the rows and by
+number of turns.
 
-Samples of one problem are not independent, problems are: every mean is one over problems of what a problem's samples give, and its
-standard error is theirs, s / √N (Miller 2024, "Adding Error Bars to Evals", section 2.2, clusters of one size). In pass@k a
-trajectory with an error is a wrong answer, since leaving it out would favour what survives; the other means leave it out.
+Samples of one problem are not independent, problems are. So every mean is a mean over problems of
+each problem's mean over its samples, and its standard error is s / √N over problems (Miller 2024,
+"Adding Error Bars to Evals", section 2.2, clusters of one size). In pass@k a trajectory with an
+error is a wrong answer: without it, the problems that survive would be favoured. The other means
+leave it out.
 """
 
 import math
@@ -15,18 +18,22 @@ import numpy as np
 from rlinf_vl.observe.metrics import env_metrics, part_metrics
 from rlinf_vl.types import GroupSummary
 
+#: Columns of a terminal; a table that is wider would be broken inside its lines.
 TERMINAL_WIDTH = 80
-"""Columns of a terminal; a table that is wider would be broken inside its lines."""
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that one of k samples is right, estimated without bias from `correct` right ones of n ≥ k:
-    1 − C(n − c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1)."""
+    """Return the probability that one of k samples is right.
+
+    The estimate is unbiased, from `correct` right ones of n ≥ k samples: 1 − C(n − c, k) / C(n, k)
+    (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
+    """
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def mean_and_error(values: Sequence[float]) -> dict[str, float | int | None]:
-    """Mean over problems, its standard error, and how many problems there are; null where there are too few."""
+    """Return the mean over problems, its standard error and the number of problems; null where
+    there are too few."""
     n = len(values)
     return {
         "mean": float(np.mean(values)) if n else None,
@@ -36,34 +43,41 @@ def mean_and_error(values: Sequence[float]) -> dict[str, float | int | None]:
 
 
 def evaluation(summaries: Sequence[GroupSummary], samples: int, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """The figures of one group per problem, as `eval.json` has them.
+    """Return the figures of one group per problem, in the form of `eval.json`.
 
     Args:
         samples: trajectories of each group.
-        columns: by name, a value for each group; a table is made of each.
+        columns: by name, a value for each group; each column becomes a table.
     """
-    made = _figures(summaries, samples)
-    answered = [(s, i) for s in summaries for i, error in enumerate(s.errors) if error is None]
-    made["by_turns"] = {
-        str(turns): {
-            "trajectories": len(found := [s.correct[i] for s, i in answered if s.turns[i] == turns]),
-            "accuracy": sum(found) / len(found),
-        }
-        for turns in sorted({s.turns[i] for s, i in answered})
-    }
-    made["env"] = {name.removeprefix("env/"): value for name, value in env_metrics(summaries).items()}
-    made["reward_parts"] = {name.removeprefix("reward/"): value for name, value in part_metrics(summaries).items()}
-    made["tables"] = {}
+    result = _figures(summaries, samples)
+    result["by_turns"] = _by_turns(summaries)
+    result["env"] = {name.removeprefix("env/"): value for name, value in env_metrics(summaries).items()}
+    result["reward_parts"] = {name.removeprefix("reward/"): value for name, value in part_metrics(summaries).items()}
+    result["tables"] = {}
     for name, values in columns.items():
         parts: dict[str, list[GroupSummary]] = {}
         for summary, value in zip(summaries, values, strict=True):
             parts.setdefault("–" if value is None else str(value), []).append(summary)
-        made["tables"][name] = {value: _figures(part, samples) for value, part in sorted(parts.items(), key=_natural)}
-    return made
+        table = {value: _figures(part, samples) for value, part in sorted(parts.items(), key=_natural)}
+        result["tables"][name] = table
+    return result
+
+
+def _by_turns(summaries: Sequence[GroupSummary]) -> dict[str, dict[str, float]]:
+    """Return the number of trajectories and their accuracy by number of turns."""
+    correct_by_turns: dict[int, list[bool]] = {}
+    for summary in summaries:
+        for i, error in enumerate(summary.errors):
+            if error is None:
+                correct_by_turns.setdefault(summary.turns[i], []).append(summary.correct[i])
+    return {
+        str(turns): {"trajectories": len(correct), "accuracy": sum(correct) / len(correct)}
+        for turns, correct in sorted(correct_by_turns.items())
+    }
 
 
 def _natural(item: tuple[str, Any]) -> tuple[bool, float, str]:
-    """Numbers by size, before names."""
+    """Sort numbers by size, before names."""
     try:
         return False, float(item[0]), item[0]
     except ValueError:
@@ -71,31 +85,45 @@ def _natural(item: tuple[str, Any]) -> tuple[bool, float, str]:
 
 
 def _figures(summaries: Sequence[GroupSummary], samples: int) -> dict[str, Any]:
-    answered = [[i for i, error in enumerate(s.errors) if error is None] for s in summaries]
-    pairs = [(s, places) for s, places in zip(summaries, answered, strict=True) if places]
-    right = [(len(s.errors), sum(s.correct[i] for i in places)) for s, places in zip(summaries, answered, strict=True)]
-    each = [(s, i) for s, places in pairs for i in places]
+    """Return the figures of all groups in one table cell: of a column's value, or of the whole
+    evaluation."""
+    valid: list[tuple[GroupSummary, int]] = []  # a trajectory without an error: its group and its number there
+    rewards: list[float] = []  # mean of each problem that has a valid trajectory
+    correct_counts: list[tuple[int, int]] = []  # trajectories of each problem, and right ones among them
+    errors: Counter[str] = Counter()
+    for summary in summaries:
+        numbers = [i for i, error in enumerate(summary.errors) if error is None]
+        valid += [(summary, i) for i in numbers]
+        if numbers:
+            rewards.append(float(np.mean([summary.rewards[i] for i in numbers])))
+        # a trajectory with an error stays in the total: it counts as wrong
+        correct_counts.append((len(summary.errors), sum(summary.correct[i] for i in numbers)))
+        errors.update(error.partition(": ")[0] for error in summary.errors if error is not None)
+    # powers of two, and the number of samples itself
     ks = sorted({2**e for e in range(samples.bit_length()) if 2**e <= samples} | {samples})
-    return {
-        **{f"pass@{k}": mean_and_error([pass_at_k(n, c, k) for n, c in right if n >= k]) for k in ks},
-        "reward": mean_and_error([float(np.mean([s.rewards[i] for i in places])) for s, places in pairs]),
-        "turns": {"mean": _mean(s.turns[i] for s, i in each), "max": max((s.turns[i] for s, i in each), default=0)},
-        "response_tokens": _mean(s.response_tokens[i] for s, i in each),
-        "truncated": _mean(s.statuses[i] == "length" for s, i in each),
-        "trajectories": len(each),
-        "errors": dict(Counter(error.partition(": ")[0] for s in summaries for error in s.errors if error is not None)),
+    figures: dict[str, Any] = {}
+    for k in ks:
+        figures[f"pass@{k}"] = mean_and_error([pass_at_k(n, c, k) for n, c in correct_counts if n >= k])
+    return figures | {
+        "reward": mean_and_error(rewards),
+        "turns": {"mean": _mean(s.turns[i] for s, i in valid), "max": max((s.turns[i] for s, i in valid), default=0)},
+        "response_tokens": _mean(s.response_tokens[i] for s, i in valid),
+        "truncated": _mean(s.statuses[i] == "length" for s, i in valid),
+        "trajectories": len(valid),
+        "errors": dict(errors),
         "ungradable": sum(s.ungradable for s in summaries),
     }
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return sum(found) / len(found) if found else None
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else None
 
 
-def render(made: Mapping[str, Any]) -> str:
-    """Return the figures of `evaluation` as Markdown tables that fit a terminal of `TERMINAL_WIDTH`."""
-    passes = [name for name in made if name.startswith("pass@")]
+def render(evaluated: Mapping[str, Any]) -> str:
+    """Return the figures of `evaluation` as Markdown tables that fit a terminal of
+    `TERMINAL_WIDTH`."""
+    passes = [name for name in evaluated if name.startswith("pass@")]
     header = ["", "problems", *passes, "reward", "turns", "tokens", "errors"]
 
     def line(name: str, figures: Mapping[str, Any]) -> list[str]:
@@ -103,38 +131,46 @@ def render(made: Mapping[str, Any]) -> str:
         means = [_number(figures["turns"]["mean"], 1), _number(figures["response_tokens"], 0)]
         return [name, *counts, *means, str(sum(figures["errors"].values()))]
 
-    tables = [[header, line("all", made)]]
-    for name, parts in made["tables"].items():
+    tables = [[header, line("all", evaluated)]]
+    for name, parts in evaluated["tables"].items():
         tables.append([[name, *header[1:]], *(line(value, figures) for value, figures in parts.items())])
-    if len(made["by_turns"]) > 1:
-        turns = [[n, str(f["trajectories"]), _number(f["accuracy"], 3)] for n, f in made["by_turns"].items()]
+    if len(evaluated["by_turns"]) > 1:
+        turns = [[n, str(f["trajectories"]), _number(f["accuracy"], 3)] for n, f in evaluated["by_turns"].items()]
         tables.append([["turns", "trajectories", "right"], *turns])
     for title, name in (("the environment's", "env"), ("parts of the reward", "reward_parts")):
-        if made[name]:
-            tables.append([[title, "mean"], *([n, _number(v, 3)] for n, v in made[name].items())])
-    parts = [part for table in tables for part in _split_columns(table)]
-    return "\n".join("".join(f"| {' | '.join(row)} |\n" for row in _ruled(part)) for part in parts)
+        if evaluated[name]:
+            tables.append([[title, "mean"], *([n, _number(v, 3)] for n, v in evaluated[name].items())])
+    blocks = []
+    for table in tables:
+        for part in _split_columns(table):
+            blocks.append("".join(f"| {' | '.join(row)} |\n" for row in _ruled(part)))
+    return "\n".join(blocks)
 
 
 def _split_columns(table: list[list[str]]) -> list[list[list[str]]]:
     """Split a table that is wider than a terminal into several with the same first column."""
     first_width, *widths = _column_widths(table)
-    line_width, cuts = first_width + len("|  |"), [1]
+    line_width = first_width + len("|  |")
+    cuts = [1]  # first column of each table, the repeated one aside
     for column, width in enumerate(widths, 1):
         line_width += width + len(" | ")
         if line_width > TERMINAL_WIDTH and column > cuts[-1]:
             line_width = first_width + len("|  |") + width + len(" | ")
             cuts.append(column)
     ends = [*cuts[1:], len(table[0])]
-    return [[[row[0], *row[start:end]] for row in table] for start, end in zip(cuts, ends, strict=True)]
+    tables = []
+    for start, end in zip(cuts, ends, strict=True):
+        tables.append([[row[0], *row[start:end]] for row in table])
+    return tables
 
 
 def _column_widths(table: list[list[str]]) -> list[int]:
+    """Return the characters of each column's widest cell."""
     return [max(map(len, column)) for column in zip(*table, strict=True)]
 
 
 def _ruled(table: list[list[str]]) -> list[list[str]]:
-    """Columns of one width, numbers to the right, and Markdown's rule under the header."""
+    """Pad columns to one width, numbers to the right, and add Markdown's rule under the header."""
     widths = _column_widths(table)
     rows = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table]
     return [rows[0], ["-" * widths[0], *(f"{'-' * (width - 1)}:" for width in widths[1:])], *rows[1:]]

@@ -1,4 +1,5 @@
-"""A run's files of JSON lines: one line for each step, of which a resumed run drops the later ones; and the log of events."""
+"""A run's files of JSON lines: one line for each step, later ones dropped on resume; and the log of
+events."""
 
 import logging
 import threading
@@ -14,7 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepLines:
-    """One JSON object a line and step, `step` first. The file never has a step twice: resuming at a step drops later lines.
+    """A file with one JSON object a line and step, `step` first.
+
+    The file never has a step twice: resuming at a step drops later lines.
 
     Args:
         resume_step: the last step whose lines stay.
@@ -30,7 +33,7 @@ class StepLines:
         self.last_step: int | None = max(by_step, default=None)
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one step's line, now or once the disk takes it again.
+        """Write one step's line, now or once the disk accepts it again.
 
         Raises:
             ValueError: the step is not after the last one, or a value is NaN or infinite.
@@ -41,13 +44,16 @@ class StepLines:
         self.last_step = step
 
     def flush(self) -> None:
-        """Write what the disk has refused so far; OSError if it still does."""
+        """Write the lines that the disk has refused so far; OSError if it still does."""
         self._file.flush()
 
 
 class EventLog:
-    """What happened to a run beside its steps: in the log, and in `events.jsonl` as {time (Unix seconds), step, kind, message}.
-    Resuming drops nothing here: a step that is trained again after a crash has its events twice."""
+    """Events of a run beside its steps: in the log, and in `events.jsonl` as {time (Unix seconds),
+    step, kind, message}.
+
+    Resuming drops nothing here: a step that is trained again after a crash has its events twice.
+    """
 
     def __init__(self, run_dir: str | Path) -> None:
         self._file = LineFile(Path(run_dir) / "events.jsonl")
@@ -62,10 +68,11 @@ class EventLog:
         self._file.append({"time": round(time.time(), 3), "step": step, "kind": kind, "message": message})
 
     def count(self, kind: str) -> int:
-        """How often this has happened in this process."""
+        """Return the number of such events in this process."""
         return self._counts[kind]
 
     def summary(self) -> str:
+        """Return the counts of all kinds of events as one line."""
         with self._lock:
             counts = sorted(self._counts.items())
         return ", ".join(f"{n} × {kind.replace('_', ' ')}" for kind, n in counts)

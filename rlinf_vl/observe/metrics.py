@@ -1,4 +1,5 @@
-"""Scalars of a step, exact over micro-batches and ranks: sums and counts are added up, and divided once at the end."""
+"""Scalars of a step, exact over micro-batches and ranks: sums and counts are added, and divided
+once at the end."""
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,18 +11,19 @@ import torch
 from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
 
 Scalar = float | torch.Tensor
-#: What is no part of the reward's, although it is called reward/….
+#: Metrics called reward/… that are not the mean of a part of the reward.
 OWN_REWARD_METRICS = ("reward/mean", "reward/std", "reward/accuracy", "reward/zero_std_groups", "reward/shared_states")
 
 
 class MetricSums:
-    """Means, maxima and minima by name; a name is one of the three.
+    """Means, maxima and minima by name; each name has one of the three.
 
-    A mean of means would weigh a token by how it was packed; here every micro-batch and rank adds its sum and its count, and
-    `compute` divides the totals.
+    A mean of means would weigh a token by how it was packed; here every micro-batch and rank adds
+    its sum and its count, and `compute` divides the totals.
 
-    Tensors are scalars of any dtype; they stay on their device in float64 until `state` or `compute` reads them, so neither
-    adding nor merging waits for the device. NaN stays NaN: a broken step must look broken.
+    Tensors are scalars of any dtype. They stay on their device in float64 until `state` or
+    `compute` reads them, so neither adding nor merging waits for the device. NaN stays NaN: a
+    broken step must look broken.
     """
 
     def __init__(self) -> None:
@@ -33,29 +35,35 @@ class MetricSums:
         self._put("count", name, count)
 
     def maximum(self, name: str, value: Scalar) -> None:
+        """Keep the largest value called `name`."""
         self._put("maximum", name, value)
 
     def minimum(self, name: str, value: Scalar) -> None:
+        """Keep the smallest value called `name`."""
         self._put("minimum", name, value)
 
-    def merge(self, other: "MetricSums") -> None:
-        """Add what another micro-batch has accumulated."""
-        self._merge(other._values)
+    def merge(self, sums: "MetricSums") -> None:
+        """Add the sums of another micro-batch."""
+        self._merge(sums._values)
 
     def state(self) -> dict[str, dict[str, float]]:
-        """Plain floats to ship between processes: kind ("total", "count", "maximum", "minimum") → name → value."""
-        return {kind: {name: float(value) for name, value in values.items()} for kind, values in self._values.items()}
+        """Return plain floats to send between processes: kind ("total", "count", "maximum",
+        "minimum") → name → value."""
+        state = {}
+        for kind, values in self._values.items():
+            state[kind] = {name: float(value) for name, value in values.items()}
+        return state
 
     @classmethod
     def merged(cls, states: Iterable[Mapping[str, Mapping[str, float]]]) -> "MetricSums":
-        """The sums of many ranks in one, from their states."""
+        """Return the sums of many ranks in one, from their states."""
         sums = cls()
         for state in states:
             sums._merge(state)
         return sums
 
     def compute(self) -> dict[str, float]:
-        """Every metric by name. A mean over nothing is left out."""
+        """Return every metric by name. A mean over nothing is left out."""
         state = self.state()
         means = {name: state["total"][name] / count for name, count in state["count"].items() if count != 0}
         metrics = means | state["maximum"] | state["minimum"]
@@ -69,12 +77,12 @@ class MetricSums:
 
     def _put(self, kind: str, name: str, value: Scalar) -> None:
         value = value.detach().double() if isinstance(value, torch.Tensor) else float(value)
-        known = self._values[kind]
-        known[name] = _COMBINE[kind](known[name], value) if name in known else value
+        values = self._values[kind]
+        values[name] = _COMBINE[kind](values[name], value) if name in values else value
 
 
 def _larger(a: Scalar, b: Scalar) -> Scalar:
-    """The larger of two scalars; NaN if either is."""
+    """Return the larger of two scalars; NaN if either is."""
     if isinstance(a, torch.Tensor):
         return torch.maximum(a, b) if isinstance(b, torch.Tensor) else a.clamp(min=b)
     return b.clamp(min=a) if isinstance(b, torch.Tensor) else float(np.maximum(a, b))
@@ -89,58 +97,66 @@ _COMBINE: dict[str, Callable[[Any, Any], Scalar]] = {
 
 
 def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict[str, float]:
-    """The reward, rollout and data metrics of one batch of groups, generated in `seconds`.
+    """Return the reward, rollout and data metrics of one batch of groups, generated in `seconds`.
 
-    docs/metrics.md defines them. Trajectories with an error count in `rollout/errors`, tokens per second, weight
-    versions and bytes; the other metrics are over those without, penalized ones included. What has nothing to be
-    computed from (no groups, no versions, no time) is left out.
+    docs/metrics.md defines them. Trajectories with an error count in `rollout/errors`, tokens per
+    second, weight versions and bytes. The other metrics are over those without, penalized ones
+    included. Metrics that nothing can be computed from (no groups, no versions, no time) are left
+    out.
     """
-    kept = [(s, i) for s in summaries for i, error in enumerate(s.errors) if error is None]
-    rewards_of = [{s.rewards[i] for i, error in enumerate(s.errors) if error is None} for s in summaries]
+    valid: list[tuple[GroupSummary, int]] = []  # a trajectory without an error: its group and its number there
+    zero_std_groups = 0
+    for s in summaries:
+        numbers = [i for i, error in enumerate(s.errors) if error is None]
+        valid += [(s, i) for i in numbers]
+        zero_std_groups += len({s.rewards[i] for i in numbers}) == 1
+    # by name, since groups of one step may share an image
     images = {name: size for s in summaries for name, size in s.image_bytes.items()}
     kinds = [error.partition(": ")[0] for s in summaries for error in s.errors if error is not None]
     penalized = sum(len(s.penalized) for s in summaries)
     metrics: dict[str, float] = {
-        "reward/zero_std_groups": sum(len(rewards) == 1 for rewards in rewards_of),
+        "reward/zero_std_groups": zero_std_groups,
         "reward/ungradable": sum(s.ungradable for s in summaries),
         "rollout/errors": len(kinds) + penalized,
         "rollout/engine_errors": kinds.count(ENGINE_FAULT),
         "rollout/env_errors": kinds.count(ENVIRONMENT_FAULT) + penalized,
         "rollout/penalized": penalized,
         "rollout/hung_env_calls": max((s.hung_calls for s in summaries), default=0),
-        "rollout/empty": sum(s.response_tokens[i] == 0 for s, i in kept),
+        "rollout/empty": sum(s.response_tokens[i] == 0 for s, i in valid),
         "data/object_store_bytes": sum(s.object_bytes for s in summaries),
         "data/unique_bytes": sum(s.array_bytes for s in summaries) + sum(images.values()),
     }
-    if kept:
-        rewards = np.array([s.rewards[i] for s, i in kept], dtype=np.float64)
-        lengths = np.array([s.response_tokens[i] for s, i in kept])
+    if valid:
+        rewards = np.array([s.rewards[i] for s, i in valid], dtype=np.float64)
+        lengths = np.array([s.response_tokens[i] for s, i in valid])
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
-        metrics["reward/accuracy"] = float(np.mean([s.correct[i] for s, i in kept]))
+        metrics["reward/accuracy"] = float(np.mean([s.correct[i] for s, i in valid]))
         metrics["rollout/response_length_mean"] = float(lengths.mean())
         metrics["rollout/response_length_max"] = int(lengths.max())
-        metrics["rollout/truncated"] = float(np.mean([s.statuses[i] == "length" for s, i in kept]))
-        metrics["rollout/cut"] = float(np.mean([s.cuts[i] > 0 for s, i in kept]))
-        if corrupted := [s.rewards[i] for s, i in kept if s.corrupted and s.corrupted[i]]:
+        metrics["rollout/truncated"] = float(np.mean([s.statuses[i] == "length" for s, i in valid]))
+        metrics["rollout/cut"] = float(np.mean([s.cuts[i] > 0 for s, i in valid]))
+        if corrupted := [s.rewards[i] for s, i in valid if s.corrupted and s.corrupted[i]]:
             metrics["reward/corrupted_mean"] = float(np.mean(corrupted))
-        turns = [s.turns[i] for s, i in kept]
+        turns = [s.turns[i] for s, i in valid]
         metrics["rollout/turns_mean"] = float(np.mean(turns))
         metrics["rollout/turns_max"] = max(turns)
-        thoughts = np.array([turn for s, i in kept for turn in s.turn_thoughts[i]], dtype=np.int64).reshape(-1, 3)
+        thoughts = np.array([turn for s, i in valid for turn in s.turn_thoughts[i]], dtype=np.int64).reshape(-1, 3)
         if thoughts[:, 0].any():
-            thought, said, closing = thoughts.T
+            thought, answer, closing = thoughts.T
             metrics["rollout/thought_length_mean"] = float(thought.mean())
-            metrics["rollout/answer_length_mean"] = float(said.mean())
+            metrics["rollout/answer_length_mean"] = float(answer.mean())
             metrics["rollout/thoughts_closed"] = float((closing > 0).mean())
-            metrics["rollout/unanswered"] = float((said == 0).mean())
+            metrics["rollout/unanswered"] = float((answer == 0).mean())
     metrics |= env_metrics(summaries) | part_metrics(summaries)
-    if clocks := sum(s.engine_seconds[1] for s in summaries):
-        metrics["rollout/engine_busy"] = sum(s.engine_seconds[0] for s in summaries) / clocks
-    shown = sum(s.prompt_tokens * (1 - len(s.tokens)) + sum(s.tokens) for s in summaries)
-    shown -= sum(map(sum, (turns for s in summaries for turns in s.turn_tokens)))
-    if (prefilled := sum(s.prefilled_tokens for s in summaries)) and shown:
-        metrics["rollout/prefill_ratio"] = prefilled / shown
+    if clock_seconds := sum(s.engine_seconds[1] for s in summaries):
+        metrics["rollout/engine_busy"] = sum(s.engine_seconds[0] for s in summaries) / clock_seconds
+    # The prompt, which a group's trajectories share, counts once; sampled tokens are decoded, not
+    # prefilled.
+    prompt_and_env_tokens = sum(s.prompt_tokens * (1 - len(s.tokens)) + sum(s.tokens) for s in summaries)
+    prompt_and_env_tokens -= sum(map(sum, (turns for s in summaries for turns in s.turn_tokens)))
+    if (prefilled := sum(s.prefilled_tokens for s in summaries)) and prompt_and_env_tokens:
+        metrics["rollout/prefill_ratio"] = prefilled / prompt_and_env_tokens
     if seconds > 0:
         metrics["rollout/tokens_per_second"] = sum(sum(s.response_tokens) for s in summaries) / seconds
     sampled = [s for s in summaries if s.max_version >= 0]
@@ -151,20 +167,24 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
 
 
 def env_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """`env/NAME`: the mean of what environments measured, over the trajectories without an error that have a value."""
+    """Return `env/NAME`: each measurement of the environments, averaged over the trajectories
+    without an error that have it."""
     return _means("env/", (pair for s in summaries for pair in zip(s.metrics, s.errors, strict=True)))
 
 
 def part_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """`reward/PART`: the mean of each part of the reward, over the trajectories without an error that have it. A part whose name
-    is that of another metric is `reward/PART_part`."""
+    """Return `reward/PART`: the mean of each part of the reward, over the trajectories without an
+    error that have it.
+
+    A part whose name is that of another metric is `reward/PART_part`.
+    """
     means = _means("reward/", (pair for s in summaries for pair in zip(s.parts, s.errors, strict=True)))
     return {f"{name}_part" if name in OWN_REWARD_METRICS else name: mean for name, mean in means.items()}
 
 
-def _means(prefix: str, found: Iterable[tuple[Mapping[str, float], str | None]]) -> dict[str, float]:
+def _means(prefix: str, measurements: Iterable[tuple[Mapping[str, float], str | None]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
-    for measured, error in found:
-        for name, value in measured.items() if error is None else ():
+    for named_values, error in measurements:
+        for name, value in named_values.items() if error is None else ():
             values.setdefault(prefix + name, []).append(value)
-    return {name: sum(of_name) / len(of_name) for name, of_name in sorted(values.items())}
+    return {name: sum(items) / len(items) for name, items in sorted(values.items())}

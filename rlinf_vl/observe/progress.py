@@ -1,4 +1,5 @@
-"""What a person sees of a run: one live line on a terminal, a bar and a table in a notebook, one log line per step elsewhere."""
+"""A run's progress for a person: a live line on a terminal, a bar and a table in a notebook, log
+lines elsewhere."""
 
 import logging
 import time
@@ -7,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -20,32 +21,43 @@ from rlinf_vl.observe.status import StatusFile, last_words
 
 logger = logging.getLogger(__name__)
 
+#: The terminal of both the live line and the log: two consoles would tear each other's lines.
 _CONSOLE = Console(stderr=True)
-"""The terminal of both the live line and the log: two consoles would tear each other's lines."""
-_SHOWN = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("accuracy", "reward/accuracy", "{:.3f}"),
-    ("val", "val/accuracy", "{:.3f}"),
-    ("tied", "reward/zero_std_groups", "{:.0f}"),
-    ("cut", "rollout/truncated", "{:.0%}"),
-    ("ref_kl", "actor/ref_kl", "{:.2g}"),
-    ("mismatch", "actor/rollout_train_kl", "{:.2g}"),
-    ("tok/s", "rollout/tokens_per_second", "{:,.0f}"),
-)
-"""Shown name, metric, format. One name means one metric."""
+
+
+class _Figure(NamedTuple):
+    """A figure of a progress line. One label means one metric."""
+
+    label: str
+    metric: str
+    format: str
+
+
+_FIGURES = [
+    _Figure("reward", "reward/mean", "{:.3f}"),
+    _Figure("accuracy", "reward/accuracy", "{:.3f}"),
+    _Figure("val", "val/accuracy", "{:.3f}"),
+    _Figure("tied", "reward/zero_std_groups", "{:.0f}"),
+    _Figure("cut", "rollout/truncated", "{:.0%}"),
+    _Figure("ref_kl", "actor/ref_kl", "{:.2g}"),
+    _Figure("mismatch", "actor/rollout_train_kl", "{:.2g}"),
+    _Figure("tok/s", "rollout/tokens_per_second", "{:,.0f}"),
+]
+#: Steps from whose mean duration the time left is extrapolated.
 _WINDOW = 20
-"""Time left is extrapolated from so many last steps."""
 
 
 class _PlainFormatter(logging.Formatter):
-    """A formatter for what is no terminal: Ray colors the tracebacks in its errors, wherever they go."""
+    """A formatter without colors, for files and pipes: Ray colors the tracebacks in its errors
+    everywhere."""
 
     def format(self, record: logging.LogRecord) -> str:
         return without_colors(super().format(record))
 
 
 def setup_logging(level: int = logging.INFO, console: Console | None = None) -> None:
-    """Send the library's log to the terminal, above the live line, or as plain lines to what isn't a terminal.
+    """Send the library's log to the terminal, above the live line, or as plain lines to a file or
+    pipe.
 
     Other libraries' loggers keep their levels. Calling it again replaces the handler.
     """
@@ -65,37 +77,41 @@ def setup_logging(level: int = logging.INFO, console: Console | None = None) -> 
 
 @contextmanager
 def shown_log() -> Iterator[None]:
-    """`setup_logging` for a run within a program of somebody else's: not where that has set up its own; gone afterwards. A notebook
-    shows the run's progress, and of the log what is a warning."""
-    root, own = logging.getLogger(), logging.getLogger("rlinf_vl")
-    level = own.level
-    setting_up = not root.handlers
-    logging.getLogger("ray.widgets").setLevel(
-        logging.WARNING
-    )  # when imported, it would have a notebook install packages
-    if setting_up:
+    """Set up logging for a run within a user's own program, and undo it afterwards.
+
+    A program that has set up its own logging keeps it. A notebook shows the run's progress, so only
+    warnings of the log.
+    """
+    root = logging.getLogger()
+    library_logger = logging.getLogger("rlinf_vl")
+    level = library_logger.level
+    sets_up_logging = not root.handlers
+    # On its import, Ray advises a notebook's user to install packages that a run does not need.
+    logging.getLogger("ray.widgets").setLevel(logging.WARNING)
+    if sets_up_logging:
         setup_logging(logging.WARNING if in_notebook() else logging.INFO)
     try:
         yield
     finally:
-        if setting_up:
+        if sets_up_logging:
             root.handlers = [handler for handler in root.handlers if handler.get_name() != __name__]
-            own.setLevel(level)
+            library_logger.setLevel(level)
 
 
 class PhaseClock:
-    """The clock of start-up: how long it and its present phase have taken, until `stop` ends it with the first step."""
+    """The clock of start-up: its seconds and those of its present phase, until `stop` ends it with
+    the first step."""
 
     def __init__(self) -> None:
-        self._began = self._phase_began = time.perf_counter()
+        self._start_s = self._phase_start_s = time.perf_counter()
         self._phase = ""
         self._runs = True
 
     def enter(self, phase: str) -> bool:
-        """Return whether this begins a phase of start-up, whose time counts from now."""
+        """Return whether this begins a phase of start-up; its time counts from now."""
         if not self._runs or phase == self._phase:
             return False
-        self._phase, self._phase_began = phase, time.perf_counter()
+        self._phase, self._phase_start_s = phase, time.perf_counter()
         return True
 
     def stop(self) -> None:
@@ -103,16 +119,16 @@ class PhaseClock:
 
     @property
     def total_s(self) -> float:
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self._start_s
 
     @property
     def shown(self) -> str:
-        """The phase's elapsed seconds, to be written behind its name; "" once start-up is over."""
-        return f" ({time.perf_counter() - self._phase_began:.0f} s)" if self._runs else ""
+        """Return the phase's elapsed seconds as a suffix of its name; "" once start-up is over."""
+        return f" ({time.perf_counter() - self._phase_start_s:.0f} s)" if self._runs else ""
 
 
 class _PhaseColumn(ProgressColumn):
-    """The phase of a run at the end of its live line, with a clock as long as the run starts."""
+    """The present phase at the end of the live line, with a clock during start-up."""
 
     def __init__(self, clock: PhaseClock) -> None:
         super().__init__()
@@ -123,8 +139,10 @@ class _PhaseColumn(ProgressColumn):
 
 
 class RunProgress:
-    """Progress of a run, on the terminal and in `status`. A context manager: call `begin` once the run's length is known,
-    `update` after every step, `phase` when another part of the run begins.
+    """The progress of a run, on the terminal and in `status`.
+
+    A context manager: call `begin` once the run's length is known, `update` after every step,
+    `phase` when another part of the run begins.
 
     Attributes:
         end: how the run ends: done, stopped or failed.
@@ -138,7 +156,7 @@ class RunProgress:
         self._total = 0
         self._step = 0
         self._console = console or _CONSOLE
-        self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
+        self._step_ends_s: deque[float] = deque(maxlen=_WINDOW + 1)  # of the last steps, monotonic
         self._clock = PhaseClock()
         self._validation: dict[str, float] = {}
         self._live = Progress(
@@ -165,34 +183,39 @@ class RunProgress:
             self.end, self.reason = "stopped", "stopped at once by a signal, without a checkpoint"
         elif error is not None:
             self.end, self.reason = "failed", last_words(error)
-        self._tell(state=self.end, reason=self.reason, phase="")
+        self._update_status(state=self.end, reason=self.reason, phase="")
         if self._notebook is not None:
-            said = (self.reason or self.end).splitlines()[0]
-            self._notebook.end(self._step, self._total, said if said.startswith(self.end) else f"{self.end}: {said}")
+            ending = (self.reason or self.end).splitlines()[0]
+            self._notebook.end(
+                self._step, self._total, ending if ending.startswith(self.end) else f"{self.end}: {ending}"
+            )
 
-    def _tell(self, **changes: Any) -> None:
+    def _update_status(self, **changes: Any) -> None:
         if self._status is not None:
             self._status.update(**changes)
 
     def workers(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """The run's workers and their states, as in `StatusFile.update`."""
-        self._tell(workers=list(workers))
+        """Write the run's workers and their states to the status, as in `StatusFile.update`."""
+        self._update_status(workers=list(workers))
 
     def begin(self, total_steps: int, start_step: int = 0) -> None:
-        """The run has `total_steps`, of which `start_step` were done before it was resumed."""
+        """Begin the steps of a run of `total_steps`, of which `start_step` were done before it was
+        resumed."""
         self._total, self._step = total_steps, start_step
         self._clock.stop()
-        self._tell(state="running", step=start_step, total_steps=total_steps)
+        self._update_status(state="running", step=start_step, total_steps=total_steps)
         self._live.update(self._task, total=total_steps, completed=start_step)
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Show what is happening now (generate, train, sync, validate, …) and how much of it is done.
+        """Show the present phase (generate, train, sync, validate, …), `done` of `total` parts of
+        it finished.
 
-        During start-up, the seconds of each phase are shown beside it; what is no terminal gets a line for each phase.
+        During start-up, the seconds of each phase are shown beside it, and a log that is no
+        terminal gets a line for each phase.
         """
         if self._clock.enter(name) and not self._console.is_terminal:
             logger.info("start-up, %.0f s: %s", self._clock.total_s, name)
-        self._tell(phase=name, progress=None if total is None else {"done": done, "total": total})
+        self._update_status(phase=name, progress=None if total is None else {"done": done, "total": total})
         name = name if total is None else f"{name}: {done} of {total}"
         self._live.update(self._task, phase=name)
         if self._notebook is not None:
@@ -201,10 +224,13 @@ class RunProgress:
             logger.debug("step %d/%d: %s", self._step, self._total, name)
 
     def update(self, step: int, metrics: Mapping[str, float], alarms: Iterable[str] = ()) -> None:
-        """Step `step` (counted from 1) is done, with these metrics, and these alarms hold. The last validation stays visible."""
+        """Show that step `step` (counted from 1) is done, its metrics, and the alarms that hold.
+
+        The last validation stays visible.
+        """
         self._step = step
-        self._tell(step=step)
-        self._ends.append(time.monotonic())
+        self._update_status(step=step)
+        self._step_ends_s.append(time.monotonic())
         if "val/accuracy" in metrics:
             self._validation["val/accuracy"] = metrics["val/accuracy"]
         figures = self._figures(self._validation | dict(metrics)) | {f"! {a.replace('_', ' ')}": "" for a in alarms}
@@ -217,14 +243,14 @@ class RunProgress:
             logger.info("step %d/%d  %s", step, self._total, summary)
 
     def _figures(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """What is shown of a step, by the names of `_SHOWN`, and the time that is left."""
+        """Return the figures of a step by the labels of `_FIGURES`, and the time left."""
         figures: dict[str, str] = {}
-        for label, name, form in _SHOWN:
-            if name in metrics:
-                figures[label] = form.format(float(metrics[name]))
+        for figure in _FIGURES:
+            if figure.metric in metrics:
+                figures[figure.label] = figure.format.format(float(metrics[figure.metric]))
         seconds = metrics.get("time/step")
-        if len(self._ends) > 1:  # the mean from end to end, so without start-up
-            seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        if len(self._step_ends_s) > 1:  # from end to end: waits between steps count, start-up does not
+            seconds = (self._step_ends_s[-1] - self._step_ends_s[0]) / (len(self._step_ends_s) - 1)
         if seconds is not None and self._step < self._total:
             figures["left"] = str(timedelta(seconds=round(seconds * (self._total - self._step))))
         return figures

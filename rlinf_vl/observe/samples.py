@@ -1,6 +1,6 @@
-"""What trackers show of a trajectory: printable, short texts, and its images as one picture.
+"""Samples for trackers: printable, short texts of a trajectory, and its images as one picture.
 
-Models write the texts, so nothing in them may be markup: `code_block` and `inert` see to that.
+Models write the texts, so nothing in them may act as markup: `code_block` and `inert` prevent it.
 """
 
 import io
@@ -12,53 +12,62 @@ from typing import Any
 
 from PIL import Image
 
+#: Samples logged per step and split, spread over its rows.
 MAX_SAMPLES = 16
-"""Samples shown of a step and split, spread over its rows."""
+#: Characters logged of a text.
 MAX_TEXT = 4000
-"""Characters shown of a text."""
+#: Images logged of a sample, side by side, and the longest side of each in pixels.
 MAX_IMAGES, MAX_SIDE = 4, 384
-"""Images shown of a sample, side by side, and the longest side of one in pixels."""
 TEXTS = ("prompt", "response", "answer", "error")
 FACTS = ("problem_id", "reward", "advantage", "correct", "finish_reason")
 
 
 @dataclass(frozen=True)
 class Sample:
+    """A trajectory as trackers log it."""
+
     values: Mapping[str, str | float | bool | None]  # by name, out of FACTS and TEXTS
     picture: Image.Image | None
 
 
 def spread(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """At most `MAX_SAMPLES` of them, evenly spaced."""
+    """Return at most `MAX_SAMPLES` of the rows, evenly spaced."""
     return rows[:: max(1, -(-len(rows) // MAX_SAMPLES))]
 
 
 def choose_samples(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
-    """Those that `spread` leaves; rows have the keys in `FACTS` and `TEXTS`, and images: encoded bytes."""
-    chosen = spread(rows)
-    return [Sample({name: _short(row[name]) for name in (*FACTS, *TEXTS)}, _picture(row["images"])) for row in chosen]
+    """Return the rows that `spread` selects as samples; rows have the keys in `FACTS` and `TEXTS`,
+    and images: encoded bytes."""
+    samples = []
+    for row in spread(rows):
+        values = {name: _short(row[name]) for name in (*FACTS, *TEXTS)}
+        samples.append(Sample(values, _picture(row["images"])))
+    return samples
 
 
 def inert(value: Any) -> Any:
-    """Text that is neither HTML nor Markdown: an invisible space follows each character that a tag, a link or an image
-    needs. Other values as they are."""
+    """Return a text that is neither HTML nor Markdown, and other values unchanged.
+
+    An invisible space follows each character that a tag, a link or an image needs.
+    """
     return value.replace("<", "<\u200b").replace("]", "]\u200b") if isinstance(value, str) else value
 
 
 def code_block(text: str) -> str:
-    """Markdown that shows just this text: in an indented block nothing has a meaning."""
+    """Return Markdown that shows just this text: in an indented block nothing has a meaning."""
     return "\n".join("    " + line for line in text.splitlines())
 
 
 def _short(value: Any) -> str | float | bool | None:
     if not isinstance(value, str):
         return value if value is None or isinstance(value, bool) else round(float(value), 4)
-    rest = f"… ({len(value) - MAX_TEXT} characters more)" if len(value) > MAX_TEXT else ""
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in value[:MAX_TEXT]) + rest
+    ellipsis = f"… ({len(value) - MAX_TEXT} characters more)" if len(value) > MAX_TEXT else ""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in value[:MAX_TEXT]) + ellipsis
 
 
 def _picture(images: Sequence[bytes]) -> Image.Image | None:
-    """The first images side by side, made small; None without any. One that can't be decoded is left out."""
+    """Return the first images side by side, made small; None without any. One that can't be decoded
+    is left out."""
     tiles = []
     for data in images[:MAX_IMAGES]:
         with suppress(OSError, ValueError, SyntaxError, Image.DecompressionBombError):
@@ -67,6 +76,7 @@ def _picture(images: Sequence[bytes]) -> Image.Image | None:
             tiles.append(tile.convert("RGB"))
     if not tiles:
         return None
+    # left edges of the tiles, 4 pixels of background between two
     edges = [0, *accumulate(tile.width + 4 for tile in tiles)]
     picture = Image.new("RGB", (edges[-1] - 4, max(tile.height for tile in tiles)), "gray")
     for tile, x in zip(tiles, edges, strict=False):

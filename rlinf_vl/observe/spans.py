@@ -1,6 +1,8 @@
-"""Spans: what every process of a run does when, in `spans/<process>.jsonl`, merged into one timeline; and torch's profiler.
+"""Spans: the activities of every process over time, in `spans/<process>.jsonl`, merged into one
+timeline; and torch's profiler.
 
-On a GPU a span is the time that its process spends, not the time of the kernels it starts; `runner.profile.steps` shows those.
+On a GPU a span is the time that its process spends, not the time of the kernels it starts;
+`runner.profile.steps` shows those.
 """
 
 import json
@@ -14,21 +16,24 @@ from typing import Any
 from rlinf_vl.runtime.files import append_lines, read_lines
 
 FOLDER = "spans"
+#: Two spans of one name in one thread, with less than this between them, become one.
 MERGE_GAP_S = 0.005
-"""Two spans of one name in one thread, with less than this between them, become one."""
+#: Spans that have ended are on disk after this time.
 FLUSH_S = 1.0
-"""Spans that have ended are on disk after this time."""
 
 _path: Path | None = None
 _lock = threading.RLock()
-_rows: list[dict[str, Any]] = []  # spans that have ended and are not on disk
-_last: dict[int, dict[str, Any]] = {}  # the newest of them by thread
+_rows: list[dict[str, Any]] = []  # spans that have ended and are not yet on disk
+_last: dict[int, dict[str, Any]] = {}  # by thread id: the newest of `_rows`, which may still grow
 _flushed = 0.0
 
 
 def record_spans(run_dir: Path, process: str) -> None:
-    """From now on write spans as those of `process` (such as "actor 0"), if the run's folder has a folder for spans. Those of a run
-    before, in the same process, are written where that was."""
+    """Write spans from now on as those of `process` (such as "actor 0"), if the run's folder has a
+    folder for spans.
+
+    Spans of an earlier run in the same process are written to that run's folder first.
+    """
     global _path, _flushed
     flush_spans()
     folder = run_dir / FOLDER
@@ -39,10 +44,13 @@ def record_spans(run_dir: Path, process: str) -> None:
 
 @contextmanager
 def span(name: str, **about: Any) -> Iterator[None]:
-    """Record the time that the block takes, with what else is worth knowing (JSON). Costs microseconds."""
+    """Record the time that the block takes, with further facts about it (JSON). Costs
+    microseconds."""
     if _path is None:
         yield
         return
+    # The wall clock places the span in the timeline; it may jump, so the duration is another
+    # clock's.
     start, clock = time.time(), time.perf_counter()
     try:
         yield
@@ -76,14 +84,18 @@ def flush_spans() -> None:
 
 
 def read_spans(run_dir: Path) -> list[dict[str, Any]]:
-    """All spans of a run: name, start and end in Unix seconds, process, thread, count, about. Torn lines are left out."""
+    """Return all spans of a run: name, start and end in Unix seconds, process, thread, count,
+    about. Torn lines are left out."""
     files = sorted((run_dir / FOLDER).glob("*.jsonl"))
     return [row | {"process": path.stem.replace("-", " ")} for path in files for row in read_lines(path)[0]]
 
 
 def write_timeline(run_dir: Path, output: Path | None = None) -> Path:
-    """Merge a run's spans into a file for chrome://tracing or ui.perfetto.dev (Chrome's Trace Event Format), by default
-    `timeline.json` in the run's folder. Clocks of several hosts are not aligned.
+    """Merge a run's spans into a file for chrome://tracing or ui.perfetto.dev (Chrome's Trace Event
+    Format).
+
+    It is `timeline.json` in the run's folder unless `output` names another. Clocks of several hosts
+    are not aligned.
 
     Raises:
         ValueError: the folder has no spans.
@@ -92,11 +104,13 @@ def write_timeline(run_dir: Path, output: Path | None = None) -> Path:
     if not rows:
         raise ValueError(f"{run_dir / FOLDER} holds no spans; is {run_dir} the folder of a run?")
     start = min(row["start"] for row in rows)
-    processes = {name: i for i, name in enumerate(sorted({row["process"] for row in rows}))}
+    names = sorted({row["process"] for row in rows})
+    processes = {name: i for i, name in enumerate(names)}
+    # metadata events ("M") name the rows of the timeline, which are numbers otherwise
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": i, "tid": 0, "args": {"name": name}} for name, i in processes.items()
     ]
-    for row in rows:
+    for row in rows:  # complete events ("X"), microseconds since the first span
         event = {"ph": "X", "name": row["name"], "pid": processes[row["process"]], "tid": row["thread"]}
         event |= {"ts": round((row["start"] - start) * 1e6, 1), "dur": round((row["end"] - row["start"]) * 1e6, 1)}
         events.append(event | {"args": row["about"] | ({"count": row["count"]} if row["count"] > 1 else {})})
@@ -107,7 +121,8 @@ def write_timeline(run_dir: Path, output: Path | None = None) -> Path:
 
 @contextmanager
 def profiler(run_dir: Path, step: int, rank: int) -> Iterator[None]:
-    """Write `profile/step_N-rank_R.json.gz` in the run's folder, for ui.perfetto.dev: operators and, on a GPU, kernels."""
+    """Write `profile/step_N-rank_R.json.gz` in the run's folder, for ui.perfetto.dev: operators
+    and, on a GPU, kernels."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

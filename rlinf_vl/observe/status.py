@@ -1,4 +1,5 @@
-"""`status.json`: what a run is doing at this moment, or why it ended; `environment.json`: what it runs on and from."""
+"""`status.json`: the present state of a run, or why it ended; `environment.json`: its machine,
+versions and code."""
 
 import json
 import os
@@ -18,81 +19,91 @@ import psutil
 from rlinf_vl.errors import ConfigError, RunError, reason_of, without_colors
 from rlinf_vl.runtime.files import write_aside
 
+#: Lines at most of a reason, and of the end of a traceback in it.
 REASON_LINES, TRACE_LINES = 40, 8
-"""Lines that a reason has at most, and a traceback in it, its last ones."""
+#: Seconds within which a frequent change is written.
 DELAY_S = 0.25
+#: Keys that change several times a step.
 OFTEN = {"phase", "progress", "step"}
+#: Packages whose versions matter to a result.
 PACKAGES = ("rlinf_vl", "torch", "transformers", "ray", "sglang", "numpy", "datasets", "math-verify", "tokenizers")
-"""Packages whose versions matter to a result."""
 
 
 class StatusFile:
-    """status.json, replaced as a whole. A run goes on if it can't be written.
+    """The file status.json, replaced as a whole. A run goes on if it can't be written.
 
-    What changes several times a step (`OFTEN`) is written within `DELAY_S`: to replace a file takes milliseconds on some disks.
+    Changes of the keys in `OFTEN` are written within `DELAY_S`: replacing a file takes milliseconds
+    on some disks.
     """
 
-    _due: threading.Timer | None = None  # writes what is not written yet
+    _pending_write: threading.Timer | None = None  # None: everything is written
 
     def __init__(self, run_dir: Path) -> None:
-        now = time.time()
+        time_s = time.time()
         self._path = run_dir / "status.json"
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()  # guards the status and the timer; never held while writing
+        self._write_lock = threading.Lock()  # two writers would share one temporary file
         self._status: dict[str, Any] = {
             "pid": os.getpid(),
             "host": platform.node(),
-            "time": now,
-            "started": now,
+            "time": time_s,
+            "started": time_s,
             "state": "starting",
             "step": 0,
             "total_steps": 0,
             "phase": "",
-            "phase_since": now,
+            "phase_since": time_s,
             "progress": None,
             "workers": [],
             "reason": "",
         }
 
     def update(self, **changes: Any) -> None:
-        """Change some of: state (starting, running, done, stopped, failed), reason (why it stopped or failed), step,
-        total_steps, phase, progress ({done, total} or None), workers ({name, node, pid, state, restarts} each)."""
-        now, often = time.time(), changes.keys() <= OFTEN
+        """Change some keys and write the file.
+
+        The keys are: state (starting, running, done, stopped, failed), reason (why it stopped or
+        failed), step, total_steps, phase, progress ({done, total} or None), workers ({name, node,
+        pid, state, restarts} each).
+        """
+        time_s = time.time()
+        is_frequent = changes.keys() <= OFTEN
         if changes.get("phase", self._status["phase"]) != self._status["phase"]:
-            changes = {"phase_since": now} | changes
+            changes = {"phase_since": time_s} | changes
         with self._lock:
-            self._status |= changes | {"time": now}
-            if often and self._due is None:
-                self._due = threading.Timer(DELAY_S, self._write)
-                self._due.daemon = True
-                self._due.start()
-        if not often:
+            self._status |= changes | {"time": time_s}
+            if is_frequent and self._pending_write is None:
+                self._pending_write = threading.Timer(DELAY_S, self._write)
+                self._pending_write.daemon = True
+                self._pending_write.start()
+        if not is_frequent:
             self._write()
 
     def _write(self) -> None:
-        with self._writing:
+        with self._write_lock:
             with self._lock:
-                content, due, self._due = json.dumps(self._status), self._due, None
-            if due is not None:
-                due.cancel()
+                content, timer, self._pending_write = json.dumps(self._status), self._pending_write, None
+            if timer is not None:
+                timer.cancel()
             with suppress(OSError), write_aside(self._path, durable=False) as aside:
                 aside.write_text(content)
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """The content of `status.json`; empty if it is missing or torn.
+    """Return the content of `status.json`; empty if it is missing or torn.
 
-    If the run says that it goes on and its process is not on this host any more, `state` is "gone" and `reason` says so.
-    Nothing is known of another host's process.
+    If the state is starting or running, but the process is no longer on this host, `state` is
+    "gone" and `reason` says so. Processes of other hosts can't be checked.
     """
     try:
         status = dict(json.loads((run_dir / "status.json").read_bytes()))
-        going = status["state"] in ("starting", "running")
-        if going and status["host"] == platform.node() and not _lives(status["pid"], status["started"]):
+        is_active = status["state"] in ("starting", "running")
+        if is_active and status["host"] == platform.node() and not _lives(status["pid"], status["started"]):
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["time"]))
             status["state"] = "gone"
             status["reason"] = (
-                f"process {status['pid']} on {status['host']} ended without a word: killed (kill -9, out of memory) or lost "
-                f"with its host. Its last news are of {since}, in step {status['step']}, phase {status['phase'] or 'unknown'}"
+                f"process {status['pid']} on {status['host']} ended without a word: killed (kill "
+                f"-9, out of memory) or lost with its host. Its last news are of {since}, in step "
+                f"{status['step']}, phase {status['phase'] or 'unknown'}"
             )
         return status
     except (OSError, ValueError, TypeError, KeyError):
@@ -100,7 +111,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def _lives(pid: int, started: float) -> bool:
-    """Whether that process runs, and not another one that has got its id since."""
+    """Return whether that process runs, and not another one that got its id since."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < started + 60
@@ -109,7 +120,8 @@ def _lives(pid: int, started: float) -> bool:
 
 
 def last_words(error: BaseException) -> str:
-    """Why a run failed, in lines; an error that is not ours ends with the end of its traceback."""
+    """Return why a run failed, in lines; an error that is not ours ends with the end of its
+    traceback."""
     lines = reason_of(error).splitlines()
     if not isinstance(error, (RunError, ConfigError)):
         trace = "".join(traceback.format_exception(error)).splitlines()
@@ -118,10 +130,10 @@ def last_words(error: BaseException) -> str:
 
 
 def write_environment(run_dir: Path) -> None:
-    """Write environment.json: command, machine, versions, and the state of the checkout that is run."""
+    """Write environment.json: command, machine, versions, and the state of the checkout."""
     import torch
 
-    # by the driver's own tool: torch would take GPU memory for as long as this process lives
+    # By the driver's own tool: torch would take GPU memory for as long as this process lives.
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     packages = {}
     for name in PACKAGES:
@@ -144,7 +156,8 @@ def write_environment(run_dir: Path) -> None:
 
 
 def _checkout() -> dict[str, Any] | None:
-    """The checkout that this file is tracked in; None without one, such as for an installed package."""
+    """Return the checkout that this file is tracked in; None without one, such as for an installed
+    package."""
     if not _output("git", "ls-files", Path(__file__).name):
         return None
     return {
@@ -155,7 +168,7 @@ def _checkout() -> dict[str, Any] | None:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; empty if it fails or is missing."""
+    """Return the output of a command; empty if it fails or is missing."""
     try:
         folder = Path(__file__).parent
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

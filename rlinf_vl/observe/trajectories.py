@@ -1,6 +1,8 @@
-"""Trajectories on disk: what was shown, answered and paid, with both sides' logprobs of every token.
+"""Trajectories on disk: prompts, answers and rewards, with the rollout's and the trainer's logprobs
+of every token.
 
-`trajectories/step_N.parquet` has one row a trajectory (`SCHEMA`), `images/` each image once, by content.
+`trajectories/step_N.parquet` has one row a trajectory (`SCHEMA`), `images/` each image once, by
+content.
 """
 
 import io
@@ -21,6 +23,9 @@ from rlinf_vl.observe.conversation import messages
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.types import Group, ImageRef, Trajectory
 
+#: The columns of one row a trajectory. Lists with a value per token begin after the prompt and go
+#: through the trajectory's sequences one after the other; each of `TokenSequence.columns` is a
+#: further column, under its own name.
 SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -28,16 +33,16 @@ SCHEMA = pa.schema(
         ("group_id", pa.string()),
         ("problem_id", pa.string()),
         ("labels", pa.string()),  # JSON; short columns of its row
-        ("sample", pa.int32()),  # number within its group
-        ("prompt", pa.string()),  # as the model reads it; an image is <image>
+        ("sample", pa.int32()),  # its number within the group
+        ("prompt", pa.string()),  # as the model reads it; each image is <image>
         ("response", pa.string()),
         ("answer", pa.string()),  # the reference
         ("images", pa.list_(pa.string())),  # paths in the run's folder
         ("tokens", pa.list_(pa.string())),  # the text of each, alone
         ("response_ids", pa.list_(pa.int32())),
-        ("response_mask", pa.list_(pa.bool_())),  # false: an environment's, not sampled
+        ("response_mask", pa.list_(pa.bool_())),  # false: not sampled, but an environment's
         ("rollout_logprobs", pa.list_(pa.float32())),  # null: the engine returned none
-        ("train_logprobs", pa.list_(pa.float32())),  # of the weights before the step; null: not trained on
+        ("train_logprobs", pa.list_(pa.float32())),  # under the weights before the step; null: not trained on
         ("turns", pa.string()),  # JSON; see `layout`
         ("messages", pa.string()),  # JSON; of each sequence, see `conversation.messages`
         ("advantage", pa.float32()),  # mean over the turns, which may differ
@@ -45,22 +50,22 @@ SCHEMA = pa.schema(
         ("reward_parts", pa.string()),  # JSON
         ("metrics", pa.string()),  # JSON; what the environment measured
         ("correct", pa.bool_()),
-        # it saw images that were corrupted, those above; it is trained on with the clean ones
+        # true: it was sampled with the corrupted images above and is trained on with the clean ones
         ("corrupted", pa.bool_()),
         ("error", pa.string()),
         ("finish_reason", pa.string()),
         ("weight_versions", pa.list_(pa.int32())),
     ]
 )
-"""One row a trajectory. Lists of what tokens have begin after the prompt and go through the trajectory's sequences one after
-the other; each of `TokenSequence.columns` is a further one, under its own name."""
 
 
 class TrajectoryStore:
-    """The folder: rows by step, images by hash, up to `max_bytes` in all."""
+    """The folders of trajectories and images: rows by step, images by hash, up to `max_bytes` in
+    all."""
 
     def __init__(self, run_dir: Path, model_path: str, image_token: str | int, max_bytes: int) -> None:
-        """`image_token`: the placeholder of an image token, as text or by its id."""
+        """Open the folders of a run; `image_token` is the placeholder of an image token, as text or
+        by its id."""
         self._run_dir = run_dir
         self._max_bytes = max_bytes
         self._folder = run_dir / "trajectories"
@@ -73,7 +78,9 @@ class TrajectoryStore:
         local = Path(model_path) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(local)) if local.exists() else Tokenizer.from_pretrained(model_path)
         text = self._tokenizer.id_to_token(image_token) if isinstance(image_token, int) else image_token
-        self._image = re.compile(f"({re.escape(text)})+" if text else "(?!)")
+        # a run of placeholders is one image; a model without images has a pattern that never
+        # matches
+        self._image_pattern = re.compile(f"({re.escape(text)})+" if text else "(?!)")
         self._image_id = image_token if isinstance(image_token, int) else self._tokenizer.token_to_id(image_token)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
@@ -92,7 +99,8 @@ class TrajectoryStore:
 
         Args:
             advantages: of each turn of each trajectory; None where nothing is trained (validation).
-            logprobs: float32 [sampled tokens] by the trajectory's number; one that was not trained on has none.
+            logprobs: float32 [sampled tokens] by the trajectory's number; one that was not trained
+                on has none.
         """
         prompt = self._tokenizer.decode(group.prefix.tolist(), skip_special_tokens=False)
         shared = {
@@ -101,29 +109,40 @@ class TrajectoryStore:
             "group_id": group.id,
             "problem_id": group.problem_id,
             "labels": json.dumps(group.labels, ensure_ascii=False),
-            "prompt": self._image.sub("<image>", prompt),
+            "prompt": self._image_pattern.sub("<image>", prompt),
             "answer": group.answer,
         }
         for sample, t in enumerate(group.trajectories):
-            own = None if advantages is None else advantages[sample]
+            turn_advantages = None if advantages is None else advantages[sample]
+            sampled_logprobs = (logprobs or {}).get(sample)
             self._rows.append(
-                shared | self._row(group.as_seen(t), group.prefix_length, own, (logprobs or {}).get(sample))
+                shared | self._row(group.as_seen(t), group.prefix_length, turn_advantages, sampled_logprobs)
             )
             self._rows[-1]["sample"] = sample
 
     def _row(
-        self, t: Trajectory, prompt: int, advantages: Sequence[float] | None, train: np.ndarray | None
+        self, t: Trajectory, prompt_length: int, advantages: Sequence[float] | None, sampled_logprobs: np.ndarray | None
     ) -> dict[str, Any]:
+        """Return the row of a trajectory whose sequences begin with a prompt of `prompt_length`
+        tokens.
+
+        Args:
+            sampled_logprobs: float32 [sampled tokens], the trainer's; None if it was not trained
+                on.
+        """
         images = {image.hash: image for s in t.sequences for image, _ in s.images}
-        parts = [{name: array[prompt:] for name, array in s.arrays().items()} for s in t.sequences]
-        names = (name for name in (parts[0] if parts else ()) if name != "routes")  # many numbers a token, and no text
-        arrays = {name: np.concatenate([part[name] for part in parts]) for name in names}
+        parts: dict[str, list[np.ndarray]] = {}  # by column: the array of each sequence, without the prompt
+        for sequence in t.sequences:
+            for name, array in sequence.arrays().items():
+                if name != "routes":  # many numbers a token, which nobody reads as text
+                    parts.setdefault(name, []).append(array[prompt_length:])
+        arrays = {name: np.concatenate(arrays_of_column) for name, arrays_of_column in parts.items()}
         ids = arrays.pop("ids", np.zeros(0, np.int32)).tolist()
         mask = arrays.pop("loss_mask", np.zeros(0, bool))
         train_logprobs = None
-        if train is not None:
+        if sampled_logprobs is not None:
             train_logprobs = np.full(len(ids), np.nan, np.float32)
-            train_logprobs[mask] = train
+            train_logprobs[mask] = sampled_logprobs
         return {
             "response": self._tokenizer.decode(ids, skip_special_tokens=True),
             "tokens": [self._piece(i) for i in ids],
@@ -131,7 +150,7 @@ class TrajectoryStore:
             "response_mask": mask,
             "rollout_logprobs": arrays.pop("logprobs", None),
             "train_logprobs": train_logprobs,
-            "turns": json.dumps(layout(t, prompt, advantages)),
+            "turns": json.dumps(layout(t, prompt_length, advantages)),
             "messages": json.dumps(self._messages(t, list(images)), ensure_ascii=False),
             "images": [self._image_path(image) for image in images.values()],
             "advantage": float(np.mean(advantages)) if advantages else None,
@@ -146,21 +165,24 @@ class TrajectoryStore:
         } | arrays
 
     def _messages(self, t: Trajectory, images: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """Return the messages of each sequence; `images` are the hashes of the trajectory's images
+        in order."""
         numbers = {hash_: number for number, hash_ in enumerate(images)}
-        said = []
+        result = []
         for number, sequence in enumerate(t.sequences):
-            turns = {k: turn for k, turn in enumerate(t.turns) if turn.sequence == number}
-            said.append(messages(sequence, turns, numbers, self._special, self._image_id, self._text))
-        return said
+            turns = {turn_number: turn for turn_number, turn in enumerate(t.turns) if turn.sequence == number}
+            result.append(messages(sequence, turns, numbers, self._special, self._image_id, self._text))
+        return result
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _image_path(self, image: ImageRef) -> str:
+        """Return an image's path in the run's folder; writes the image if it is new."""
         if image.hash not in self._paths:
             try:
                 kind = (Image.open(io.BytesIO(image.data)).format or "bin").lower()
-            except OSError:
+            except OSError:  # an image that a reader can't open is kept as it is
                 kind = "bin"
             self._paths[image.hash] = f"images/{image.hash}.{kind}"
             self._write(self._run_dir / self._paths[image.hash], image.data)
@@ -172,11 +194,11 @@ class TrajectoryStore:
         self._bytes += len(data)
 
     def write(self, step: int) -> list[dict[str, Any]]:
-        """Write what was added as step `step`; returns those rows."""
+        """Write the added rows as step `step`, and return them."""
         rows, self._rows = self._rows, []
         if rows:
-            further = {name: values for row in rows for name, values in row.items() if name not in SCHEMA.names}
-            fields = [pa.field(name, pa.list_(pa.from_numpy_dtype(x.dtype))) for name, x in further.items()]
+            extra_columns = {name: values for row in rows for name, values in row.items() if name not in SCHEMA.names}
+            fields = [pa.field(name, pa.list_(pa.from_numpy_dtype(x.dtype))) for name, x in extra_columns.items()]
             file = io.BytesIO()
             pq.write_table(pa.Table.from_pylist(rows, pa.schema([*SCHEMA, *fields])), file, compression="zstd")
             self._write(self._folder / f"step_{step}.parquet", file.getvalue())
@@ -187,25 +209,29 @@ class TrajectoryStore:
         return self._bytes >= self._max_bytes
 
     def drop_after(self, step: int) -> None:
-        """Go back to `step`: later steps are trained again."""
+        """Return to `step`: drop the rows not yet written and the files of later steps, which are
+        trained again."""
         self._rows = []
         for file in self._folder.glob("step_*.parquet"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
 
 
-def layout(t: Trajectory, prompt: int, advantages: Sequence[float] | None) -> dict[str, list]:
-    """Where the row's tokens (those after the prompt, of all sequences) begin a sequence, and every turn: {"sequences": [0, …],
-    "turns": [{"start", "end", "finish_reason", "reward"}, …]}, with "advantage" where it was trained on, "thought" (where its
-    thoughts end) if it has some, and the facts of `Turn.info` ("tool_calls", "state") where there are any."""
-    starts = np.cumsum([0, *(len(s.ids) - prompt for s in t.sequences)])[:-1].tolist()
+def layout(t: Trajectory, prompt_length: int, advantages: Sequence[float] | None) -> dict[str, list]:
+    """Return the positions of sequences and turns among the row's tokens (those after the prompt,
+    of all sequences).
+
+    The form is {"sequences": [0, …], "turns": [{"start", "end", "finish_reason", "reward"}, …]}. A
+    turn also has "advantage" if it was trained on, "thought" (the end of its thoughts) if it has
+    some, and the facts of `Turn.info` ("tool_calls", "state") if there are any.
+    """
+    starts = np.cumsum([0, *(len(s.ids) - prompt_length for s in t.sequences)])[:-1].tolist()
     turns = []
     for number, turn in enumerate(t.turns):
-        offset = starts[turn.sequence] - prompt
-        where = {"start": turn.start + offset, "end": turn.end + offset}
-        turns.append(
-            json.loads(turn.info or "{}") | where | {"finish_reason": turn.finish_reason, "reward": turn.reward}
-        )
+        offset = starts[turn.sequence] - prompt_length
+        span = {"start": turn.start + offset, "end": turn.end + offset}
+        facts = json.loads(turn.info or "{}")
+        turns.append(facts | span | {"finish_reason": turn.finish_reason, "reward": turn.reward})
         turns[-1] |= {} if advantages is None else {"advantage": advantages[number]}
         turns[-1] |= {"thought": turn.start + offset + turn.thought} if turn.thought else {}
     return {"sequences": starts, "turns": turns}

@@ -48,8 +48,10 @@ def test_rows_hold_what_was_sampled(model, run):
     group = pickle.loads(pickle.dumps(group))
     store = TrajectoryStore(run, model, IMAGE, 10**9)
     by_id = TrajectoryStore(run, model, store._tokenizer.token_to_id(IMAGE), 10**9)
-    assert (by_id._image, by_id._image_id) == (store._image, store._image_id)
-    assert TrajectoryStore(run, model, 10**6, 10**9)._image.sub("!", "text") == "text", "no token of this tokenizer"
+    assert (by_id._image_pattern, by_id._image_id) == (store._image_pattern, store._image_id)
+    assert TrajectoryStore(run, model, 10**6, 10**9)._image_pattern.sub("!", "text") == "text", (
+        "no token of this tokenizer"
+    )
     store.add(7, "train", group, ((0.5,), (-0.5,)), {1: np.arange(5, dtype=np.float32)})
     store.write(7)
     first, second = rows(run, 7)
