@@ -1,11 +1,12 @@
-"""A model card: what a checkpoint is of, as README.md beside its weights, with the run's curve, figures, data and config."""
+"""A model card: the origin of a checkpoint, as README.md beside its weights, with curve, figures,
+data and config."""
 
 import json
 import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import yaml
@@ -16,7 +17,7 @@ from rlinf_vl.report.run_folder import flatten, read_metrics
 
 ASSETS = Path(__file__).parent / "assets"
 CURVE = "curve.png"
-#: Metrics of the card's table and how they are called there.
+#: Metrics of the card's table and their labels there.
 FIGURES = {
     "val/accuracy": "validation accuracy",
     "reward/mean": "reward",
@@ -25,10 +26,26 @@ FIGURES = {
     "actor/entropy": "entropy",
     "actor/ref_kl": "KL to the model that it began with",
 }
-#: Values of keys with such names are not published.
+#: Names of config keys whose values are not published.
 SECRET = re.compile(r"(api|access|auth).*key|secret|password|passwd|token$", re.IGNORECASE)
-_LINES = (("reward/mean", "reward", "#2f81c7"), ("val/accuracy", "validation accuracy", "#d9772b"))
+
+
+class _Line(NamedTuple):
+    """A line of the curve's picture."""
+
+    metric: str
+    label: str
+    color: str
+
+
+_LINES = [
+    _Line("reward/mean", "reward", "#2f81c7"),
+    _Line("val/accuracy", "validation accuracy", "#d9772b"),
+]
+#: The picture in pixels. It is drawn at `_SCALE` times the size and made smaller: Pillow's lines
+#: have no smooth edges.
 _SIZE, _SCALE = (720, 400), 2
+#: Margins in pixels, with room for ticks, legend and the axis' name.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 20, 48, 44
 _INK, _GRID = "#57606a", "#d0d7de"
 
@@ -41,8 +58,9 @@ def write_card(
     """Write README.md and, if the run has logged anything, the picture of its curve into `output`.
 
     Args:
-        step: of the checkpoint; what the run did later is left out.
-        base: the model that the run began with; `on_hub`: that is its name on the hub.
+        step: of the checkpoint; later steps of the run are left out.
+        base: the model that the run began with.
+        on_hub: `base` is its name on the hub.
         vision: the model reads images.
         adapters: `output` holds adapters, and not a whole model.
     """
@@ -50,14 +68,17 @@ def write_card(
     rows = [row for row in read_metrics(run_dir, notes) if (row["step"] or 0) <= step]
     config: dict[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     digests, environment = _json(run_dir / "datasets.json"), flatten(_json(run_dir / "environment.json"))
-    series = {name: [(r["step"] or 0, r[name]) for r in rows if r.get(name) is not None] for name, *_ in _LINES}
+    series = {}
+    for line in _LINES:
+        series[line.metric] = [(r["step"] or 0, r[line.metric]) for r in rows if r.get(line.metric) is not None]
     if any(len(points) > 1 for points in series.values()):
         draw_curve(series, output / CURVE)  # pyright: ignore[reportArgumentType]  # no None is left
     last = {name: row[name] for row in rows for name in FIGURES if row.get(name) is not None}
     data, algorithm = config["data"], config["algorithm"]
     entries = [(split, entry) for split in ("train", "val") for entry in data[f"{split}_data_paths"]]
-    hashed = [(split, entry, digests.get(split, {}).get(entry, {})) for split, entry in entries]
+    digested_entries = [(split, entry, digests.get(split, {}).get(entry, {})) for split, entry in entries]
     files = config["runner"].get("code_files") or {}
+    # the card is published: it names the user's files without their texts
     config["runner"]["code_files"] = {path: "left out here" for path in files}
     text = (
         _environment()
@@ -88,10 +109,10 @@ def write_card(
                 (
                     split,
                     _shortened(entry),
-                    found.get("bytes", ""),
-                    found.get("sha256") or found.get("revision") or "unknown",
+                    digest.get("bytes", ""),
+                    digest.get("sha256") or digest.get("revision") or "unknown",
                 )
-                for split, entry, found in hashed
+                for split, entry, digest in digested_entries
             ],
             environment=[
                 (name.removeprefix("packages."), value)
@@ -106,43 +127,50 @@ def write_card(
 
 
 def draw_curve(series: dict[str, Points], path: Path) -> None:
-    """A PNG (which the hub shows, unlike SVG) of the lines in `_LINES` over the steps, on one scale."""
+    """Draw the lines in `_LINES` over the steps, on one scale, as a PNG (which the hub shows,
+    unlike SVG)."""
     points = [point for line in series.values() for point in line]
-    x_ticks = ticks(min(x for x, _ in points), max(x for x, _ in points), whole=True)
+    x_ticks = ticks(min(x for x, _ in points), max(x for x, _ in points), integers=True)
     y_ticks = ticks(min(0.0, *(y for _, y in points)), max(y for _, y in points))
     image = Image.new("RGB", (_SIZE[0] * _SCALE, _SIZE[1] * _SCALE), "white")
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(12 * _SCALE)
 
-    def at(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
+        """Return the pixel, in the enlarged picture, of a step and a value."""
         right = _LEFT + (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (_SIZE[0] - _LEFT - _RIGHT)
         up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (_SIZE[1] - _TOP - _BOTTOM)
         return right * _SCALE, (_SIZE[1] - _BOTTOM - up) * _SCALE
 
     for y in y_ticks:
-        draw.line([at(x_ticks[0], y), at(x_ticks[-1], y)], fill=_GRID, width=_SCALE)
-        draw.text((at(x_ticks[0], y)[0] - 8 * _SCALE, at(0, y)[1]), f"{y:g}", fill=_INK, font=font, anchor="rm")
+        draw.line([to_pixels(x_ticks[0], y), to_pixels(x_ticks[-1], y)], fill=_GRID, width=_SCALE)
+        draw.text(
+            (to_pixels(x_ticks[0], y)[0] - 8 * _SCALE, to_pixels(0, y)[1]), f"{y:g}", fill=_INK, font=font, anchor="rm"
+        )
     for x in x_ticks:
-        draw.text((at(x, 0)[0], (_SIZE[1] - _BOTTOM + 8) * _SCALE), f"{x:g}", fill=_INK, font=font, anchor="ma")
+        draw.text((to_pixels(x, 0)[0], (_SIZE[1] - _BOTTOM + 8) * _SCALE), f"{x:g}", fill=_INK, font=font, anchor="ma")
     draw.text((_SIZE[0] * _SCALE / 2, (_SIZE[1] - 6) * _SCALE), "training step", fill=_INK, font=font, anchor="ms")
     legend = _LEFT * _SCALE
     for name, label, color in _LINES:
-        if not (line := [at(x, y) for x, y in series.get(name, ())]):
+        pixels = [to_pixels(x, y) for x, y in series.get(name, ())]
+        if not pixels:
             continue
-        draw.line(line, fill=color, width=2 * _SCALE, joint="curve")
-        for x, y in line if len(line) <= 40 else ():
+        draw.line(pixels, fill=color, width=2 * _SCALE, joint="curve")
+        for x, y in pixels if len(pixels) <= 40 else ():  # more dots would hide the line
             draw.ellipse([x - 3 * _SCALE, y - 3 * _SCALE, x + 3 * _SCALE, y + 3 * _SCALE], fill=color)
         draw.text((legend, 20 * _SCALE), label, fill=color, font=font)
         legend += draw.textlength(label, font=font) + 24 * _SCALE
     image.resize(_SIZE, Image.Resampling.LANCZOS).save(path, "PNG", optimize=True)
 
 
-def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Four to eight round numbers, steps of 1, 2 or 5 times a power of ten, that enclose [low, high]."""
+def ticks(low: float, high: float, *, integers: bool = False) -> list[float]:
+    """Return four to eight round numbers, steps of 1, 2 or 5 times a power of ten, that enclose
+    [low, high]."""
     if low == high:
         low, high = low - 0.5, high + 0.5
+    # 0.999 and 1e-9: a bound that is a tick but for rounding errors gets no tick beyond it
     magnitude = 10.0 ** math.floor(math.log10((high - low) / 5))
     step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= (high - low) / 5 * 0.999)
-    if whole:
+    if integers:
         step = max(1.0, step)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
@@ -154,6 +182,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    """Return the content of a file; empty if it is missing or broken."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -161,20 +190,23 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _shortened(entry: str) -> str:
-    """An entry of the data without the folders of the machine that it lies on."""
+    """Return an entry of the data without the folders of this machine, which a card must not
+    publish."""
     return entry if "://" in entry else Path(entry).name
 
 
 def _reward(reward: dict[str, Any]) -> str:
+    """Return the reward as a sum of its functions, or its type."""
     parts = [(_shortened(part["function"]), part.get("weight", 1.0)) for part in reward.get("functions") or ()]
-    told = " + ".join(name if weight == 1 else f"{weight:g} · {name}" for name, weight in parts)
-    return told or _shortened(reward["reward_type"])
+    formula = " + ".join(name if weight == 1 else f"{weight:g} · {name}" for name, weight in parts)
+    return formula or _shortened(reward["reward_type"])
 
 
 def _without_secrets(value: Any) -> Any:
+    """Return a copy of the config whose secret values are replaced."""
     if isinstance(value, dict):
         return {
-            key: "left out here" if SECRET.search(str(key)) and isinstance(one, str) else _without_secrets(one)
-            for key, one in value.items()
+            key: "left out here" if SECRET.search(str(key)) and isinstance(item, str) else _without_secrets(item)
+            for key, item in value.items()
         }
-    return [_without_secrets(one) for one in value] if isinstance(value, list) else value
+    return [_without_secrets(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,5 @@
-"""A run's folder, trajectories aside: what of it can be read, and a note of what can't."""
+"""The files of a run's folder, trajectories aside, as far as they can be read, and notes on the
+others."""
 
 import json
 import math
@@ -17,15 +18,15 @@ from rlinf_vl.observe.spans import read_spans
 from rlinf_vl.observe.status import read_status
 from rlinf_vl.runtime.files import read_lines
 
+#: Rows at most of the table of events, and of that of skipped rows: the newest ones.
 MAX_TABLE_ROWS = 1000
-"""Of events and of skipped rows, the last so many are shown."""
+#: A run's folder has at least one of these.
 RUN_FILES = ("metrics.jsonl", "config.yaml", "status.json", "trajectories")
-"""A run's folder has at least one of these."""
 
 
 @dataclass
 class RunFolder:
-    """A run as its files describe it. `notes` say what is missing, torn or left out."""
+    """A run as its files describe it. `notes` list the files that are missing, torn or left out."""
 
     path: Path
     name: str
@@ -38,29 +39,29 @@ class RunFolder:
     events: list[dict[str, Any]]
     bad_rows: list[dict[str, Any]]
     baselines: dict[str, float]
-    spans: dict[tuple[str, str], tuple[int, float]]  # (process, phase) → how often, and seconds in all
+    spans: dict[tuple[str, str], tuple[int, float]]  # (process, phase) → count, total seconds
     evaluation: str  # tables, where the run is an evaluation
     notes: list[str]
 
     @property
     def step(self) -> int:
-        """The last one logged."""
+        """Return the last step logged."""
         return int(self.metrics[-1]["step"] or 0) if self.metrics else 0
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """{"step", "value", "error"} of every validation; see `standard_error`."""
+        """Return {"step", "value", "error"} of every validation; see `standard_error`."""
         rows = [row for row in self.metrics if row.get("val/accuracy") is not None]
         return [{"step": r["step"], "value": r["val/accuracy"], "error": standard_error(r)} for r in rows]
 
     @property
     def best_validation(self) -> dict[str, Any] | None:
-        """The latest of the best validations; None before the first one."""
+        """Return the latest of the best validations; None before the first one."""
         return max(self.validations, key=lambda row: (row["value"], row["step"]), default=None)
 
     @property
     def no_events(self) -> str:
-        """The sentence that stands in place of the events of a run that recorded none."""
+        """Return the sentence that stands in place of the events of a run that recorded none."""
         failures = int(self.total("rollout/errors") + self.total("val/errors"))
         if self.state in ("failed", "gone", "stopped"):
             reason = f": {self.reason.splitlines()[0]}" if self.reason else ""
@@ -74,7 +75,8 @@ class RunFolder:
 
     @property
     def alarms(self) -> list[dict[str, Any]]:
-        """The newest event of each kind of alarm."""
+        """Return the newest event of each kind of alarm."""
+        # `events` is newest first; reversed, the newest event of a kind replaces the older ones
         newest = {event.get("kind"): event for event in reversed(self.events)}
         return [newest[alarm.kind] for alarm in ALARMS if alarm.kind in newest]
 
@@ -83,11 +85,11 @@ class RunFolder:
         return Counter(str(event.get("kind")) for event in self.events)
 
     def total(self, metric: str) -> float:
-        """Sum over all steps."""
+        """Return a metric's sum over all steps."""
         return sum(row.get(metric) or 0.0 for row in self.metrics)
 
     def last(self, metric: str) -> str:
-        """The newest value there is."""
+        """Return a metric's newest value as text."""
         values = [row[metric] for row in self.metrics if row.get(metric) is not None]
         return f"{values[-1]:.4g}" if values else "–"
 
@@ -130,13 +132,16 @@ def read_run(path: Path) -> RunFolder:
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float | None]]:
-    """A row for each step, in order; None for what is not a finite number."""
+    """Return a row for each step, in order; None for values that are no finite number."""
     rows = [row for row in _lines(path / "metrics.jsonl", notes) if type(row.get("step")) is int]
-    by_step = {row["step"]: {k: v if is_number(v) else None for k, v in row.items()} for row in rows}
+    by_step = {}  # of a step that is there twice, the later line counts
+    for row in rows:
+        by_step[row["step"]] = {name: value if is_number(value) else None for name, value in row.items()}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def _span_totals(path: Path) -> dict[tuple[str, str], tuple[int, float]]:
+    """Return (process, phase) → count and total seconds, by process, the longest phase first."""
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     for row in read_spans(path):
         count, seconds = totals.get((row["process"], row["name"]), (0, 0.0))
@@ -145,7 +150,8 @@ def _span_totals(path: Path) -> dict[tuple[str, str], tuple[int, float]]:
 
 
 def standard_error(row: Mapping[str, float | None]) -> float | None:
-    """Of `val/accuracy` p over `val/problems` n independent problems: √(p(1−p)/n)."""
+    """Return the standard error of `val/accuracy` p over `val/problems` n independent problems:
+    √(p(1−p)/n)."""
     accuracy, problems = row.get("val/accuracy"), row.get("val/problems")
     if accuracy is None or not problems or not 0 <= accuracy <= 1:
         return None
@@ -153,7 +159,10 @@ def standard_error(row: Mapping[str, float | None]) -> float | None:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted name → value as text: {"a": {"b": None}, "c": [1]} gives {"a.b": "null", "c": "[1]"}."""
+    """Return dotted name → value as text.
+
+    {"a": {"b": None}, "c": [1]} gives {"a.b": "null", "c": "[1]"}.
+    """
     if isinstance(tree, Mapping) and (tree or not prefix):
         parts = [flatten(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()]
         return {name: value for part in parts for name, value in part.items()}
@@ -161,12 +170,13 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, str]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a JSON line is a finite number, and not a truth value."""
+    """Return whether a value of a JSON line is a finite number, and not a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _read(path: Path, read: Callable[[Path], Any], default: Any, notes: list[str], expected: bool = True) -> Any:
-    """What `read` makes of a file; the default, and a note, if it can't or (if `expected`) there is none."""
+    """Return the result of `read` for a file; the default, and a note, if it fails or (if
+    `expected`) the file is missing."""
     try:
         return read(path)
     except FileNotFoundError:
@@ -177,16 +187,17 @@ def _read(path: Path, read: Callable[[Path], Any], default: Any, notes: list[str
 
 
 def _evaluation(path: Path, notes: list[str]) -> str:
-    """The figures of `eval.json` as tables of text; "" without such a file."""
-    made = _mapping(path, json.loads, notes, expected=False)
+    """Return the figures of `eval.json` as tables of text; "" without such a file."""
+    figures = _mapping(path, json.loads, notes, expected=False)
     try:
-        return render(made) if made else ""
+        return render(figures) if figures else ""
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         notes.append(f"{path.name} does not hold an evaluation: {type(error).__name__}: {error}.")
         return ""
 
 
 def _lines(path: Path, notes: list[str], expected: bool = True) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, with a note on torn lines."""
     rows, torn = _read(path, read_lines, ([], 0), notes, expected)
     if torn:
         notes.append(f"{path.name}: {torn} torn line{'s' if torn > 1 else ''} left out.")
@@ -194,6 +205,8 @@ def _lines(path: Path, notes: list[str], expected: bool = True) -> list[dict[str
 
 
 def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str], expected: bool = True) -> dict[str, Any]:
+    """Return a file's content, which must be a mapping; empty, with a note, if it can't be read."""
+
     def read(path: Path) -> dict[str, Any]:
         value = parse(path.read_text(encoding="utf-8", errors="replace"))
         if not isinstance(value, dict):
@@ -204,12 +217,13 @@ def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str], expected
 
 
 def _newest(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The last lines of a log, newest first, their times as text."""
-    rows = _lines(path, notes, expected=False)  # no such file: nothing happened
+    """Return the last lines of a log, newest first, their times as text."""
+    rows = _lines(path, notes, expected=False)  # without the file nothing happened
     if len(rows) > MAX_TABLE_ROWS:
         notes.append(f"{path.name}: the oldest {len(rows) - MAX_TABLE_ROWS:,} of {len(rows):,} lines are left out.")
     rows = rows[-MAX_TABLE_ROWS:][::-1]
     for row in rows:
+        # a broken time may be too large for datetime
         if is_number(row.get("time")) and abs(row["time"]) < 1e11:
             row["time"] = datetime.fromtimestamp(row["time"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return rows

@@ -1,17 +1,19 @@
-"""Trajectories and their images for the report: which ones are in it, and their columns as arrays that a browser reads.
+"""Trajectories and their images for the report: a selection of them, and their columns as arrays
+that a browser reads.
 
-Text is a table of distinct strings and an index into it. What tokens have is one array over all trajectories, and one array
-of offsets cuts them all; of an image's placeholders, hundreds of the same, the first one is there. Nothing outside the run's
-folder is read, whatever an image's path says.
+Text is a table of distinct strings and an index into it. Values per token are one array over all
+trajectories, and one array of offsets cuts them all. Of an image's placeholders, hundreds of the
+same, only the first one is there. Nothing outside the run's folder is read, whatever an image's
+path says.
 """
 
 import hashlib
 import io
 import json
-from collections import Counter, namedtuple
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,20 +22,43 @@ from PIL import Image
 
 from rlinf_vl.observe.trajectories import SCHEMA
 
+#: Column type → the type of the column in the browser, and the value of a token that has none.
 FILL = {pa.float32(): (np.float32, np.nan), pa.int32(): (np.int32, -1), pa.bool_(): (np.uint8, 1)}
-"""For a token without a value, by the column's type: the type it has in the browser, and its value there."""
+#: Bytes of a trajectory in the report before compression, images and tokens aside, and bytes of
+#: each of its tokens.
 BYTES_PER_TRAJECTORY, BYTES_PER_TOKEN = 1000, 20
-"""What a trajectory takes in the report before compression, its images aside, and what each of its tokens adds."""
-SIZES = ((0.5, 1_000_000, 2048), (0.75, 100_000, 1024), (1.0, 10_000, 256))
-"""Up to this share of the images' room that is used, an image of more than so many bytes or pixels across is made that small: one
-is read at full size in most reports, and a report of many shows all of them small rather than a few."""
+
+
+class _SizeLimit(NamedTuple):
+    """The largest image that is kept as it is, up to a used share of the images' room."""
+
+    used_share: float
+    bytes: int
+    side: int  # pixels
+
+
+#: The fuller the images' room, the smaller an image is made. Most reports have one image at full
+#: size; a report of many shows all of them small rather than a few.
+_SIZE_LIMITS = [
+    _SizeLimit(0.5, 1_000_000, 2048),
+    _SizeLimit(0.75, 100_000, 1024),
+    _SizeLimit(1.0, 10_000, 256),
+]
+#: Formats that every browser shows; Pillow is asked for no other.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
-_Group = namedtuple("_Group", "file split rows bytes")
+
+class _Group(NamedTuple):
+    """A group of trajectories in a file."""
+
+    file: Path
+    split: str
+    rows: list[int]
+    bytes: int  # in the report
 
 
 def add_section(sections: bytearray, data: np.ndarray) -> dict[str, Any]:
-    """Append an array; returns a reference to it, {"type", "at", "count"}, `at` in bytes."""
+    """Append an array, and return a reference to it, {"type", "at", "count"}, `at` in bytes."""
     sections += bytes(-len(sections) % 4)  # a browser's arrays are aligned
     reference = {"type": data.dtype.str[1:], "at": len(sections), "count": len(data)}
     sections += data.tobytes()
@@ -41,11 +66,15 @@ def add_section(sections: bytearray, data: np.ndarray) -> dict[str, Any]:
 
 
 def read_image(run: Path, name: str) -> bytes:
-    """The encoded image of this path in the run's folder. Raises ValueError: why it is left out, for a reader."""
+    """Return the encoded image at this path in the run's folder.
+
+    Raises:
+        ValueError: with the reason for a reader why it is left out.
+    """
     file = (run / name).resolve()
     if not file.is_relative_to(run.resolve()):
         raise ValueError("outside the run's folder")
-    if not file.is_file():  # nor wait for a pipe
+    if not file.is_file():  # reading a pipe would wait
         raise ValueError("missing")
     return file.read_bytes()
 
@@ -57,37 +86,39 @@ class ImageStore:
         self._sections = sections
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._known: dict[bytes, int] = {}
+        self._index_of_digest: dict[bytes, int] = {}
         self.images: list[dict[str, Any]] = []
 
     def add(self, run: Path, name: str) -> int:
-        """The image's index.
+        """Add an image, unless its bytes are there, and return its index.
 
         Raises:
-            ValueError: why it is left out, for a reader.
+            ValueError: with the reason for a reader why it is left out.
         """
         data = read_image(run, name)
         digest = hashlib.sha256(data).digest()
-        if digest not in self._known:
+        if digest not in self._index_of_digest:
             try:
                 used = self._bytes / self._max_bytes
-                most, across = next((size for share, *size in SIZES if used <= share), SIZES[-1][1:])
-                shown, kind, size = _shrink(data, most, across)
+                limit = next((limit for limit in _SIZE_LIMITS if used <= limit.used_share), _SIZE_LIMITS[-1])
+                encoded, kind, size = _shrink(data, limit.bytes, limit.side)
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
                 raise ValueError("not an image that can be shown") from error
-            if self._bytes + len(shown) > self._max_bytes:
+            if self._bytes + len(encoded) > self._max_bytes:
                 raise ValueError(f"there is room for {self._max_bytes:,} bytes only")
-            self._bytes += len(shown)
-            self._known[digest] = len(self.images)
-            reference = add_section(self._sections, np.frombuffer(shown, np.uint8))
+            self._bytes += len(encoded)
+            self._index_of_digest[digest] = len(self.images)
+            reference = add_section(self._sections, np.frombuffer(encoded, np.uint8))
             self.images.append({"data": reference, "type": f"image/{kind.lower()}", "size": size})
-        return self._known[digest]
+        return self._index_of_digest[digest]
 
 
 def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
-    """Trajectories of a run in the order of steps, as many as fit, with all columns of `SCHEMA` and further ones per token.
+    """Return the trajectories of a run in the order of steps, as many as fit, with all columns of
+    `SCHEMA` and further ones per token.
 
-    Whole groups are chosen, evenly over the steps: first of validation, up to three quarters of the bytes, then of training.
+    Whole groups are chosen, evenly over the steps: first of validation, up to three quarters of the
+    bytes, then of training.
     """
     groups = []
     for file in sorted(run.glob("trajectories/step_*.parquet"), key=lambda f: (len(f.name), f.name)):
@@ -96,55 +127,68 @@ def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
         notes.append("No trajectories are stored.")
     rows_of: dict[Path, list[int]] = {}
     for split in ("validation", "training"):
-        of_split = [g for g in groups if (g.split == "val") == (split == "validation")]
-        share = 0.75 if split == "validation" and len(of_split) < len(groups) else 1
-        chosen = _choose(of_split, int(max_bytes * share))
+        candidates = [g for g in groups if (g.split == "val") == (split == "validation")]
+        share = 0.75 if split == "validation" and len(candidates) < len(groups) else 1
+        chosen = _choose(candidates, int(max_bytes * share))
         max_bytes -= sum(g.bytes for g in chosen)
-        kept, total = sum(len(g.rows) for g in chosen), sum(len(g.rows) for g in of_split)
-        if kept < total:
-            notes.append(f"{total - kept:,} of {total:,} {split} trajectories left out, evenly over the steps.")
+        kept_rows = sum(len(g.rows) for g in chosen)
+        total = sum(len(g.rows) for g in candidates)
+        if kept_rows < total:
+            notes.append(f"{total - kept_rows:,} of {total:,} {split} trajectories left out, evenly over the steps.")
         for group in chosen:
             rows_of.setdefault(group.file, []).extend(group.rows)
     tables = [SCHEMA.empty_table()]
     for file in dict.fromkeys(group.file for group in groups if group.file in rows_of):
-        if len(table := _read(file, notes)):  # empty if another column is broken
+        table = _read(file, notes)
+        if len(table):  # empty if a column that was not read before is broken
             tables.append(table.take(sorted(rows_of[file])))
     return pa.concat_tables(tables, promote_options="default")
 
 
 def encode_trajectories(table: pa.Table, run: Path, sections: bytearray, images: ImageStore, notes: list[str]) -> dict:
-    """Column name → reference into `sections`, or {"table": distinct texts, "index": reference}; those that `SCHEMA` doesn't name
-    are the pairs (name, reference) of "token_columns"."""
+    """Append the columns of trajectories to `sections`.
+
+    Returns:
+        Column name → reference into `sections`, or {"table": distinct texts, "index": reference}.
+        Columns that `SCHEMA` doesn't name are the pairs (name, reference) of "token_columns".
+    """
     columns: dict[str, Any] = {"count": len(table), "token_columns": []}
     lengths = _lengths(table["tokens"].combine_chunks())
-    kept = _kept(table, lengths)
-    columns["offsets"] = add_section(sections, _starts(kept)[_starts(lengths)].astype(np.int32))
-    table = _shift_turns(table, lengths, kept)
-    for name, column in ((name, table[name].combine_chunks()) for name in table.column_names if name != "images"):
+    kept_tokens = _kept_tokens(table, lengths)
+    columns["offsets"] = add_section(sections, _starts(kept_tokens)[_starts(lengths)].astype(np.int32))
+    table = _shift_turns(table, lengths, kept_tokens)
+    for name in table.column_names:
+        if name == "images":
+            continue
+        column = table[name].combine_chunks()
         if column.type == pa.string() or name == "tokens":
-            texts = (column.flatten().filter(pa.array(kept)) if name == "tokens" else column).dictionary_encode()
+            texts = (column.flatten().filter(pa.array(kept_tokens)) if name == "tokens" else column).dictionary_encode()
             index = texts.indices.fill_null(-1).to_numpy().astype(np.int32)
             columns[name] = {"table": texts.dictionary.to_pylist(), "index": add_section(sections, index)}
         elif not pa.types.is_list(column.type):
             fill = 0 if pa.types.is_integer(column.type) else np.nan
             columns[name] = add_section(sections, column.cast(pa.float32()).fill_null(fill).to_numpy())
         elif name in SCHEMA.names:
-            columns[name] = add_section(sections, _align(column, lengths)[kept])
+            columns[name] = add_section(sections, _align(column, lengths)[kept_tokens])
         else:
-            columns["token_columns"].append((name, add_section(sections, _align(column, lengths)[kept])))
-    shown = table["images"].combine_chunks()
-    columns["image_offsets"] = add_section(sections, _starts(_lengths(shown)).astype(np.int32))
-    paths = shown.flatten().dictionary_encode()
-    names, places = paths.dictionary.to_pylist(), paths.indices.fill_null(-1).to_numpy()
-    numbers, last, reasons = np.full(len(names) + 1, -1, np.int32), np.zeros(len(names) + 1, np.int64), Counter()
-    last[places] = np.arange(len(places))
-    for k in np.argsort(-last[:-1]):  # those shown latest come first, should there be no room for all
+            columns["token_columns"].append((name, add_section(sections, _align(column, lengths)[kept_tokens])))
+    image_lists = table["images"].combine_chunks()
+    columns["image_offsets"] = add_section(sections, _starts(_lengths(image_lists)).astype(np.int32))
+    paths = image_lists.flatten().dictionary_encode()
+    names = paths.dictionary.to_pylist()
+    name_indices = paths.indices.fill_null(-1).to_numpy()
+    # One item more than names: an index of -1, an image without a name, reads the last one.
+    image_indices = np.full(len(names) + 1, -1, np.int32)
+    last_use = np.zeros(len(names) + 1, np.int64)
+    reasons = Counter()
+    last_use[name_indices] = np.arange(len(name_indices))
+    for k in np.argsort(-last_use[:-1]):  # the newest images first, should there be no room for all
         try:
-            numbers[k] = images.add(run, names[k])
+            image_indices[k] = images.add(run, names[k])
         except (ValueError, OSError) as error:
             reasons[getattr(error, "strerror", None) or str(error)] += 1
     notes += [f"{count} image{'s' if count > 1 else ''} left out: {reason}." for reason, count in reasons.items()]
-    return columns | {"images": add_section(sections, numbers[places])}
+    return columns | {"images": add_section(sections, image_indices[name_indices])}
 
 
 def _groups_of(file: Path, index: pa.Table) -> list[_Group]:
@@ -152,63 +196,81 @@ def _groups_of(file: Path, index: pa.Table) -> list[_Group]:
     for row, key in enumerate(zip(index["split"].to_pylist(), index["group_id"].to_pylist(), strict=True)):
         rows_of.setdefault(key, []).append(row)
     lengths = _lengths(index["response_mask"].combine_chunks())
-    ends = _starts(_kept(index, lengths))[_starts(lengths)]
+    ends = _starts(_kept_tokens(index, lengths))[_starts(lengths)]
     sizes = BYTES_PER_TRAJECTORY + BYTES_PER_TOKEN * np.diff(ends)
     return [_Group(file, split, rows, int(sizes[rows].sum())) for (split, _), rows in rows_of.items()]
 
 
-def _kept(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
-    """Which tokens of all trajectories are in the report: all but those that were not sampled and repeat the one before."""
-    ids, mask = (_align(table[name].combine_chunks(), lengths) for name in ("response_ids", "response_mask"))
+def _kept_tokens(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    """Return a mask of the tokens of all trajectories that are in the report.
+
+    A token is left out if it was not sampled and repeats the one before, as an image's placeholders
+    do.
+    """
+    ids = _align(table["response_ids"].combine_chunks(), lengths)
+    mask = _align(table["response_mask"].combine_chunks(), lengths)
     repeats = (ids[1:] == ids[:-1]) & (ids[1:] >= 0) & ~mask[1:].astype(bool) & ~mask[:-1].astype(bool)
-    kept = np.concatenate([np.ones(min(1, len(ids)), bool), ~repeats])
-    kept[(starts := _starts(lengths))[starts < len(kept)]] = True
-    return kept
+    kept_tokens = np.concatenate([np.ones(min(1, len(ids)), bool), ~repeats])
+    starts = _starts(lengths)
+    # The token before a trajectory's first one is another trajectory's. Empty ones at the end start
+    # behind the last token.
+    kept_tokens[starts[starts < len(kept_tokens)]] = True
+    return kept_tokens
 
 
-def _shift_turns(table: pa.Table, lengths: np.ndarray, kept: np.ndarray) -> pa.Table:
-    """Make positions in "turns" places among the kept tokens."""
+def _shift_turns(table: pa.Table, lengths: np.ndarray, kept_tokens: np.ndarray) -> pa.Table:
+    """Turn the positions in "turns" into positions among the kept tokens."""
     layouts = table["turns"].to_pylist()
-    counts, starts = _starts(kept), _starts(lengths)
+    counts = _starts(kept_tokens)  # kept tokens before each token
+    starts = _starts(lengths)
     for row, text in enumerate(layouts):
-        places = counts[starts[row] : starts[row + 1] + 1] - counts[starts[row]]
+        positions = counts[starts[row] : starts[row + 1] + 1] - counts[starts[row]]
         try:
             layout = json.loads(text or "{}")
             turns = layout.get("turns", ())
-            if places[-1] < lengths[row]:
-                layout["sequences"] = [int(places[at]) for at in layout["sequences"]]
-                layout["turns"] = [
-                    t | {at: int(places[t[at]]) for at in ("start", "end", "thought") if at in t} for t in turns
-                ]
+            if positions[-1] < lengths[row]:  # else every token is kept
+                layout["sequences"] = [int(positions[start]) for start in layout["sequences"]]
+                layout["turns"] = [_shifted(turn, positions) for turn in turns]
                 layouts[row] = json.dumps(layout)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             continue  # the page shows such a trajectory as one text
     return table.set_column(table.column_names.index("turns"), "turns", pa.array(layouts, pa.string()))
 
 
+def _shifted(turn: dict[str, Any], positions: np.ndarray) -> dict[str, Any]:
+    """Return a turn with its positions replaced by `positions` at them."""
+    return turn | {key: int(positions[turn[key]]) for key in ("start", "end", "thought") if key in turn}
+
+
 def _choose(groups: Sequence[_Group], max_bytes: int) -> list[_Group]:
-    """All groups if they fit, else evenly spaced ones."""
+    """Return all groups if they fit, else evenly spaced ones."""
     total = sum(g.bytes for g in groups)
     if total <= max_bytes:
         return list(groups)
     chosen = [groups[int(i)] for i in np.linspace(0, len(groups) - 1, len(groups) * max_bytes // total).round()]
+    # Groups differ in size. Dropping from the middle leaves the first and the last steps.
     while sum(g.bytes for g in chosen) > max_bytes:
         chosen.pop(len(chosen) // 2)
     return chosen
 
 
 def _read(file: Path, notes: list[str], names: Sequence[str] = ()) -> pa.Table:
-    """Columns of `SCHEMA` by name, null where the file has none; without names all of them, and further ones that have a number
-    per token, as float32. A broken file has no rows, and a note."""
+    """Return columns of `SCHEMA` by name, null where the file has none; a broken file has no rows,
+    and a note.
+
+    Without names all of them, and further columns that have a number per token, as float32.
+    """
     fields = [SCHEMA.field(name) for name in names or SCHEMA.names]
     try:
         with pq.ParquetFile(file) as parquet:
-            found = {field.name: field.type for field in parquet.schema_arrow}
-            further = [name for name, kind in found.items() if name not in SCHEMA.names and _is_numbers(kind)]
-            fields += [pa.field(name, pa.list_(pa.float32())) for name in (() if names else further)]
-            table = parquet.read(columns=[field.name for field in fields if field.name in found])
+            column_types = {field.name: field.type for field in parquet.schema_arrow}
+            token_columns = [
+                name for name, kind in column_types.items() if name not in SCHEMA.names and _is_numbers(kind)
+            ]
+            fields += [pa.field(name, pa.list_(pa.float32())) for name in (() if names else token_columns)]
+            table = parquet.read(columns=[field.name for field in fields if field.name in column_types])
             count = parquet.metadata.num_rows
-        columns = [table[f.name].cast(f.type) if f.name in found else pa.nulls(count, f.type) for f in fields]
+        columns = [table[f.name].cast(f.type) if f.name in column_types else pa.nulls(count, f.type) for f in fields]
         table = pa.table(columns, schema=pa.schema(fields))
         table.validate(full=True)
         return table
@@ -224,35 +286,42 @@ def _is_numbers(kind: pa.DataType) -> bool:
 
 
 def _lengths(lists: pa.Array) -> np.ndarray:
-    """Items in each list; 0 for null."""
+    """Return the number of items in each list; 0 for null."""
     return np.asarray(lists.value_lengths().fill_null(0).to_numpy(), dtype=np.int64)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Where each of them begins, and the last one ends."""
+    """Return the position at which each item begins, and the end of the last one."""
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _align(lists: pa.Array, lengths: np.ndarray) -> np.ndarray:
-    """The lists one behind another, each cut or filled up to its length: a missing or short one doesn't shift the rest."""
+    """Join the lists, each cut or filled up to its length.
+
+    So a missing or a short list doesn't shift the rest.
+    """
     dtype, fill = FILL[lists.type.value_type]
     values = lists.flatten().cast(pa.float64()).fill_null(fill).to_numpy()
-    own = _lengths(lists)
+    list_lengths = _lengths(lists)
     aligned = np.full(lengths.sum(), fill, dtype)
-    for start, source, count in zip(_starts(lengths), _starts(own), np.minimum(own, lengths), strict=False):
+    for start, source, count in zip(
+        _starts(lengths), _starts(list_lengths), np.minimum(list_lengths, lengths), strict=False
+    ):
         aligned[start : start + count] = values[source : source + count]
     return aligned
 
 
-def _shrink(data: bytes, most: int, across: int) -> tuple[bytes, str, tuple[int, int]]:
-    """Bytes to show (a thumbnail `across` pixels wide if there are more than `most`), their format and the original's pixels
-    (width, height)."""
+def _shrink(data: bytes, max_bytes: int, max_side: int) -> tuple[bytes, str, tuple[int, int]]:
+    """Return the bytes to show, their format and the original's size in pixels (width, height).
+
+    An image of more than `max_bytes` becomes a thumbnail of at most `max_side` pixels.
+    """
     with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
         size = image.size
-        if len(data) <= most and max(size) <= max(across, 2048):
-            assert image.format is not None  # one of those above
+        if len(data) <= max_bytes and max(size) <= max(max_side, 2048):
+            assert image.format is not None  # one of IMAGE_FORMATS
             return data, image.format, size
-        image.thumbnail((across, across))
-        shown = io.BytesIO()
-        image.convert("RGBA" if "A" in image.getbands() else "RGB").save(shown, "WEBP", quality=80)
-        return shown.getvalue(), "WEBP", size
+        image.thumbnail((max_side, max_side))
+        buffer = io.BytesIO()
+        image.convert("RGBA" if "A" in image.getbands() else "RGB").save(buffer, "WEBP", quality=80)
+        return buffer.getvalue(), "WEBP", size

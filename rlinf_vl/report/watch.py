@@ -1,4 +1,5 @@
-"""`python -m rlinf_vl watch RUN_DIR`: a run on a terminal, drawn from the files in its folder while it goes on."""
+"""`python -m rlinf_vl watch RUN_DIR`: a run on a terminal, drawn from the files in its folder while
+it goes on."""
 
 import math
 import textwrap
@@ -22,6 +23,7 @@ from rlinf_vl.report.newest import Newest, read_newest
 from rlinf_vl.report.run_folder import check_is_run, read_metrics
 from rlinf_vl.runtime.files import read_lines
 
+#: Curve's label → metric. Curves that a run has are drawn in this order, then its environment's.
 CURVES = {
     "reward": "reward/mean",
     "accuracy": "reward/accuracy",
@@ -34,21 +36,23 @@ CURVES = {
     "truncated": "rollout/truncated",
     "tokens/s": "rollout/tokens_per_second",
 }
-"""Label → metric. Those that a run has are drawn, in this order, and after them what its environment measures."""
+#: Curves at most of the environment's measurements.
 MAX_MEASURED = 6
-"""Curves of what the environment measures."""
+#: Lines of a terminal from which a page without halves shows the newest conversation.
 TALL = 40
-"""Lines from which a page without halves shows the newest conversation."""
+#: Newest steps over which durations of steps and phases are averaged.
 WINDOW = 20
-"""Rates and phases are those of so many last steps."""
+#: Columns of a terminal from which the page has two halves.
 WIDE = 140
-"""Columns from which the page has two halves."""
+#: Seconds between two drawings of the page.
 REFRESH_S = 0.5
+#: Seconds without a change in `status.json` after which the page says so, if phases usually take
+#: less.
 QUIET_S = 60.0
-"""Seconds without a change in `status.json` after which the page says so, if phases usually take less."""
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_PHASE_LOOKS = (("█", "cyan"), ("▓", "magenta"), ("▒", "blue"), ("░", "green"), ("▪", "yellow"))
+#: Glyph and color of a phase in the bar, the longest phase first.
+_PHASE_LOOKS = [("█", "cyan"), ("▓", "magenta"), ("▒", "blue"), ("░", "green"), ("▪", "yellow")]
 _STATE_COLORS = {"running": "green", "starting": "cyan", "done": "green", "failed": "red", "gone": "red"}
 _WORKER_LOOKS = {
     "alive": ("●", "green"),
@@ -56,32 +60,43 @@ _WORKER_LOOKS = {
     "dead": ("×", "red"),
     "ended": ("·", "dim"),
 }
+#: Replacements where the terminal's encoding has no block elements.
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▪●○×─━·…▀▣→", "._-=+*%#+=.:o-x-=|. #>")
 
 
 class Curve:
-    """A metric's value after every step: the one before where a step has none, NaN before the first. `last` is NaN if the last
-    value was not finite. At least one of `rows` has the metric."""
+    """A metric's value after every step: the one before where a step has none, NaN before the
+    first.
+
+    `last` is NaN if the last value was not finite. At least one of `rows` has the metric.
+    """
 
     def __init__(self, rows: Sequence[Mapping[str, float | None]], metric: str) -> None:
         values = np.array([row.get(metric) for row in rows], np.float64)  # None is NaN
-        known = np.maximum.accumulate(np.where(np.isnan(values), 0, np.arange(len(values))))
-        self._values = values[known]
+        # index of the last step that has a value, for each step
+        last_known = np.maximum.accumulate(np.where(np.isnan(values), 0, np.arange(len(values))))
+        self._values = values[last_known]
         self.last = float(values[max(i for i, row in enumerate(rows) if metric in row)])
         self.low = float(np.fmin.reduce(values))
         self.high = float(np.fmax.reduce(values))
 
     def draw(self, width: int, height: int) -> list[str]:
-        """Bars from the lowest to the highest mean: `height` strings of `width`, the top one first."""
+        """Return bars from the lowest to the highest mean: `height` strings of `width`, the top one
+        first."""
         edges = np.arange(width + 1) * len(self._values) // width
         bars = np.array([self._values[a : max(a + 1, b)].mean() for a, b in pairwise(edges)])
         low, high = np.fmin.reduce(bars), np.fmax.reduce(bars)
+        # in eighths of a cell; the lowest bar has one, so that it differs from no value
         filled = np.nan_to_num(1 + np.round((bars - low) * (8 * height - 1) / (high - low or 1.0))).astype(int)
-        return ["".join(_LEVELS[level] for level in np.clip(filled - 8 * row, 0, 8)) for row in reversed(range(height))]
+        lines = []
+        for row in reversed(range(height)):
+            levels = np.clip(filled - 8 * row, 0, 8)  # eighths of this row's cells
+            lines.append("".join(_LEVELS[level] for level in levels))
+        return lines
 
 
 class RunPage:
-    """The files of a run's folder, as far as they are there and whole, as lines for a terminal."""
+    """The readable files of a run's folder as lines for a terminal."""
 
     def __init__(self, run_dir: Path) -> None:
         check_is_run(run_dir)
@@ -101,15 +116,13 @@ class RunPage:
         if self._changed("metrics.jsonl"):
             rows = self._metrics = read_metrics(self._run_dir, [])
             logged = set().union(*rows)
+            # of a run with one turn, the curve of turns is a line at 1
             if not any((row.get("rollout/turns_max") or 1) > 1 for row in rows):
                 logged.discard("rollout/turns_mean")
             measured = [name for name in sorted(logged) if name.removeprefix("val/").startswith("env/")][:MAX_MEASURED]
             curves = CURVES | {_clean(name)[:16]: name for name in measured}
             self._curves = {label: Curve(rows, metric) for label, metric in curves.items() if metric in logged}
-            self._times = [
-                {name.removeprefix("time/"): x for name, x in row.items() if name.startswith("time/") and x is not None}
-                for row in rows[-WINDOW:]
-            ]
+            self._times = [_phase_times(row) for row in rows[-WINDOW:]]
         if self._changed("events.jsonl"):
             with suppress(OSError):
                 rows, _ = read_lines(self._run_dir / "events.jsonl")
@@ -121,17 +134,18 @@ class RunPage:
         self._status = read_status(self._run_dir) or self._status
 
     def _changed(self, name: str) -> bool:
-        """Whether a file is another than when this was last asked."""
-        known = self._versions.get(name)
+        """Return whether a file differs from the one at the last call."""
+        last_version = self._versions.get(name)
         with suppress(OSError):
             stat = (self._run_dir / name).stat()
             self._versions[name] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        return self._versions.get(name) != known
+        return self._versions.get(name) != last_version
 
-    def _usual(self, phase: str) -> float | None:
-        """Mean seconds in the last steps that had this phase."""
-        known = [times[phase] for times in self._times if times.get(phase)]
-        return fmean(known) if known else None
+    def _usual_seconds(self, phase: str) -> float | None:
+        """Return the mean seconds in the last steps that had this phase; None without such a
+        step."""
+        phase_times = [times[phase] for times in self._times if times.get(phase)]
+        return fmean(phase_times) if phase_times else None
 
     @property
     def _state(self) -> str:
@@ -141,19 +155,24 @@ class RunPage:
     def ended(self) -> bool:
         return self._state in ("done", "stopped", "failed", "gone")
 
-    def _badge(self, now: float) -> Text:
+    def _badge(self, time_s: float) -> Text:
+        """Return the state of the run, or that nothing was written for longer than a step takes."""
         color, text = _STATE_COLORS.get(self._state, "yellow"), self._state
-        quiet = now - self._status.get("time", now)
+        quiet = time_s - self._status.get("time", time_s)
         if self.ended:
             text = f"ended: {text.replace('gone', 'its process is gone')}"
         elif quiet > max([QUIET_S, *(2 * times.get("step", 0.0) for times in self._times)]):
             text, color = f"no news for {_duration(quiet)}", "yellow"
         return Text(f" {text} ", f"bold {color} reverse")
 
-    def _header(self, width: int, height: int, now: float) -> list[Text]:
-        """The run, its state and its times; in at most `height` lines, why it has ended where it was not meant to."""
-        badge, status, seconds = self._badge(now), self._status, self._usual("step")
+    def _header(self, width: int, height: int, time_s: float) -> list[Text]:
+        """Return the run, its state and its times, and the reason if it ended early.
+
+        The reason has at most `height` lines.
+        """
+        badge, status, seconds = self._badge(time_s), self._status, self._usual_seconds("step")
         step, total = status.get("step", 0), status.get("total_steps", 0)
+        # status.json is written with a delay, metrics.jsonl at once
         step = max(step, self._metrics[-1]["step"]) if self._metrics else step
         line = Text.assemble((f" {self._name}", "bold"), f"  step {step}/{total}  " if total else f"  step {step}  ")
         room = min(60, width - line.cell_len - badge.cell_len - 6)
@@ -165,41 +184,48 @@ class RunPage:
             parts = [f"{_duration(status['time'] - status['started'])} in all", *parts]
         elif status:
             parts = [f"{_duration(seconds * (total - step))} left", *parts] if seconds and total else parts
-            parts = [f"{_duration(now - status['started'])} so far", *parts]
+            parts = [f"{_duration(time_s - status['started'])} so far", *parts]
         parts += [f"process {status['pid']} on {status['host']}"] if status else []
         lines = [Text.assemble(line, " ", badge), Text(f" {' · '.join(parts)}", "dim")]
         reason = status.get("reason", "") if self.ended else ""
-        wrapped = [part for said in reason.splitlines() for part in textwrap.wrap(_clean(said), max(20, width - 2))]
+        wrapped = []
+        for line_of_reason in reason.splitlines():
+            wrapped += textwrap.wrap(_clean(line_of_reason), max(20, width - 2))
         return lines + [Text(f" {part}", "red") for part in wrapped[:height]]
 
     def _curve_lines(self, width: int, height: int) -> list[Text]:
+        """Return the curves, each as high as there is room."""
         rows, spark = self._metrics, max(8, width - 48)
-        each = max(1, min(8, (height - 1) // max(1, len(self._curves))))
+        curve_height = max(1, min(8, (height - 1) // max(1, len(self._curves))))
         title = f"steps {rows[0]['step']} to {rows[-1]['step']}" if rows else "no step is done yet"
         title = f"curves, {title} "
         lines = [_rule(f"{title:─<{spark + 15}}{' last ':─>10}{' lowest ':─>10}{' highest ':─>10}", width)]
         for label, curve in self._curves.items():
-            bars = curve.draw(spark, max(1, each - 1))
-            last = (f"{_short(curve.last):>10}", "bold red" if math.isnan(curve.last) else "bold")
-            ends = (f"{_short(curve.low):>10}{_short(curve.high):>10}", "dim")
-            lines.append(Text.assemble(f" {label:<17}", (bars[0], "cyan"), last, ends))
-            lines += [Text(" " * 18 + row, "cyan") for row in bars[1:]] + [Text()] * (each > 1)
+            bars = curve.draw(spark, max(1, curve_height - 1))
+            line = Text(f" {label:<17}").append(bars[0], "cyan")
+            line.append(f"{_short(curve.last):>10}", "bold red" if math.isnan(curve.last) else "bold")
+            line.append(f"{_short(curve.low):>10}{_short(curve.high):>10}", "dim")
+            lines.append(line)
+            lines += [Text(" " * 18 + row, "cyan") for row in bars[1:]] + [Text()] * (curve_height > 1)
         return lines
 
-    def _phase_lines(self, width: int, now: float) -> list[Text]:
+    def _phase_lines(self, width: int, time_s: float) -> list[Text]:
+        """Return lines on the present phase, and a bar of the phases of the last steps."""
         lines = [_rule(f"phases now and in the last {len(self._times)} steps" if self._times else "phases", width)]
         phase, progress = self._status.get("phase"), self._status.get("progress")
         if phase and not self.ended:
-            took, usual = _duration(now - self._status["phase_since"]), self._usual(phase)
-            usually = (f" (usually {usual:.3g} s)" if usual else "", "dim")
-            lines.append(Text.assemble(" now  ", (phase, "bold"), f"  {took}", usually))
+            usual = self._usual_seconds(phase)
+            line = Text.assemble(" now  ", (phase, "bold"), f"  {_duration(time_s - self._status['phase_since'])}")
+            line.append(f" (usually {usual:.3g} s)" if usual else "", "dim")
+            lines.append(line)
             if progress and (total := progress["total"]):
                 _bar(lines[-1].append("  "), progress["done"] / total, 20).append(f" {progress['done']:,} of {total:,}")
         sums: Any = sum(map(Counter, self._times), Counter[str]())  # of floats
-        whole = max(sums.pop("step", 0.0), sums.total())
-        if not whole:
+        # phases of a step may overlap and add up to more than it
+        total_s = max(sums.pop("step", 0.0), sums.total())
+        if not total_s:
             return lines
-        shares = {name: seconds / whole for name, seconds in sums.most_common(len(_PHASE_LOOKS) - 1)}
+        shares = {name: seconds / total_s for name, seconds in sums.most_common(len(_PHASE_LOOKS) - 1)}
         shares["other"] = 1 - sum(shares.values())
         edges = [round(x * min(120, width - 7)) for x in accumulate(shares.values(), initial=0.0)]
         bar, legend = Text(" last "), Text(" ")
@@ -211,7 +237,8 @@ class RunPage:
         return [*lines, bar, legend]
 
     def _worker_lines(self, width: int, height: int) -> list[Text]:
-        """A line on each kind of worker, and one on each worker as far as there is room, the troubled first."""
+        """Return a line on each kind of worker, and on each worker as far as there is room, the
+        troubled first."""
         workers = self._status.get("workers", [])
         if self.ended:  # their states are those of the last moment in which the run could write them
             workers = [w | {"state": "ended"} if w["state"] != "dead" else w for w in workers]
@@ -220,46 +247,53 @@ class RunPage:
         for kind in dict.fromkeys(w["name"].split()[0] for w in workers):
             members = [w for w in workers if w["name"].split()[0] == kind]
             states, restarts = Counter(w["state"] for w in members), sum(w["restarts"] for w in members)
-            looks = [_WORKER_LOOKS[w["state"]] for w in members[: max(8, width - 50)]]
-            about = ", ".join(f"{n} {state}" for state, n in states.most_common())
-            lines.append(Text.assemble(f" {kind:<9} ", *looks, "  ", about))
+            line = Text(f" {kind:<9} ")
+            for worker in members[: max(8, width - 50)]:
+                line.append(*_WORKER_LOOKS[worker["state"]])
+            line.append("  " + ", ".join(f"{n} {state}" for state, n in states.most_common()))
+            lines.append(line)
             lines[-1].append(f", restarts: {restarts}" if restarts else "", "yellow")
-        for w in sorted(workers, key=lambda w: (w["state"] in ("alive", "ended"), -w["restarts"]))[
-            : max(0, height - len(lines))
-        ]:
+        troubled_first = sorted(workers, key=lambda w: (w["state"] in ("alive", "ended"), -w["restarts"]))
+        for w in troubled_first[: max(0, height - len(lines))]:
             about = f" {w['state']}, process {w['pid']} on {w['node']}, restarts: {w['restarts']}"
             lines.append(Text.assemble("   ", _WORKER_LOOKS[w["state"]], f" {w['name']:<12}", (about, "dim")))
         return lines
 
     def _newest_events(self, width: int, height: int) -> list[Text]:
+        """Return a line on each event, the newest first."""
         lines = [_rule("events, the newest first" if self._events else "events: none", width)]
         for event in self._events[::-1][: max(0, height - 1)]:
             clock, kind = time.strftime(" %H:%M:%S", time.localtime(event["time"])), event["kind"].replace("_", " ")
-            about = f" step {event['step']} ", (kind, "yellow"), f": {_clean(event['message'])}"
-            lines.append(Text.assemble((clock, "dim"), *about))
+            step, message = event["step"], _clean(event["message"])
+            lines.append(Text.assemble((clock, "dim"), f" step {step} ", (kind, "yellow"), f": {message}"))
         return lines
 
     def _conversation(self, width: int, height: int) -> list[Text]:
-        """The newest one in at most `height` lines; nothing where there is none."""
+        """Return the newest conversation in at most `height` lines; no lines where there is
+        none."""
         if self._newest is None or height < 4:
             return []
         title = _rule(f"newest conversation: {_clean(self._newest.title)}", width)
         return [title, *self._newest.draw(self._run_dir, width, height - 1)]
 
-    def draw(self, width: int, height: int, now: float) -> list[Text]:
-        """At most `height` lines, each exactly `width` wide, as of `now` in Unix seconds."""
-        head = self._header(width, height // 4, now)
+    def draw(self, width: int, height: int, time_s: float) -> list[Text]:
+        """Return at most `height` lines, each exactly `width` wide, as of `time_s` in Unix
+        seconds."""
+        head = self._header(width, height // 4, time_s)
         body = height - len(head)
         if width >= WIDE:
             left, right = width - width * 9 // 20, width * 9 // 20 - 3
-            side = self._phase_lines(right, now) + self._worker_lines(right, body // 2)
+            side = self._phase_lines(right, time_s) + self._worker_lines(right, body // 2)
             side += self._newest_events(right, body - len(side))
-            talk = self._conversation(left, body // 2)
-            main = self._curve_lines(left, body - len(talk))
-            halves = _fit(_fit(main, left, body - len(talk)) + talk, left, body), _fit(side, right, body)
-            return _fit(head + [Text.assemble(a, "   ", b) for a, b in zip(*halves, strict=True)], width, height)
-        below = self._phase_lines(width, now) + self._worker_lines(width, 0)
+            conversation = self._conversation(left, body // 2)
+            curves = self._curve_lines(left, body - len(conversation))
+            left_half = _fit(_fit(curves, left, body - len(conversation)) + conversation, left, body)
+            right_half = _fit(side, right, body)
+            rows = [Text.assemble(a, "   ", b) for a, b in zip(left_half, right_half, strict=True)]
+            return _fit(head + rows, width, height)
+        below = self._phase_lines(width, time_s) + self._worker_lines(width, 0)
         below += self._conversation(width, body // 2) if height >= TALL else []
+        # curves get the lines that are left; events at least two, as many as there are up to six
         lines = self._curve_lines(width, body - len(below) - min(6, max(2, 1 + len(self._events)))) + below
         lines += self._newest_events(width, max(2, body - len(lines)))
         return _fit(head + lines, width, min(height, len(head) + len(lines)))
@@ -274,7 +308,8 @@ def watch(run_dir: Path, *, once: bool = False, console: Console | None = None) 
     console = console or Console(highlight=False)
     page = RunPage(run_dir)
 
-    def drawn(height: int) -> Group:
+    def render(height: int) -> Group:
+        """Return the page as it is now, in at most `height` lines."""
         lines = page.draw(console.width, height, time.time())
         if console.options.ascii_only:
             lines = [Text(line.plain.translate(_ASCII)) for line in lines]
@@ -284,14 +319,19 @@ def watch(run_dir: Path, *, once: bool = False, console: Console | None = None) 
         if console.is_terminal and not once and not page.ended:
             with Live(console=console, screen=True, auto_refresh=False) as live:
                 while not page.ended:
-                    live.update(drawn(console.height), refresh=True)
+                    live.update(render(console.height), refresh=True)
                     time.sleep(REFRESH_S)
                     page.poll()
-        console.print(drawn(console.height - 1))
+        console.print(render(console.height - 1))
+
+
+def _phase_times(row: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the seconds of a step by phase, the whole step as "step"."""
+    return {name.removeprefix("time/"): x for name, x in row.items() if name.startswith("time/") and x is not None}
 
 
 def _fit(lines: Sequence[Text], width: int, height: int) -> list[Text]:
-    """Exactly `height` lines of exactly `width` cells."""
+    """Return exactly `height` lines of exactly `width` cells."""
     fitted = [line.copy() for line in lines[:height]] + [Text() for _ in range(height - len(lines))]
     for line in fitted:
         line.truncate(width, overflow="ellipsis", pad=True)
@@ -316,5 +356,5 @@ def _duration(seconds: float) -> str:
 
 
 def _clean(text: Any) -> str:
-    """One line without control characters, which could steer the terminal."""
+    """Return one line without control characters, which could steer the terminal."""
     return "".join(c if c.isprintable() else " " for c in str(text))
