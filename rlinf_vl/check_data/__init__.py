@@ -1,1 +1,2 @@
-"""`python -m rlinf_vl check-data`: reads a data set whole, as training would, and says what is in it and what would be lost."""
+"""`python -m rlinf_vl check-data`: reads a whole data set as training would, and reports its
+contents and losses."""

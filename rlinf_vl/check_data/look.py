@@ -1,4 +1,7 @@
-"""Rows in parallel: what training says of each, and what is counted of it. Only hashes and numbers leave a worker process."""
+"""Inspection of rows in parallel: the verdict of training on each, and facts about it.
+
+Only hashes and numbers leave a worker process.
+"""
 
 import hashlib
 import logging
@@ -24,49 +27,60 @@ from rlinf_vl.types import Problem, Request
 if TYPE_CHECKING:
     from rlinf_vl.models.families import ImageProcessor
 
-#: Rows that a process looks at between two reports; a process more is started for so many times as many.
+#: Rows of a chunk, after each of which progress is reported; chunks that justify a further process,
+#: which first loads the data and the tokenizer.
 CHUNK, CHUNKS_PER_PROCESS = 64, 8
 
-#: Values of data.image_max_pixels to choose from.
+#: Values of data.image_max_pixels that the report compares.
 PIXEL_BUDGETS = tuple(side * side for side in (256, 384, 512, 768, 1024, 1536))
 
 
 class ImageFacts(NamedTuple):
-    hash: str  # of its encoded bytes
+    """The facts of an image in a row."""
+
+    hash: str  # of the encoded bytes
     height: int
     width: int
     bytes: int
-    #: At data.image_max_pixels and each of `PIXEL_BUDGETS`, -1 below the least; () without a model.
+    #: At data.image_max_pixels and each of `PIXEL_BUDGETS`, -1 where a budget is below
+    #: data.image_min_pixels; () without a model.
     tokens: tuple[int, ...]
 
 
-class Seen(NamedTuple):
-    """A row that is a problem, usable or not."""
+class RowFacts(NamedTuple):
+    """The facts of a row that is a problem, usable or not."""
 
     row: int
-    text: str  # hash of its texts, spaces and case aside, with the places of images
+    text: str  # hash of the texts, spaces and case aside, with the places of images
     answer: str
-    tokens: int  # of its whole prompt; 0 without a model
+    tokens: int  # of the whole prompt; 0 without a model
     images: tuple[ImageFacts, ...]
 
 
-#: (split, rows) → what training says of them, and the facts.
-Look = Callable[[str, Sequence[int]], tuple[FilterResult, list[Seen]]]
+#: (split, rows) → the verdict of training on the rows, and the facts of those that are problems.
+Inspect = Callable[[str, Sequence[int]], tuple[FilterResult, list[RowFacts]]]
 
 
-def make_look(config: Config, model_path: str | None) -> Look:
-    """Load the data, and tokenizer and image processor of the model; without one, tokens are not counted."""
+def make_inspect(config: Config, model_path: str | None) -> Inspect:
+    """Load the data, and tokenizer and image processor of the model; without one, tokens are not
+    counted."""
     from rlinf_vl.rollout.prompts import Prompts
     from rlinf_vl.rollout.renderer import Renderer
     from rlinf_vl.rollout.row_check import RowCheck, env_maker_of, processor_of
 
-    data, prompts = config.data, None
+    data = config.data
+    prompts = None
     processors: list[ImageProcessor | None] = []
     if model_path is not None:
         processor = processor_of(config, model_path)
-        limits = config.runner.seq_length, data.max_prompt_length, data.overlong
         renderer = Renderer(processor, config.rollout.thinking.mode)
-        prompts = Prompts(renderer, processor.image_token_id, *limits)
+        prompts = Prompts(
+            renderer,
+            processor.image_token_id,
+            config.runner.seq_length,
+            data.max_prompt_length,
+            data.overlong,
+        )
         if processor.family.vision_tower:
             make = partial(processor.family.image_processor, model_path, data.image_min_pixels)
             processors = [processor.image_processor, *map(partial(_unless_refused, make), PIXEL_BUDGETS)]
@@ -75,79 +89,89 @@ def make_look(config: Config, model_path: str | None) -> Look:
     def tokens_of(height: int, width: int) -> tuple[int, ...]:
         return tuple(prod(p.grid(height, width)) // p.merge_size**2 if p else -1 for p in processors)
 
-    check, datasets = RowCheck(config, prompts, env_maker_of(config)), open_datasets(data, ENVIRONMENTS)
+    check = RowCheck(config, prompts, env_maker_of(config))
+    datasets = open_datasets(data, ENVIRONMENTS)
 
-    def look(split: str, rows: Sequence[int]) -> tuple[FilterResult, list[Seen]]:
-        seen: dict[int, Seen] = {}
+    def inspect(split: str, rows: Sequence[int]) -> tuple[FilterResult, list[RowFacts]]:
+        facts_by_row: dict[int, RowFacts] = {}
 
-        def see(row: int, problem: Problem, request: Request | None) -> None:
-            sizes = [image_size(image) for image in problem.images]
-            images = tuple(
-                ImageFacts(image.hash[:24], *size, len(image.data), tokens_of(*size))
-                for image, size in zip(problem.images, sizes, strict=True)
-            )
+        def add_facts(row: int, problem: Problem, request: Request | None) -> None:
+            images = []
+            for image in problem.images:
+                height, width = image_size(image)
+                image_tokens = tokens_of(height, width)
+                images.append(ImageFacts(image.hash[:24], height, width, len(image.data), image_tokens))
             tokens = len(request.ids) if request else 0
-            if row not in seen or seen[row].tokens < tokens:  # of several wordings the longest
-                seen[row] = Seen(row, _text_hash(problem), problem.answer.strip(), tokens, images)
+            # a row may have several wordings; the longest one must fit
+            if row not in facts_by_row or facts_by_row[row].tokens < tokens:
+                facts_by_row[row] = RowFacts(row, _text_hash(problem), problem.answer.strip(), tokens, tuple(images))
 
-        return check.filter(datasets[split], rows, see), list(seen.values())
+        return check.filter(datasets[split], rows, add_facts), list(facts_by_row.values())
 
-    return look
+    return inspect
 
 
 def _unless_refused(make: "Callable[[int], ImageProcessor]", max_pixels: int) -> "ImageProcessor | None":
+    """Return the image processor at this budget; None if it is below the smallest area."""
     try:
         return make(max_pixels)
-    except ValueError:  # it is below the least area
+    except ValueError:  # below data.image_min_pixels
         return None
 
 
 def _text_hash(problem: Problem) -> str:
+    """Return a hash of a problem's texts, system prompt, spaces and case aside."""
+    # the system prompt is the config's and the same for all; images are empty parts
     parts = [part for message in problem.messages if message["role"] != "system" for part in message["content"]]
     text = "\0".join(" ".join(part.get("text", "").casefold().split()) for part in parts)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).hexdigest()
 
 
-def look_at(
+def inspect_rows(
     config: Config, model_path: str | None, rows: Mapping[str, int], workers: int, progress: Callable[[int], None]
-) -> dict[str, tuple[FilterResult, list[Seen]]]:
-    """Look at the first so many rows of each split, in `workers` processes if there are enough rows for that.
+) -> dict[str, tuple[FilterResult, list[RowFacts]]]:
+    """Inspect the first rows of each split, in `workers` processes if there are enough rows for
+    that.
 
     Args:
-        progress: told how many rows are done since it was last told.
+        rows: split → number of rows.
+        progress: called with the number of rows done since its last call.
 
     Raises:
         RunError: a process died.
     """
-    chunks = [(split, range(at, min(at + CHUNK, n))) for split, n in rows.items() for at in range(0, n, CHUNK)]
-    found: dict[str, list[tuple[FilterResult, list[Seen]]]] = {split: [] for split in rows}
-    with _looking(config, model_path, min(workers, -(-len(chunks) // CHUNKS_PER_PROCESS))) as run:
-        for split, part in run(chunks):
-            found[split].append(part)
-            progress(sum(map(len, (part[0].kept, part[0].too_long, part[0].bad, part[0].text_only))))
-    return {
-        split: (FilterResult.merged([result for result, _ in parts]), sorted(f for _, facts in parts for f in facts))
-        for split, parts in found.items()
-    }
+    chunks = []
+    for split, n in rows.items():
+        chunks += [(split, range(start, min(start + CHUNK, n))) for start in range(0, n, CHUNK)]
+    results: dict[str, list[FilterResult]] = {split: [] for split in rows}
+    facts: dict[str, list[RowFacts]] = {split: [] for split in rows}
+    with _chunk_inspector(config, model_path, min(workers, -(-len(chunks) // CHUNKS_PER_PROCESS))) as run:
+        for split, (result, chunk_facts) in run(chunks):
+            results[split].append(result)
+            facts[split] += chunk_facts
+            progress(sum(map(len, (result.kept, result.too_long, result.bad, result.text_only))))
+    # chunks are done in any order; facts begin with their row's number
+    return {split: (FilterResult.merged(results[split]), sorted(facts[split])) for split in rows}
 
 
-_Run = Callable[[Sequence[tuple[str, range]]], Iterator[tuple[str, tuple[FilterResult, list[Seen]]]]]
+#: Chunks → the split and the facts of each, as it is done.
+_Run = Callable[[Sequence[tuple[str, range]]], Iterator[tuple[str, tuple[FilterResult, list[RowFacts]]]]]
 
 
 @contextmanager
-def _looking(config: Config, model_path: str | None, workers: int) -> Iterator[_Run]:
-    """What looks at chunks, and gives them back as they are done."""
+def _chunk_inspector(config: Config, model_path: str | None, workers: int) -> Iterator[_Run]:
+    """Yield a function that inspects chunks and yields them as they are done."""
     if workers <= 1:
-        look = make_look(config, model_path)
-        yield lambda chunks: ((split, look(split, rows)) for split, rows in chunks)
+        inspect = make_inspect(config, model_path)
+        yield lambda chunks: ((split, inspect(split, rows)) for split, rows in chunks)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (config, model_path))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_process, (config, model_path))
     try:
 
-        def run(chunks: Sequence[tuple[str, range]]) -> Iterator[tuple[str, tuple[FilterResult, list[Seen]]]]:
-            running = {pool.submit(_look, split, rows): split for split, rows in chunks}
-            for done in as_completed(running):
-                yield running.pop(done), done.result()
+        def run(chunks: Sequence[tuple[str, range]]) -> Iterator[tuple[str, tuple[FilterResult, list[RowFacts]]]]:
+            split_of_future = {pool.submit(_inspect_in_process, split, rows): split for split, rows in chunks}
+            for future in as_completed(split_of_future):
+                yield split_of_future.pop(future), future.result()
 
         yield run
     except BrokenProcessPool as error:
@@ -158,22 +182,28 @@ def _looking(config: Config, model_path: str | None, workers: int) -> Iterator[_
         pool.shutdown(cancel_futures=True)
 
 
-_asked: list[tuple[Config, str | None]] = []
+#: The arguments of `make_inspect` in a worker process; empty in the parent.
+_process_arguments: list[tuple[Config, str | None]] = []
 
 
-def _begin(config: Config, model_path: str | None) -> None:
-    """Begin a new process, which makes its look when it is first asked: an error of that is then an answer."""
+def _begin_process(config: Config, model_path: str | None) -> None:
+    """Set up a new process.
+
+    It loads the data at its first chunk, not here: an error there is the chunk's, an error here
+    breaks the pool.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("rlinf_vl").setLevel(logging.ERROR)  # the parent has opened the data, too, and warned
     warnings.simplefilter("ignore")
-    _asked.append((config, model_path))
+    _process_arguments.append((config, model_path))
 
 
 @cache
-def _own_look() -> Look:
-    return make_look(*_asked[0])
+def _inspect_of_process() -> Inspect:
+    config, model_path = _process_arguments[0]
+    return make_inspect(config, model_path)
 
 
-def _look(split: str, rows: range) -> tuple[FilterResult, list[Seen]]:
-    return _own_look()(split, rows)
+def _inspect_in_process(split: str, rows: range) -> tuple[FilterResult, list[RowFacts]]:
+    return _inspect_of_process()(split, rows)

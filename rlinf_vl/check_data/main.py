@@ -1,4 +1,5 @@
-"""The verb `check-data`: look at every row, print what was found, and write it as JSON and as a page with pictures."""
+"""The verb `check-data`: inspect every row, print the figures, and write them as JSON and as a page
+with pictures."""
 
 import argparse
 import itertools
@@ -13,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rlinf_vl.check_data.look import look_at
+from rlinf_vl.check_data.look import inspect_rows
 from rlinf_vl.check_data.page import write_page
 from rlinf_vl.check_data.summary import Split, render, summarize
 from rlinf_vl.config import Config, load_config
@@ -26,14 +27,16 @@ from rlinf_vl.preflight.inputs import DATA_RULES
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.runtime.run_folder import run_folder
 
-#: The config that data is read by where none is named, and what of it doesn't matter then.
-_ANY = "toy-grpo-cpu"
-_UNASKED = ("data.val_data_paths=[]", "data.rollout_batch_size=1")
+#: The config by which data is read where none is named, and overrides of its keys that have no
+#: meaning then.
+_DEFAULT_CONFIG = "toy-grpo-cpu"
+_DEFAULT_OVERRIDES = ("data.val_data_paths=[]", "data.rollout_batch_size=1")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """`python -m rlinf_vl check-data CONFIG|DATA`: exit code 0 if training would take the data, 1 if it would not."""
-    begun = time.monotonic()
+    """`python -m rlinf_vl check-data CONFIG|DATA`: exit code 0 if training would take the data, 1
+    if it would not."""
+    start_s = time.monotonic()
     config, counts_tokens = _config(arguments)
     try:
         datasets = open_datasets(config.data, ENVIRONMENTS)
@@ -43,20 +46,21 @@ def main(arguments: argparse.Namespace) -> int:
     if "val" in rows and config.data.val_samples >= 0:
         rows["val"] = min(rows["val"], config.data.val_samples)
     model = config.rollout.model.model_path if counts_tokens else None
-    path = model
+    path = model  # of a toy, whose name is no folder, the folder of its checkpoint
     if model in TOYS:
         from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
         path = str(toy_checkpoint_path(model))
     workers = arguments.workers or len(os.sched_getaffinity(0))
     with _progress(sum(rows.values())) as progress:
-        found = look_at(config, path, rows, workers, progress)
+        inspected = inspect_rows(config, path, rows, workers, progress)
     paths = {"train": config.data.train_data_paths, "val": config.data.val_data_paths}
-    splits = [
-        Split(name, paths[name], [dataset.row_id(i) for i in range(rows[name])], *found[name])
-        for name, dataset in datasets.items()
-    ]
-    figures = summarize(splits, config, model, time.monotonic() - begun)
+    splits = []
+    for name, dataset in datasets.items():
+        row_ids = [dataset.row_id(i) for i in range(rows[name])]
+        result, facts = inspected[name]
+        splits.append(Split(name, paths[name], row_ids, result, facts))
+    figures = summarize(splits, config, model, time.monotonic() - start_s)
     folder = run_folder(config).parent / "check-data"
     page = arguments.output or page_of(folder, config.runner.experiment_name, figures)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -69,52 +73,61 @@ def main(arguments: argparse.Namespace) -> int:
 
 def page_of(folder: Path, name: str, figures: Mapping[str, Any]) -> Path:
     """Return the page of a data set: the one of its last check, or one that no other data set has."""
+    checked_paths = {split: facts["paths"] for split, facts in figures["splits"].items()}
     for number in itertools.count(1):
         page = folder / (f"{name}.html" if number == 1 else f"{name}-{number}.html")
         try:
-            written = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))["splits"]
+            written_splits = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))["splits"]
         except (OSError, ValueError, KeyError):
             return page
-        if {split: found.get("paths") for split, found in written.items()} == {
-            split: found["paths"] for split, found in figures["splits"].items()
-        }:
+        if {split: facts.get("paths") for split, facts in written_splits.items()} == checked_paths:
             return page
     raise AssertionError("numbers don't end")
 
 
 def _config(arguments: argparse.Namespace) -> tuple[Config, bool]:
-    """The config that is named, or one for data that is, and whether it names the model whose tokens are counted."""
+    """Return the named config, or one for the named data, and whether tokens are counted by its
+    model."""
     name, overrides = arguments.config, arguments.overrides
     is_data = name.startswith(HUB_PREFIX) or Path(name).is_dir() or Path(name).suffix in FILE_FORMATS
     if not is_data:
         return load_config(name, overrides, DATA_RULES), True
     has_model = any(text.startswith("rollout.model.model_path=") for text in overrides)
-    named = [f'data.train_data_paths=["{name}"]', f'runner.experiment_name="{Path(name).stem}"']
-    given = [*named, *_UNASKED, *overrides]
-    return load_config(_ANY, given, DATA_RULES), has_model
+    of_data = [f'data.train_data_paths=["{name}"]', f'runner.experiment_name="{Path(name).stem}"']
+    # the user's own overrides come last, so they win
+    all_overrides = [*of_data, *_DEFAULT_OVERRIDES, *overrides]
+    return load_config(_DEFAULT_CONFIG, all_overrides, DATA_RULES), has_model
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that advances a bar on the terminal by a number of rows."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(total, console)
         return
-    columns = (TextColumn("checking rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(
+        TextColumn("checking rows"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
         task = bar.add_task("", total=total)
         yield lambda n: bar.advance(task, n)
 
 
 def _lines(total: int, console: Console) -> Callable[[int], None]:
-    """Return a function that is told of rows done and prints a line for each further tenth of them."""
+    """Return a function that counts finished rows and prints a line for each further tenth of them."""
     done = 0
     console.print(f"checking {total} rows", highlight=False)
 
     def advance(rows: int) -> None:
         nonlocal done
-        before, done = done, done + rows
-        if done * 10 // total > before * 10 // total and done < total:
+        tenths = done * 10 // total
+        done += rows
+        if done * 10 // total > tenths and done < total:
             console.print(f"checking rows: {done} of {total}", highlight=False)
 
     return advance

@@ -1,4 +1,5 @@
-"""`check-data`'s page: the figures, and rows with their pictures: damaged, doubled, longest, and some as they are."""
+"""The page of `check-data`: the figures, and rows with their pictures: damaged, doubled, longest,
+and random ones."""
 
 import base64
 import hashlib
@@ -17,9 +18,9 @@ from rlinf_vl.data.unusable import shorten
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.types import ImageRef
 
-#: Longer side of a thumbnail; images shown of a row; characters of a text.
+#: Longer side of a thumbnail in pixels; images shown of a row; characters shown of a text.
 SIDE, IMAGES, TEXT = 240, 4, 700
-#: Rows shown: of a kind of damage, of doubles, of the longest, and of those drawn at random.
+#: Rows shown of each kind of damage; groups of doubles; longest rows; random rows.
 DAMAGED, DOUBLES, LONGEST, RANDOM = 4, 4, 4, 24
 HERE = Path(__file__).parent
 
@@ -27,71 +28,76 @@ HERE = Path(__file__).parent
 def write_page(
     path: Path, splits: Sequence[Split], datasets: Mapping[str, ProblemDataset], figures: Mapping[str, Any]
 ) -> None:
-    """Write one HTML file that loads nothing; what is said in the data is text in it."""
-    shelves = [shelf for split in splits for shelf in _shelves(split, datasets[split.name], figures)]
+    """Write one HTML file that loads nothing; texts of the data are escaped."""
+    sections = [section for split in splits for section in _sections(split, datasets[split.name], figures)]
     if len(splits) > 1:
         pairs = figures["overlap"]["rows"] + figures["overlap"]["images"]
         rows = [(name, n) for pair in pairs[:DOUBLES] for name, n in zip(("val", "train"), pair, strict=True)]
-        both = [show(datasets[name], n, name) for name, n in rows]
-        shelves.append(("Rows of val, and what train has of them", both))
+        overlapping_rows = [show(datasets[name], n, name) for name, n in rows]
+        sections.append(("Rows of val, and what train has of them", overlapping_rows))
     style = (HERE / "page.css").read_text(encoding="utf-8")
-    hashed = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    style_hash = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     page = environment.get_template("page.html.jinja").render(
-        found=figures,
-        shelves=[(title, rows) for title, rows in shelves if rows],
+        figures=figures,
+        sections=[(title, rows) for title, rows in sections if rows],
         style=style,
-        policy=f"default-src 'none'; img-src data:; style-src 'sha256-{hashed}'",
+        policy=f"default-src 'none'; img-src data:; style-src 'sha256-{style_hash}'",
     )
     with write_aside(path, durable=False) as aside:
         aside.write_text(page, encoding="utf-8", errors="replace")
 
 
-def _shelves(
+def _sections(
     split: Split, dataset: ProblemDataset, figures: Mapping[str, Any]
 ) -> list[tuple[str, list[dict[str, Any]]]]:
-    found, of_row = figures["splits"][split.name], {facts.row: facts for facts in split.facts}
-    shelves = []
-    for kind in found["bad"]["by_kind"]:
-        rows = [bad for bad in found["bad"]["all"] if bad["kind"] == kind][:DAMAGED]
-        shelves.append((f"{split.name}: {kind}", [show(dataset, b["row"], split.name, b["reason"]) for b in rows]))
+    """Return the page's sections on a split: title, rows."""
+    split_figures = figures["splits"][split.name]
+    facts_by_row = {facts.row: facts for facts in split.facts}
+    sections = []
+    for kind in split_figures["bad"]["by_kind"]:
+        rows = [bad_row for bad_row in split_figures["bad"]["all"] if bad_row["kind"] == kind][:DAMAGED]
+        sections.append((f"{split.name}: {kind}", [show(dataset, b["row"], split.name, b["reason"]) for b in rows]))
 
     def row(n: int) -> dict[str, Any]:
-        tokens = of_row[n].tokens if n in of_row else 0
+        """Return a row with its number of tokens."""
+        tokens = facts_by_row[n].tokens if n in facts_by_row else 0
         return show(dataset, n, split.name, f"{tokens} tokens" if tokens else "")
 
-    contradictions = found["contradictions"]
-    doubles = contradictions + [group for group in found["duplicates"]["rows"] if group not in contradictions]
-    shelves.append((f"{split.name}: rows that repeat another", [row(n) for g in doubles[:DOUBLES] for n in g[:2]]))
+    contradictions = split_figures["contradictions"]
+    doubles = contradictions + [group for group in split_figures["duplicates"]["rows"] if group not in contradictions]
+    sections.append((f"{split.name}: rows that repeat another", [row(n) for g in doubles[:DOUBLES] for n in g[:2]]))
     longest = sorted(split.facts, key=lambda facts: -facts.tokens)[:LONGEST]
     if longest and longest[0].tokens:
-        shelves.append((f"{split.name}: the longest prompts", [row(facts.row) for facts in longest]))
+        sections.append((f"{split.name}: the longest prompts", [row(facts.row) for facts in longest]))
     usable = split.usable
-    drawn = random.Random(0).sample(usable, min(RANDOM, len(usable)))
-    shelves.append((f"{split.name}: usable rows, drawn at random", [row(n) for n in sorted(f.row for f in drawn)]))
-    return shelves
+    # a fixed seed: the page of the same data is the same
+    random_facts = random.Random(0).sample(usable, min(RANDOM, len(usable)))
+    random_rows = sorted(facts.row for facts in random_facts)
+    sections.append((f"{split.name}: usable rows, drawn at random", [row(n) for n in random_rows]))
+    return sections
 
 
 def show(dataset: ProblemDataset, n: int, split: str, note: str = "") -> dict[str, Any]:
-    """A row for the page, as far as it can be read."""
-    shown: dict[str, Any] = {"id": dataset.row_id(n), "split": split, "row": n, "note": note, "images": []}
+    """Return a row for the page, as far as it can be read."""
+    page_row: dict[str, Any] = {"id": dataset.row_id(n), "split": split, "row": n, "note": note, "images": []}
     try:
         problem = dataset[n]
         parts = [part for message in problem.messages for part in message["content"]]
         texts = [part["text"] if part["type"] == "text" else "▣" for part in parts]
-        shown |= {"text": " ".join(texts), "answer": problem.answer}
+        page_row |= {"text": " ".join(texts), "answer": problem.answer}
         images = list(problem.images)
-    except Exception:  # it is no problem: what is stored is shown
+    except Exception:  # the row is no problem: show its cells as they are stored
         raw = dataset.raw(n)
         images = [image for value in raw.values() for image in _stored_images(value)]
         texts = {name: value for name, value in raw.items() if not _stored_images(value)}
-        shown |= {"text": "\n".join(f"{name}: {_text(value)}" for name, value in texts.items()), "answer": None}
-    shown["text"] = shorten(shown["text"], TEXT)
-    shown["images"] = [_thumbnail(image) for image in images[:IMAGES]]
-    shown["more"] = max(0, len(images) - IMAGES)
-    return shown
+        page_row |= {"text": "\n".join(f"{name}: {_text(value)}" for name, value in texts.items()), "answer": None}
+    page_row["text"] = shorten(page_row["text"], TEXT)
+    page_row["images"] = [_thumbnail(image) for image in images[:IMAGES]]
+    page_row["more"] = max(0, len(images) - IMAGES)
+    return page_row
 
 
 def _text(value: Any) -> str:
@@ -99,18 +105,19 @@ def _text(value: Any) -> str:
 
 
 def _stored_images(value: Any) -> list[ImageRef]:
-    """Images that a cell holds itself."""
-    found = []
+    """Return the images whose bytes a cell holds."""
+    images = []
     for cell in image_values(value):
         try:
-            found.append(to_image_ref(cell, root=None))
+            images.append(to_image_ref(cell, root=None))
         except Exception:
             continue
-    return found
+    return images
 
 
 def _thumbnail(image: ImageRef) -> dict[str, Any]:
-    """The address of a small copy and the size of the image, or why there is none."""
+    """Return the address of a small copy and the size of the image, or the reason why there is
+    none."""
     try:
         picture = decode(image)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What was found in a data set: as plain figures (`check-data`'s JSON), and as a page of text."""
+"""The figures of a data set: as plain values (`check-data`'s JSON), and as a page of text."""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -7,35 +7,40 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_vl.check_data.look import PIXEL_BUDGETS, Seen
+from rlinf_vl.check_data.look import PIXEL_BUDGETS, RowFacts
 from rlinf_vl.config import Config
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.data.unusable import shorten
 
 #: Bins of a histogram; examples of one kind in the text; characters of an example.
-BINS, EXAMPLES, SHOWN = 24, 3, 110
+BINS, EXAMPLES, EXAMPLE_CHARACTERS = 24, 3, 110
 _BARS = "▁▂▃▄▅▆▇█"
+#: Values of data.max_prompt_length that the report compares.
 _LENGTHS = tuple(2**k for k in range(5, 18))
 
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of a split that were looked at: what training says of them, and the facts of those that are problems."""
+    """The inspected rows of a split: the verdict of training on them, and the facts of those that
+    are problems."""
 
     name: str
     paths: Sequence[str]
     ids: Sequence[str]
     result: FilterResult
-    facts: Sequence[Seen]
+    facts: Sequence[RowFacts]
 
     @property
-    def usable(self) -> list[Seen]:
+    def usable(self) -> list[RowFacts]:
+        """Return the facts of the rows that training would use."""
         return [facts for facts in self.facts if facts.row in self.result.kept]
 
 
 def summarize(splits: Sequence[Split], config: Config, model: str | None, seconds: float) -> dict[str, Any]:
-    """Everything as JSON has it. Rows are numbers from 0; `problems` are sentences, of which training would stop for
-    those in `refused`."""
+    """Return all figures in the form of the JSON file.
+
+    Rows are numbers from 0. `problems` are sentences; training would stop for those in `refused`.
+    """
     by_name = {split.name: split for split in splits}
     figures = {split.name: _figures(split, config, model is not None) for split in splits}
     overlap = _overlap(by_name["train"], by_name["val"]) if "val" in by_name else {}
@@ -57,11 +62,14 @@ def summarize(splits: Sequence[Split], config: Config, model: str | None, second
 
 
 def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
+    """Return the figures of a split; those of tokens only if `tokens` were counted."""
     result, facts, usable = split.result, split.facts, split.usable
     images = [image for row in facts for image in row.images]
+    # sizes are of distinct images: one that many rows share would hide the others
     distinct = {image.hash: image for image in images}.values()
     kinds = Counter(row.kind for row in result.bad.values())
     answers = Counter(row.answer for row in usable)
+    rows_by_images = Counter(len(row.images) for row in facts)  # number of images → rows
     figures: dict[str, Any] = {
         "paths": list(split.paths),
         "rows": len(split.ids),
@@ -80,7 +88,7 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
         "images": {
             "in_all": len(images),
             "distinct": len(distinct),
-            "per_row": {str(n): rows for n, rows in sorted(Counter(len(row.images) for row in facts).items())},
+            "per_row": {str(n): rows for n, rows in sorted(rows_by_images.items())},
             "width": _spread([image.width for image in distinct]),
             "height": _spread([image.height for image in distinct]),
             "bytes": _spread([image.bytes for image in distinct]),
@@ -90,14 +98,15 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
             "most_common": [[answer, rows] for answer, rows in answers.most_common(10)],
         },
         "duplicates": {
-            "rows": _repeated((row.row, (row.text, _shown(row))) for row in facts),
-            "images": _repeated((row.row, hash) for row in facts for hash in dict.fromkeys(_shown(row))),
+            "rows": _repeated((row.row, (row.text, _image_hashes(row))) for row in facts),
+            "images": _repeated((row.row, hash) for row in facts for hash in dict.fromkeys(_image_hashes(row))),
         },
     }
-    of_row = {row.row: row for row in facts}
-    figures["contradictions"] = [
-        group for group in figures["duplicates"]["rows"] if len({of_row[row].answer for row in group}) > 1
-    ]
+    answer_of_row = {row.row: row.answer for row in facts}
+    figures["contradictions"] = []
+    for group in figures["duplicates"]["rows"]:
+        if len({answer_of_row[row] for row in group}) > 1:
+            figures["contradictions"].append(group)
     if tokens:
         figures["tokens"] = {
             "prompt": _spread([row.tokens for row in facts]),
@@ -108,19 +117,23 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
     return figures
 
 
-def _shown(row: Seen) -> tuple[str, ...]:
+def _image_hashes(row: RowFacts) -> tuple[str, ...]:
+    """Return the hashes of a row's images in order."""
     return tuple(image.hash for image in row.images)
 
 
-def _image_tokens(row: Seen, budget: int) -> int:
+def _image_tokens(row: RowFacts, budget: int) -> int:
+    """Return the tokens of a row's images; `budget` is the index into `ImageFacts.tokens`."""
     return sum(image.tokens[budget] for image in row.images if image.tokens)
 
 
-def _budgets(facts: Sequence[Seen], max_prompt_length: int, max_pixels: int | None) -> dict[str, Any]:
-    """What other limits would leave out: of tokens, of an image's area, of images in a row."""
+def _budgets(facts: Sequence[RowFacts], max_prompt_length: int, max_pixels: int | None) -> dict[str, Any]:
+    """Return the rows that other limits would leave out: limits of tokens, of an image's area, of
+    images in a row."""
     lengths = np.array([row.tokens for row in facts] or [0])
-    least, most = int(lengths.min()), int(lengths.max())
-    limits = {n for n in _LENGTHS if least <= n < 2 * most} | {max_prompt_length}
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    # shorter limits leave out every row, longer ones none, as the first one above the longest shows
+    limits = {n for n in _LENGTHS if shortest <= n < 2 * longest} | {max_prompt_length}
     budgets: dict[str, Any] = {
         "max_prompt_length": [{"value": n, "dropped": int((lengths > n).sum())} for n in sorted(limits)]
     }
@@ -131,9 +144,10 @@ def _budgets(facts: Sequence[Seen], max_prompt_length: int, max_pixels: int | No
         if any(image.tokens and image.tokens[k] >= 0 for row in facts for image in row.images):
             total = text + np.array([_image_tokens(row, k) for row in facts])
             dropped = int((total > max_prompt_length).sum())
-            told = {"value": None, "prompt": _spread(total.tolist(), bins=0), "dropped": dropped}
-            if all(told != {**known, "value": None} for known in budgets["image_max_pixels"]):  # it makes a difference
-                budgets["image_max_pixels"].append(told | {"value": area})
+            budget = {"value": None, "prompt": _spread(total.tolist(), bins=0), "dropped": dropped}
+            # a value with the figures of an earlier one makes no difference, and is left out
+            if all(budget != {**earlier, "value": None} for earlier in budgets["image_max_pixels"]):
+                budgets["image_max_pixels"].append(budget | {"value": area})
     most_images = max((len(row.images) for row in facts), default=0)
     counts = np.array([len(row.images) for row in facts] or [0])
     budgets["images_per_row"] = [
@@ -143,7 +157,7 @@ def _budgets(facts: Sequence[Seen], max_prompt_length: int, max_pixels: int | No
 
 
 def _repeated(keys: Iterable[tuple[int, Hashable]]) -> list[list[int]]:
-    """Rows that have a key in common, each group in order."""
+    """Return the rows that have a key in common, each group in order."""
     rows = defaultdict(list)
     for row, key in keys:
         rows[key].append(row)
@@ -151,165 +165,186 @@ def _repeated(keys: Iterable[tuple[int, Hashable]]) -> list[list[int]]:
 
 
 def _overlap(train: Split, val: Split) -> dict[str, list[list[int]]]:
-    """[row of val, row of train] by what they have in common: text and images; an image, but not that; text, but not that."""
+    """Return pairs [row of val, row of train] by their common part.
+
+    "rows": text and images; "images": an image, but not the whole row; "texts": the text, but not
+    the whole row.
+    """
 
     def first(keys: Iterable[tuple[Hashable, int]]) -> dict[Hashable, int]:
-        found: dict[Hashable, int] = {}
+        """Return key → the first row that has it."""
+        first_rows: dict[Hashable, int] = {}
         for key, row in keys:
-            found.setdefault(key, row)
-        return found
+            first_rows.setdefault(key, row)
+        return first_rows
 
-    whole = first(((row.text, _shown(row)), row.row) for row in train.facts)
+    rows = first(((row.text, _image_hashes(row)), row.row) for row in train.facts)
     texts = first((row.text, row.row) for row in train.facts)
     images = first((image.hash, row.row) for row in train.facts for image in row.images)
     overlap: dict[str, list[list[int]]] = {"rows": [], "images": [], "texts": []}
     for row in val.facts:
-        if (row.text, _shown(row)) in whole:
-            overlap["rows"].append([row.row, whole[row.text, _shown(row)]])
+        if (row.text, _image_hashes(row)) in rows:
+            overlap["rows"].append([row.row, rows[row.text, _image_hashes(row)]])
             continue
-        if seen := next((image.hash for image in row.images if image.hash in images), None):
-            overlap["images"].append([row.row, images[seen]])
+        shared_image = next((image.hash for image in row.images if image.hash in images), None)
+        if shared_image:
+            overlap["images"].append([row.row, images[shared_image]])
         if row.text in texts:
             overlap["texts"].append([row.row, texts[row.text]])
     return overlap
 
 
 def _spread(values: Sequence[int], bins: int = BINS) -> dict[str, Any] | None:
-    """Quantiles and a histogram; its edges grow by a factor where values spread widely. None without values."""
+    """Return quantiles, the mean and a histogram; None without values.
+
+    The edges of the histogram grow by a factor where values spread widely.
+    """
     if not values:
         return None
     array = np.asarray(values)
     names = {"min": 0, "median": 50, "p95": 95, "p99": 99, "max": 100}
-    found: dict[str, Any] = {name: int(np.percentile(array, q, method="higher")) for name, q in names.items()}
-    found["mean"] = round(float(array.mean()), 1)
+    spread: dict[str, Any] = {name: int(np.percentile(array, q, method="higher")) for name, q in names.items()}
+    spread["mean"] = round(float(array.mean()), 1)
     if bins:
-        low, high = found["min"], max(found["max"], found["min"] + 1)
-        wide = low > 0 and high > 8 * max(found["median"], 1)
-        edges = np.geomspace(low, high, bins + 1) if wide else np.linspace(low, high, min(bins, high - low) + 1)
-        found["histogram"] = {
+        # one bin per whole number at most, and at least one bin
+        low, high = spread["min"], max(spread["max"], spread["min"] + 1)
+        is_wide = low > 0 and high > 8 * max(spread["median"], 1)
+        edges = np.geomspace(low, high, bins + 1) if is_wide else np.linspace(low, high, min(bins, high - low) + 1)
+        spread["histogram"] = {
             "edges": [round(float(e), 1) for e in edges],
             "counts": np.histogram(array, edges)[0].tolist(),
         }
-    return found
+    return spread
 
 
 def _refusals(split: Split, figures: Mapping[str, Any], config: Config) -> list[str]:
-    data, n, bad = config.data, figures["rows"], figures["bad"]["rows"]
-    key, refused = f"data.{split.name}_data_paths", []
-    if bad > data.max_bad_rows * n:
+    """Return the sentences on a split for which training would stop."""
+    data = config.data
+    rows, bad_rows = figures["rows"], figures["bad"]["rows"]
+    key = f"data.{split.name}_data_paths"
+    refused = []
+    if bad_rows > data.max_bad_rows * rows:
         refused.append(
-            f"{key}: {bad} of {n} rows are bad ({bad / n:.1%}), more than data.max_bad_rows={data.max_bad_rows:g}; "
-            "repair them, leave them out, or raise it"
+            f"{key}: {bad_rows} of {rows} rows are bad ({bad_rows / rows:.1%}), more than "
+            f"data.max_bad_rows={data.max_bad_rows:g}; repair them, leave them out, or raise it"
         )
     if figures["too_long"] and data.overlong == "error":
         refused.append(
-            f"{key}: {len(figures['too_long'])} prompts are longer than data.max_prompt_length={data.max_prompt_length}, and "
-            "data.overlong is error; raise the first, or set the second to drop or cut"
+            f"{key}: {len(figures['too_long'])} prompts are longer than "
+            f"data.max_prompt_length={data.max_prompt_length}, and data.overlong is error; raise "
+            "the first, or set the second to drop or cut"
         )
-    least = data.rollout_batch_size if split.name == "train" else 1
-    if figures["usable"] < least:
-        what = f"data.rollout_batch_size={least} needs more" if split.name == "train" else "nothing could be validated"
-        refused.append(f"{key}: of {n} rows {figures['usable']} can be used; {what}")
+    needed_rows = data.rollout_batch_size if split.name == "train" else 1
+    if figures["usable"] < needed_rows:
+        consequence = (
+            f"data.rollout_batch_size={needed_rows} needs more"
+            if split.name == "train"
+            else "nothing could be validated"
+        )
+        refused.append(f"{key}: of {rows} rows {figures['usable']} can be used; {consequence}")
     return refused
 
 
 def _warnings(
     figures: Mapping[str, Mapping[str, Any]], overlap: Mapping[str, Sequence[Any]], config: Config
 ) -> list[str]:
-    said = []
-    for split, found in figures.items():
-        if (bad := found["bad"]["rows"]) and bad <= config.data.max_bad_rows * found["rows"]:
-            said.append(f"{split}: {bad} rows are bad and will be left out")
-        if found["too_long"] and config.data.overlong == "drop":
-            said.append(f"{split}: {len(found['too_long'])} rows will be left out, their prompts are too long")
-        if found["cut"]:
-            lost = sum(1 for cut in found["cut"] if cut["images_lost"])
-            said.append(f"{split}: {len(found['cut'])} prompts will be cut, {lost} of them lose images")
-        if found["text_only"]:
-            said.append(
-                f"{split}: {len(found['text_only'])} rows have no image, and data.image_only_mode leaves them out"
+    """Return the sentences on losses and doubles for which training would not stop."""
+    warnings = []
+    for split, split_figures in figures.items():
+        bad_rows = split_figures["bad"]["rows"]
+        if bad_rows and bad_rows <= config.data.max_bad_rows * split_figures["rows"]:
+            warnings.append(f"{split}: {bad_rows} rows are bad and will be left out")
+        if split_figures["too_long"] and config.data.overlong == "drop":
+            warnings.append(
+                f"{split}: {len(split_figures['too_long'])} rows will be left out, their prompts are too long"
             )
-        if found["images_dropped"]:
-            said.append(
-                f"{split}: {found['images_dropped']} images are beyond data.max_images_per_message and _per_sample"
+        if split_figures["cut"]:
+            lost = sum(1 for cut in split_figures["cut"] if cut["images_lost"])
+            warnings.append(f"{split}: {len(split_figures['cut'])} prompts will be cut, {lost} of them lose images")
+        if split_figures["text_only"]:
+            warnings.append(
+                f"{split}: {len(split_figures['text_only'])} rows have no image, and "
+                "data.image_only_mode leaves them out"
             )
-        if groups := found["contradictions"]:
+        if split_figures["images_dropped"]:
+            warnings.append(
+                f"{split}: {split_figures['images_dropped']} images are beyond "
+                "data.max_images_per_message and _per_sample"
+            )
+        if groups := split_figures["contradictions"]:
             rows = sum(map(len, groups))
-            said.append(
+            warnings.append(
                 f"{split}: {rows} rows ask what another one asks, and have another answer ({len(groups)} questions)"
             )
-        if groups := found["duplicates"]["rows"]:
-            said.append(f"{split}: {sum(len(g) - 1 for g in groups)} rows repeat another one, text and images")
-    for what, name in (("rows", "stand in train, text and images"), ("images", "show an image of train")):
-        if overlap.get(what):
-            said.append(f"val: {len(overlap[what])} rows {name}: accuracy will be too high")
-    return said
+        if groups := split_figures["duplicates"]["rows"]:
+            warnings.append(f"{split}: {sum(len(g) - 1 for g in groups)} rows repeat another one, text and images")
+    for kind, relation in (("rows", "stand in train, text and images"), ("images", "show an image of train")):
+        if overlap.get(kind):
+            warnings.append(f"val: {len(overlap[kind])} rows {relation}: accuracy will be too high")
+    return warnings
 
 
-def render(found: Mapping[str, Any]) -> str:
-    """`check-data`'s page on a terminal."""
+def render(figures: Mapping[str, Any]) -> str:
+    """Return the page of `check-data` for a terminal."""
     lines = []
-    for name, split in found["splits"].items():
-        lines += _render_split(name, split, found["limits"]["data.max_prompt_length"])
-    if overlap := found["overlap"]:
-        lines += [
-            "overlap of val with train",
-            *(
-                f"  {len(overlap[what]):6}  {said}"
-                for what, said in (
-                    ("rows", "rows of val have the text and the images of one of train"),
-                    ("images", "others show an image of train"),
-                    (
-                        "texts",
-                        "others have the text of one of train (which means little where the image is asked about)",
-                    ),
-                )
-            ),
-            "",
-        ]
-    lines += [f"! {problem}" for problem in found["problems"]] or ["nothing to complain of"]
-    if found["model"] is None:
+    for name, split in figures["splits"].items():
+        lines += _render_split(name, split, figures["limits"]["data.max_prompt_length"])
+    if overlap := figures["overlap"]:
+        lines.append("overlap of val with train")
+        for kind, description in (
+            ("rows", "rows of val have the text and the images of one of train"),
+            ("images", "others show an image of train"),
+            ("texts", "others have the text of one of train (which means little where the image is asked about)"),
+        ):
+            lines.append(f"  {len(overlap[kind]):6}  {description}")
+        lines.append("")
+    lines += [f"! {problem}" for problem in figures["problems"]] or ["nothing to complain of"]
+    if figures["model"] is None:
         lines.append("tokens were not counted: add rollout.model.model_path=MODEL")
     return "\n".join(lines)
 
 
 def _render_split(name: str, split: Mapping[str, Any], limit: int) -> list[str]:
-    bad = split["bad"]
+    """Return the lines on a split; `limit` is data.max_prompt_length."""
+    bad_rows = split["bad"]
     share = f" ({split['usable'] / split['rows']:.1%})" if split["rows"] else ""
     lines = [f"{name}: {split['rows']} rows, {split['usable']} usable{share}", f"  of {', '.join(split['paths'])}"]
-    for kind, n in bad["by_kind"].items():
+    for kind, n in bad_rows["by_kind"].items():
         lines.append(f"  {n:6}  {kind}")
-        examples = [row for row in bad["all"] if row["kind"] == kind][:EXAMPLES]
-        lines += [f"          {row['id']}: {shorten(' '.join(row['reason'].split()), SHOWN)}" for row in examples]
+        examples = [row for row in bad_rows["all"] if row["kind"] == kind][:EXAMPLES]
+        lines += [
+            f"          {row['id']}: {shorten(' '.join(row['reason'].split()), EXAMPLE_CHARACTERS)}" for row in examples
+        ]
     if too_long := split["too_long"]:
-        shown = ", ".join(f"{row['id']} ({row['tokens']} tokens)" for row in too_long[:EXAMPLES])
-        lines.append(f"  {len(too_long):6}  prompt longer than {limit} tokens: {shown}")
+        too_long_examples = ", ".join(f"{row['id']} ({row['tokens']} tokens)" for row in too_long[:EXAMPLES])
+        lines.append(f"  {len(too_long):6}  prompt longer than {limit} tokens: {too_long_examples}")
     images = split["images"]
     rows = ", ".join(f"{count} with {n}" for n, count in list(images["per_row"].items())[:8])
     lines += ["", f"  images      {images['in_all']}, {images['distinct']} distinct; rows: {rows or 'none'}"]
     spreads = {"width": images["width"], "height": images["height"], "bytes": images["bytes"]}
-    spreads |= {f"{what} tokens": spread for what, spread in split.get("tokens", {}).items()}
-    lines += [f"  {what:14}{_spread_text(spread)}" for what, spread in spreads.items() if spread]
+    spreads |= {f"{label} tokens": spread for label, spread in split.get("tokens", {}).items()}
+    lines += [f"  {label:14}{_spread_text(spread)}" for label, spread in spreads.items() if spread]
     answers = split["answers"]
     common = ", ".join(f"{shorten(answer, 20)} × {n}" for answer, n in answers["most_common"][:4])
     lines.append(f"  answers     {answers['distinct']} distinct; most frequent: {common or 'none'}")
     if budgets := split.get("budgets"):
-        told = ", ".join(f"{b['value']} → {b['dropped']}" for b in budgets["max_prompt_length"])
-        lines.append(f"  rows that data.max_prompt_length would drop: {told}")
+        drops = ", ".join(f"{b['value']} → {b['dropped']}" for b in budgets["max_prompt_length"])
+        lines.append(f"  rows that data.max_prompt_length would drop: {drops}")
         for budget in budgets["image_max_pixels"] if len(budgets["image_max_pixels"]) > 1 else ():
             prompt = budget["prompt"]
             area = "as it is" if budget["value"] is None else f"{budget['value']}"
             lines.append(
-                f"  data.image_max_pixels {area:>8}: prompts of {prompt['median']} tokens, 99 % ≤ {prompt['p99']}, longest "
-                f"{prompt['max']}; {budget['dropped']} above {limit}"
+                f"  data.image_max_pixels {area:>8}: prompts of {prompt['median']} tokens, 99 % ≤ "
+                f"{prompt['p99']}, longest {prompt['max']}; {budget['dropped']} above {limit}"
             )
         if budgets["images_per_row"]:
-            told = ", ".join(f"{b['value']} → {b['above']}" for b in budgets["images_per_row"])
-            lines.append(f"  rows with more images than: {told}")
+            counts = ", ".join(f"{b['value']} → {b['above']}" for b in budgets["images_per_row"])
+            lines.append(f"  rows with more images than: {counts}")
     return [*lines, ""]
 
 
 def _spread_text(spread: Mapping[str, Any]) -> str:
+    """Return a histogram in bars and the quantiles as one line."""
     if spread["min"] == spread["max"]:
         return f"{spread['min']}, all of them"
     counts = spread["histogram"]["counts"]
