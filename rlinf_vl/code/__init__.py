@@ -1,4 +1,4 @@
-"""Code from outside the package, by a name in a config."""
+"""User code: functions, classes and objects that a name in a config leads to."""
 
 from rlinf_vl.code.names import CodeError, Signature, check_code, is_code, load_code
 from rlinf_vl.code.texts import collect_code, pickled

@@ -1,11 +1,12 @@
 """From a name in a config to a function, a class or another object.
 
-A name is one of a table, `module:Name` or `path/to/file.py:Name`. Texts of files travel with the config (`runner.code_files`: path →
-text), so that neither workers nor a resumed run need the file; an object of a notebook travels as an entry whose path ends in
-`.pkl` (`rlinf_vl.code.texts`).
+A name is one of a table, `module:Name` or `path/to/file.py:Name`. Texts of files travel with the
+config (`runner.code_files`: path → text), so that neither workers nor a resumed run need the file.
+An object of a notebook travels as an entry whose path ends in `.pkl` (`rlinf_vl.code.texts`).
 
-What a name must lead to is written as Python: `"score(response, answer, **row)"` for a function that is called so (several ways
-joined by `" or "`), `("start(problem)", "close()")` for a class with such methods, `"Family"` for an instance of a class so named.
+The required signature of a name is written as Python: `"score(response, answer, **row)"` for a
+function that is called so (alternatives joined by `" or "`), `("start(problem)", "close()")` for a
+class with such methods, `"Family"` for an instance of a class of that name.
 """
 
 import ast
@@ -22,21 +23,21 @@ Signature = str | Sequence[str]
 
 
 def load_code(name: str, table: Mapping[str, str], files: Mapping[str, str], *, what: str, signature: Signature) -> Any:
-    """What a name leads to, imported once in a process.
+    """Return the object that a name leads to, imported once in a process.
 
     Args:
         table: registered name → `module:Name`.
-        files: `runner.code_files`. A relative path in `name` is one of them if it ends one of their paths; every other file is read
-            from the disk.
+        files: `runner.code_files`. A relative path in `name` is one of them if it ends one of their
+            paths; every other file is read from the disk.
         what: a noun for messages, such as "environment".
-        signature: see the module's docstring; what `table` names isn't looked at.
+        signature: see the module's docstring; objects that `table` names are not checked.
 
     Raises:
-        CodeError: there is no such thing, or it is of another kind.
+        CodeError: there is no such object, or it has another signature.
     """
     place, attribute = _place_of(name, table, what, signature)
     if place.endswith(".pkl"):
-        found = unpickled(name, place, files)
+        loaded = unpickled(name, place, files)
     else:
         try:
             with import_lock:
@@ -44,19 +45,29 @@ def load_code(name: str, table: Mapping[str, str], files: Mapping[str, str], *, 
         except (Exception, SystemExit) as error:  # whatever a module does as it is imported
             raise _not_imported(name, place, error, is_ours=name in table) from error
         if not hasattr(module, attribute):
-            defined = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
-            there = [n for n, v in defined.items() if isinstance(v, type) or _noun(signature) != "class"]
-            raise _absent(name, place, attribute, there, signature)
-        found = getattr(module, attribute)
-    if name not in table and (problem := _misfit(found, attribute, what, signature)):
+            # offer the module's own functions and classes, not those that it imports
+            defined = {
+                key: value
+                for key, value in vars(module).items()
+                if getattr(value, "__module__", None) == module.__name__
+            }
+            candidates = [
+                key for key, value in defined.items() if isinstance(value, type) or _noun(signature) != "class"
+            ]
+            raise _absent(name, place, attribute, candidates, signature)
+        loaded = getattr(module, attribute)
+    if name not in table and (problem := _mismatch(loaded, attribute, what, signature)):
         raise CodeError(f"{name!r}: {problem}")
-    return found
+    return loaded
 
 
 def check_code(
     name: str, table: Mapping[str, str], files: Mapping[str, str], *, what: str, signature: Signature
 ) -> None:
-    """What `load_code` can refuse without running anything, so that code that imports torch is refused at once, too.
+    """Refuse, without running any code, a name that `load_code` would refuse for its file or its
+    signature.
+
+    So code that imports torch is refused at once, too.
 
     Raises:
         CodeError: as `load_code`.
@@ -69,142 +80,179 @@ def check_code(
     except (OSError, SyntaxError, ValueError, ImportError) as error:
         raise _not_imported(name, place, error) from error
     defined = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    others = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    others |= {alias.asname or alias.name.partition(".")[0] for n in imports_of(tree) for alias in n.names}
-    values = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
-    others -= {name.id for n in values for name in n.targets if isinstance(name, ast.Name)}  # plain values are no code
+    assigned_names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    assigned_names |= {alias.asname or alias.name.partition(".")[0] for n in imports_of(tree) for alias in n.names}
+    constants = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
+    assigned_names -= {
+        name.id for n in constants for name in n.targets if isinstance(name, ast.Name)
+    }  # a constant is no code
     if attribute not in defined:
-        if attribute not in others and not others & {"*", "__getattr__"} and "__getattr__" not in defined and tree.body:
-            there = [n for n, v in defined.items() if isinstance(v, ast.ClassDef) or _noun(signature) != "class"]
-            raise _absent(name, place, attribute, there, signature)
+        # Names that only running the module would tell (assignments, star imports, __getattr__)
+        # pass.
+        if (
+            attribute not in assigned_names
+            and not assigned_names & {"*", "__getattr__"}
+            and "__getattr__" not in defined
+            and tree.body
+        ):
+            candidates = [n for n, v in defined.items() if isinstance(v, ast.ClassDef) or _noun(signature) != "class"]
+            raise _absent(name, place, attribute, candidates, signature)
         return
     stub = _stub(defined[attribute])
-    if stub is not None and (problem := _misfit(stub, attribute, what, signature)):
+    if stub is not None and (problem := _mismatch(stub, attribute, what, signature)):
         raise CodeError(f"{name!r}: {problem}")
 
 
 def is_code(name: str) -> bool:
-    """Whether a name is written as `module:Name` or `path/to/file.py:Name`."""
+    """Return whether a name is written as `module:Name` or `path/to/file.py:Name`."""
     return ":" in name
 
 
-def _place_of(name: str, table: Mapping[str, str], what: str, signature: Signature) -> tuple[str, str]:
+def _place_of(name: str, table: Mapping[str, str], kind: str, signature: Signature) -> tuple[str, str]:
+    """Return the module or file of a name, and the attribute in it."""
     place, _, attribute = table.get(name, name).rpartition(":")
     if not place or not attribute:
-        known = f"there are {', '.join(sorted(table))}; " if table else ""
+        registered = f"there are {', '.join(sorted(table))}; " if table else ""
         raise CodeError(
-            f"no {what} {name!r}; {known}write module:Name or path/to/file.py:Name for another ({_wanted(what, signature)});"
+            f"no {kind} {name!r}; {registered}write module:Name or path/to/file.py:Name for "
+            f"another ({_requirement(kind, signature)});"
             f"{nearest(name, table)}".rstrip(";")
         )
     return place, attribute
 
 
 def _noun(signature: Signature) -> str:
+    """Return the noun for objects of a signature."""
     if not isinstance(signature, str):
         return "class"
     return "function" if "(" in signature else "object"
 
 
-def _wanted(what: str, signature: Signature) -> str:
+def _requirement(kind: str, signature: Signature) -> str:
+    """Return a clause for messages: the signature that this kind of object must have."""
     if not isinstance(signature, str):
-        return f"{_a(what)} has {', '.join(signature)}"
-    return f"{_a(what)} is called as {signature}" if "(" in signature else f"{_a(what)} is {_a(signature)}"
+        return f"{_with_article(kind)} has {', '.join(signature)}"
+    return (
+        f"{_with_article(kind)} is called as {signature}"
+        if "(" in signature
+        else f"{_with_article(kind)} is {_with_article(signature)}"
+    )
 
 
-def _a(noun: str) -> str:
+def _with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def _absent(name: str, place: str, attribute: str, there: Sequence[str], signature: Signature) -> CodeError:
+def _absent(name: str, place: str, attribute: str, candidates: Sequence[str], signature: Signature) -> CodeError:
+    """Return the error for a module that lacks the attribute; it lists the candidates."""
     noun = _noun(signature)
     plural = "classes" if noun == "class" else f"{noun}s"
-    near = nearest(attribute, there)
+    near = nearest(attribute, candidates)
     return CodeError(
-        f"{name!r}: no {noun} {attribute!r} in {place}; its {plural} are {', '.join(there) or 'none'};{near}".rstrip(
+        f"{name!r}: no {noun} {attribute!r} in {place}; its {plural} are {', '.join(candidates) or 'none'};{near}".rstrip(
             ";"
         )
     )
 
 
-def _misfit(found: Any, attribute: str, what: str, signature: Signature) -> str | None:
-    """Why this is not what is wanted; None if it is."""
+def _mismatch(candidate: Any, attribute: str, kind: str, signature: Signature) -> str | None:
+    """Return the reason why an object doesn't have the required signature; None if it has."""
     if not isinstance(signature, str):
-        if not isinstance(found, type):
-            return f"{attribute} is no class; {_wanted(what, signature)}"
-        methods = {call: getattr(found, call.partition("(")[0], None) for call in signature}
-        if lacking := [call for call, method in methods.items() if not callable(method)]:
-            return f"{attribute} has no {' and no '.join(lacking)}; {_wanted(what, signature)}"
+        if not isinstance(candidate, type):
+            return f"{attribute} is no class; {_requirement(kind, signature)}"
+        methods = {call: getattr(candidate, call.partition("(")[0], None) for call in signature}
+        if missing_calls := [call for call, method in methods.items() if not callable(method)]:
+            return f"{attribute} has no {' and no '.join(missing_calls)}; {_requirement(kind, signature)}"
         for call, method in methods.items():
-            static = isinstance(inspect.getattr_static(found, call.partition("(")[0], None), staticmethod | classmethod)
-            if not _takes(method, call if static else call.replace("(", "(self, ", 1)):
-                return f"{attribute}.{_shown(method, call)} can't be called as {call}; {_wanted(what, signature)}"
+            # a class's plain method takes `self` before the arguments of the call
+            is_static = isinstance(
+                inspect.getattr_static(candidate, call.partition("(")[0], None), staticmethod | classmethod
+            )
+            if not _accepts(method, call if is_static else call.replace("(", "(self, ", 1)):
+                return (
+                    f"{attribute}.{_written(method, call)} can't be called as {call}; {_requirement(kind, signature)}"
+                )
         return None
     if "(" not in signature:
-        names = {cls.__name__ for cls in type(found).__mro__}
-        return None if signature in names else f"{attribute} is {_a(type(found).__name__)}; {_wanted(what, signature)}"
-    if not callable(found):
-        return f"{attribute} is no function; {_wanted(what, signature)}"
-    if not any(_takes(found, call) for call in signature.split(" or ")):
-        return f"{_shown(found, attribute)} doesn't take these arguments; {_wanted(what, signature)}"
+        names = {cls.__name__ for cls in type(candidate).__mro__}
+        return (
+            None
+            if signature in names
+            else f"{attribute} is {_with_article(type(candidate).__name__)}; {_requirement(kind, signature)}"
+        )
+    if not callable(candidate):
+        return f"{attribute} is no function; {_requirement(kind, signature)}"
+    if not any(_accepts(candidate, call) for call in signature.split(" or ")):
+        return f"{_written(candidate, attribute)} doesn't take these arguments; {_requirement(kind, signature)}"
     return None
 
 
-def _shown(found: Any, name: str) -> str:
+def _written(function: Any, name: str) -> str:
+    """Return a function's name with its parameters; the name alone where they are unknown."""
     try:
-        return f"{name.partition('(')[0]}{inspect.signature(found)}"
+        return f"{name.partition('(')[0]}{inspect.signature(function)}"
     except (TypeError, ValueError):
         return name
 
 
-def _takes(found: Any, call: str) -> bool:
-    """Whether it can be called as `call` says. Where that ends in `**`, it may leave these out, and ask for others by name."""
-    there: dict[str, Any] = {}
-    exec(f"def {call}: pass", there)
-    wanted = inspect.signature(there[call.partition("(")[0]]).parameters.values()
+def _accepts(function: Any, call: str) -> bool:
+    """Return whether a function can be called as `call` is written.
+
+    Where `call` ends in `**`, the function may leave out its arguments, and require further ones by
+    name.
+    """
+    namespace: dict[str, Any] = {}
+    # Python parses the call: as a definition, its parameters are those to pass.
+    exec(f"def {call}: pass", namespace)
+    call_parameters = inspect.signature(namespace[call.partition("(")[0]]).parameters.values()
     try:
-        taken = inspect.signature(found)
-    except (TypeError, ValueError):  # of something written in C
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # functions written in C may have none
         return True
-    positional = [p.name for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
-    keywords = {p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY}
-    offers_any = any(p.kind is p.VAR_KEYWORD for p in wanted)
+    positional = [p.name for p in call_parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords = {p.name: None for p in call_parameters if p.kind is p.KEYWORD_ONLY}
+    offers_any = any(p.kind is p.VAR_KEYWORD for p in call_parameters)
+    bind = signature.bind_partial if offers_any else signature.bind
     try:
-        if offers_any:
-            taken.bind_partial(*positional, **keywords)
-        else:
-            taken.bind(*positional, **keywords)
+        bind(*positional, **keywords)
     except TypeError:
         return False
     return True
 
 
 def _stub(node: Any) -> Any:
-    """A function or class with the parameters of this definition and nothing in it; None where only running it would tell."""
+    """Return an empty function or class with the parameters of this definition.
+
+    None where only running the definition would tell them: decorators, base classes, metaclasses.
+    """
     if node.decorator_list:
         return None
     if isinstance(node, ast.ClassDef):
         if any(getattr(base, "id", None) != "object" for base in node.bases) or node.keywords:
             return None
         members = [_stub(n) for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-        others = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        if None in members or others:  # a method may be assigned
+        assigned_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        if None in members or assigned_names:  # a method may be assigned
             return None
         return type(node.name, (), {member.__name__: member for member in members})
+    # Annotations and defaults are expressions of the user's, which must not run.
     arguments = ast.parse(f"def f({ast.unparse(node.args)}): pass").body[0].args  # type: ignore[attr-defined]
-    for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]:
-        if one is not None:
-            one.annotation = None
+    for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]:
+        if argument is not None:
+            argument.annotation = None
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
-    there: dict[str, Any] = {}
-    exec(f"def {node.name}({ast.unparse(arguments)}): pass", there)
-    return there[node.name]
+    namespace: dict[str, Any] = {}
+    exec(f"def {node.name}({ast.unparse(arguments)}): pass", namespace)
+    return namespace[node.name]
 
 
 def _not_imported(name: str, place: str, error: BaseException, is_ours: bool = False) -> CodeError:
+    """Return the error for a module or file that can't be imported, with a hint."""
+    # the named file is missing, and not one that it opens
     if isinstance(error, OSError) and error.filename and place.endswith(os.path.basename(error.filename)):
         return CodeError(f"{name!r}: no file {error.filename!r} ({error.strerror}); give the path of a Python file")
-    at = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+    position = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
     install = "pip install 'rlinf_vl[envs]'" if is_ours else "install it where workers run"
-    way_out = f"; {install}" if isinstance(error, ModuleNotFoundError) else ""
-    return CodeError(f"{name!r}: {place}{at} can't be imported: {type(error).__name__}: {error}{way_out}")
+    hint = f"; {install}" if isinstance(error, ModuleNotFoundError) else ""
+    return CodeError(f"{name!r}: {place}{position} can't be imported: {type(error).__name__}: {error}{hint}")
