@@ -1,1 +1,1 @@
-"""What runs processes and keeps files: launch, cluster, signals, the folder of a run."""
+"""Processes and files of a run: launch, cluster, signals, the folder of a run."""

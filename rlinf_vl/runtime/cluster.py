@@ -1,7 +1,8 @@
-"""Which Ray cluster a run joins, and with which token. Ray is not imported here.
+"""The Ray cluster that a run joins, and its token. Ray is not imported here.
 
-Invariant: a run joins a cluster that it was given the address of, or one that ray_utils/start_ray.sh started on this node.
-start_ray.sh leaves a record of what it started; a private cluster leaves none, so it is never mistaken for one to join.
+Invariant: a run joins a cluster whose address it was given, or one that ray_utils/start_ray.sh
+started on this node. start_ray.sh leaves a record of the cluster; a private cluster leaves none, so
+it is never mistaken for one to join.
 """
 
 import json
@@ -16,7 +17,8 @@ from rlinf_vl.runtime.files import write_aside
 
 log = logging.getLogger(__name__)
 
-#: Environment variable that every process of a node started by start_ray.sh inherits; its value names that start.
+#: Environment variable that all processes of a node started by start_ray.sh inherit; its value
+#: identifies that start.
 MARK = "RLINF_VL_RAY_NODE"
 
 
@@ -29,12 +31,13 @@ class NodeRecord:
     node_id: str
     raylet_pid: int
     mark: str  #: value of `MARK` in the environment of the node's processes
-    group: int  #: process group of those that `ray start` began
+    group: int  #: process group of the processes that `ray start` began
     token_path: str  #: file of the cluster's token
     head_file: str | None = None  #: RAY_HEAD_FILE that this node wrote, being the head
 
     def runs(self) -> bool:
-        """Whether the raylet lives: a process of that id which carries the mark, not another one that got its id."""
+        """Return whether the raylet lives: a process of its id which carries the mark, not another
+        one that got its id."""
         try:
             return f"{MARK}={self.mark}".encode() in Path(f"/proc/{self.raylet_pid}/environ").read_bytes().split(b"\0")
         except OSError:
@@ -45,17 +48,21 @@ class NodeRecord:
 
 
 def record_path() -> Path:
-    """Where the record of this node lies: in Ray's temporary folder, one for each user and network namespace.
+    """Return the path of this node's record: in Ray's temporary folder, one for each user and
+    network namespace.
 
-    Two hosts may share a disk, and containers their process ids; what makes a host of its own here is its network."""
+    Two hosts may share a disk, and containers their process ids, so the network tells hosts apart.
+    """
     root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for its own
     return Path(root) / f"rlinf_vl-{os.getuid()}" / f"node-{os.stat('/proc/self/ns/net').st_ino}.json"
 
 
 def read_record() -> NodeRecord | None:
-    """The record of this node, None if there is none; one that another user put there is not believed."""
+    """Return the record of this node; None without one, or if another user put it there."""
     path = record_path()
     try:
+        # The temporary folder is everybody's: a foreign record could lead a run into a foreign
+        # cluster.
         if {path.stat().st_uid, path.parent.stat().st_uid} != {os.getuid()}:
             return None
         return NodeRecord(**json.loads(path.read_text()))
@@ -75,7 +82,8 @@ def write_private(path: Path, text: str) -> None:
 
 
 def reachable(address: str, source: str = "", timeout: float = 3) -> bool:
-    """Whether something accepts a connection at host:port; from the address `source` of this machine, if given."""
+    """Return whether host:port accepts a connection; from the address `source` of this machine, if
+    given."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout, source_address=(source, 0) if source else None):
@@ -85,16 +93,18 @@ def reachable(address: str, source: str = "", timeout: float = 3) -> bool:
 
 
 def use_token(token_path: str, environment: MutableMapping[str, str]) -> None:
-    """Have Ray authenticate with the token of a file."""
-    environment.pop("RAY_AUTH_TOKEN", None)  # it would go before the file
+    """Make Ray authenticate with the token in a file."""
+    environment.pop("RAY_AUTH_TOKEN", None)  # Ray would prefer it to the file
     environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=token_path)
 
 
 def cluster_to_join(ray_address: str | None, environment: MutableMapping[str, str]) -> tuple[str | None, str | None]:
-    """The cluster that a run belongs in, by `cluster.ray_address`, and this machine's address there where it is known.
+    """Return the cluster of a run, by `cluster.ray_address`, and this machine's address there if
+    known.
 
-    `auto` is RAY_ADDRESS if that is set, else the cluster that start_ray.sh started on this node, else a private one: None.
-    The token of a cluster started here, or the wish for one, goes into `environment`; for any other it is the user's.
+    `auto` is RAY_ADDRESS if that is set, else the cluster that start_ray.sh started on this node,
+    else a private one: None. The token of a cluster started here, or the request for one, is put
+    into `environment`; that of any other is the user's.
     """
     if ray_address == "auto":
         ray_address = environment.get("RAY_ADDRESS", "auto")

@@ -1,4 +1,5 @@
-"""A training config as one of an evaluation: which model, which folder, and without what only training needs."""
+"""The config of an evaluation, made of a training config: its model, its folder, nothing that only
+training needs."""
 
 import os
 from collections.abc import Sequence
@@ -16,28 +17,32 @@ from rlinf_vl.runtime.run_code import refuse_code_of_run
 def evaluation_config(
     name: str, overrides: Sequence[str], samples: int, rules: Sequence[Rule], trust_run_code: bool = False
 ) -> tuple[Config, Folder | None]:
-    """The config of an evaluation, which `rules` check, and the checkpoint that it is about, if it is about one.
+    """Return the config of an evaluation, which `rules` check, and its checkpoint, if it has one.
 
     Args:
         overrides: those of a run, and `checkpoint=DIR` or `model=DIR`.
-        trust_run_code: the checkpoint's run may bring Python along that the config does not name itself.
+        trust_run_code: the checkpoint's run may bring Python along that the config does not name
+            itself.
 
     Raises:
-        ConfigError: with every problem of the config; or what is named can't be evaluated.
+        ConfigError: with every problem of the config; or the named checkpoint or model can't be
+            evaluated.
     """
-    named = {key: "" for key in ("checkpoint", "model")}
-    others = []
+    # these two are no config keys: they name the weights to evaluate
+    evaluated = {key: "" for key in ("checkpoint", "model")}
+    config_overrides = []
     for text in overrides:
         key, _, value = text.partition("=")
-        named |= {key: os.path.expanduser(value)} if key in named else {}
-        others += [] if key in named else [text]
-    config = parse_config(name, others)
+        evaluated |= {key: os.path.expanduser(value)} if key in evaluated else {}
+        config_overrides += [] if key in evaluated else [text]
+    config = parse_config(name, config_overrides)
     model, data = config.rollout.model, config.data
-    if named["checkpoint"] and named["model"]:
+    if evaluated["checkpoint"] and evaluated["model"]:
         raise ConfigError("checkpoint= and model= name two things to evaluate; give one of them")
-    if named["model"]:
-        there = os.path.isdir(named["model"])
-        model.model_path = os.path.abspath(named["model"]) if there else named["model"]
+    if evaluated["model"]:
+        # a name that is no folder is one on the hub
+        is_folder = os.path.isdir(evaluated["model"])
+        model.model_path = os.path.abspath(evaluated["model"]) if is_folder else evaluated["model"]
     sampling = config.algorithm.val_sampling_params
     problems = []
     if samples < 1:
@@ -51,32 +56,34 @@ def evaluation_config(
         problems.append(
             "data.val_data_paths: empty; they are what is evaluated: name a file or folder, hf://… or seeds://N"
         )
-    data.train_data_paths = list(data.val_data_paths)  # what a run would train on need not be here
+    data.train_data_paths = list(data.val_data_paths)  # training data may be absent
     data.rollout_batch_size = config.algorithm.n_minibatches = 1
     config.runner.resume_dir = config.runner.checkpoint_dir = None
     config.runner.logger.logger_backends = []
     config.runner.experiment_name += "-eval"
     validate_config(config, (lambda _: iter(problems), *rules))
-    if not named["checkpoint"]:
+    if not evaluated["checkpoint"]:
         return config, None
-    checkpoint = _checkpoint(folder_at(named["checkpoint"]), model.model_path)
+    checkpoint = _checkpoint(folder_at(evaluated["checkpoint"]), model.model_path)
     refuse_code_of_run(config_of(checkpoint), checkpoint.parents[1], trust_run_code, evaluated_by=config)
     return config, checkpoint
 
 
 def _checkpoint(source: Folder, model_path: str) -> Folder:
-    """The complete checkpoint at `source`, of a run that began with the model at `model_path`."""
+    """Return the complete checkpoint at `source`, of a run that began with the model at
+    `model_path`."""
     try:
         folder = checkpoint_at(source).resolve()
     except FileNotFoundError as error:
         raise ConfigError(f"checkpoint: {error}; name a run's folder, or its checkpoints/global_step_N") from None
-    written = folder.parents[1] / "config.yaml"
-    if not written.is_file() or not (folder / ACTOR_FOLDER / ".metadata").is_file():
-        raise ConfigError(f"checkpoint: {folder} lacks {written} or its weights; copy the run's folder whole")
-    before = OmegaConf.select(config_of(folder), "rollout.model.model_path")
-    if before != model_path:
+    config_file = folder.parents[1] / "config.yaml"
+    if not config_file.is_file() or not (folder / ACTOR_FOLDER / ".metadata").is_file():
+        raise ConfigError(f"checkpoint: {folder} lacks {config_file} or its weights; copy the run's folder whole")
+    base_model = OmegaConf.select(config_of(folder), "rollout.model.model_path")
+    if base_model != model_path:
         raise ConfigError(
-            f"checkpoint: {folder} is of a run that began with {before}, not with rollout.model.model_path={model_path}; "
-            f"set rollout.model.model_path={before}, or name another checkpoint"
+            f"checkpoint: {folder} is of a run that began with {base_model}, not with "
+            f"rollout.model.model_path={model_path}; set rollout.model.model_path={base_model}, "
+            "or name another checkpoint"
         )
     return folder

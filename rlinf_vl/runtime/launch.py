@@ -1,7 +1,9 @@
-"""Ray for a run: a private cluster or one to join, its workers' interpreter, and the slots that every component gets.
+"""Ray for a run: a private cluster or one to join, its workers' interpreter, and the slots of every
+component.
 
-Ray's messages are pickles, so run and cluster must have one version of Ray and of Python; everything else (torch, SGLang) comes
-from the run's environment, which must lie at the same path on every node: workers run the run's own interpreter.
+Ray's messages are pickles, so run and cluster must have one version of Ray and of Python.
+Everything else (torch, SGLang) comes from the run's environment, which must lie at the same path on
+every node: workers run the run's own interpreter.
 """
 
 import importlib
@@ -39,13 +41,13 @@ log = logging.getLogger(__name__)
 
 #: Seconds that the head of a cluster to join has to accept a connection.
 PROBE_S = 5.0
-#: Seconds that each node has to start a worker: a first import of Ray from a shared disk takes its time.
+#: Seconds that each node has to start a worker: a first import of Ray from a shared disk is slow.
 WORKER_S = 120.0
-#: For actor processes without a GPU: glibc would give the memory of each freed activation back to the kernel, which clears it for
-#: the next one.
+#: Environment of actor processes without a GPU. By default glibc returns the memory of each freed
+#: activation to the kernel, which clears it for the next one.
 #: malloc reads this when a process starts.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
-#: What a machine with GPUs has: NVIDIA's, AMD's.
+#: Device files of NVIDIA's and AMD's GPUs.
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd")
 #: Seconds that the cluster has to offer the nodes and slots asked for.
 PLACEMENT_TIMEOUT_S = 300
@@ -53,90 +55,115 @@ PLACEMENT_TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What the cluster has given a run."""
+    """The slots that the cluster has reserved for a run."""
 
     device: str
     actor: tuple[dict[str, Any], ...]  #: Ray options of each actor rank
-    rollout: tuple[Seat, ...]  #: of each rollout worker
-    placement: Placement  #: the slots behind them
-    elastic: ElasticNodes | None = None  #: where rollout workers may join and leave (`cluster.elastic_rollout`)
+    rollout: tuple[Seat, ...]  #: seat of each rollout worker
+    placement: Placement  #: the slots of both
+    elastic: ElasticNodes | None = None  #: with `cluster.elastic_rollout`: workers may join and leave
 
 
-#: What Ray was started with where it outlives its run (see `ray_cluster`), and its address; None: nothing was left running.
-_kept: tuple[tuple[Any, ...], str] | None = None
+@dataclass(frozen=True, slots=True)
+class _RaySettings:
+    """The settings that Ray is started with; a run of others needs a new start."""
+
+    ray_address: str | None
+    slots: int
+    object_store_memory: int | None
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningRay:
+    """Ray that was left running for this process' next run (see `ray_cluster`)."""
+
+    settings: _RaySettings
+    address: str
+
+
+_running_ray: _RunningRay | None = None
 
 
 @contextmanager
 def ray_cluster(config: Config, keep: bool = False) -> Iterator[dict[str, Any]]:
-    """Join the cluster that `cluster.ray_address` names, or run a private one on this machine while the context lasts. Yields
-    further Ray options of each actor.
+    """Join the cluster that `cluster.ray_address` names, or run a private one on this machine while
+    the context lasts.
+
+    Yields further Ray options of each actor.
 
     Args:
-        keep: leave Ray running for the next run of this process, unless the block raises. Where Ray runs already, the caller's
-            own `ray.init` or kept by a run of the same settings, it is used as it is, and left running.
+        keep: leave Ray running for the next run of this process, unless the block raises. If Ray is
+            already running, by the caller's own `ray.init` or left by a run of the same settings,
+            it is used as it is, and left running.
 
     Raises:
-        ConfigError: nothing answers at the address of the cluster, several nodes are asked for and there is none to join, or
-            its nodes can't run this run's interpreter.
+        ConfigError: nothing answers at the address of the cluster, several nodes are asked for and
+            there is none to join, or its nodes can't run this run's interpreter.
     """
-    global _kept
+    global _running_ray
     environment = _actor_environment(config.cluster)
-    settings = config.cluster.ray_address, _slots(config), config.cluster.object_store_memory, environment
-    running = ray.get_runtime_context().gcs_address if keep and ray.is_initialized() else None
-    if running and (_kept is None or _kept[1] != running):
-        log.info("using the Ray of this process, at %s", running)
+    cluster = config.cluster
+    settings = _RaySettings(cluster.ray_address, _slots(config), cluster.object_store_memory, environment)
+    present_address = ray.get_runtime_context().gcs_address if keep and ray.is_initialized() else None
+    # Ray that runs, but was not started here, is the caller's own: its workers lack the
+    # environment.
+    if present_address and (_running_ray is None or _running_ray.address != present_address):
+        log.info("using the Ray of this process, at %s", present_address)
         yield {"runtime_env": {"env_vars": environment}}
         return
     try:
-        if not running or _kept is None or _kept[0] != settings:
+        if not present_address or _running_ray is None or _running_ray.settings != settings:
             ray.shutdown()
             _start_ray(config, environment)
         yield {}
-        _kept = (settings, ray.get_runtime_context().gcs_address) if keep else None
+        _running_ray = _RunningRay(settings, ray.get_runtime_context().gcs_address) if keep else None
     except BaseException:
-        _kept = None
+        _running_ray = None
         raise
     finally:
-        if _kept is None:
+        if _running_ray is None:
             ray.shutdown()
 
 
 def _slots(config: Config) -> int:
-    """CPUs of a private cluster."""
+    """Return the CPUs of a private cluster."""
     return max(os.cpu_count() or 1, slots_named(config))
 
 
 def _start_ray(config: Config, environment: dict[str, str]) -> None:
     """Connect to a cluster, or start a private one; its workers have `environment`."""
     cluster = config.cluster
-    quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
+    options = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not sys.stderr.isatty():
         _keep_colors_out()
     address, node_ip = cluster_to_join(cluster.ray_address, os.environ)
-    RayConfig.initialize("")  # Ray read RAY_AUTH_MODE when it was imported; this is how it looks again
+    RayConfig.initialize("")  # Ray read RAY_AUTH_MODE at its import; this reads it again
     if address:
         if not reachable(address.removeprefix("ray://"), timeout=PROBE_S):  # Ray itself would wait for minutes
-            variable = cluster.ray_address == "auto" and "RAY_ADDRESS" in os.environ
+            is_variable = cluster.ray_address == "auto" and "RAY_ADDRESS" in os.environ
             raise ConfigError(
-                f"{'the environment variable RAY_ADDRESS' if variable else 'cluster.ray_address'}: nothing accepts a "
-                f"connection at {address} within {PROBE_S:g} s. If that cluster has ended, unset it for a private one on this "
-                "machine, or start one with ray_utils/start_ray.sh; if it runs, name its head as HOST:PORT"
+                f"{'the environment variable RAY_ADDRESS' if is_variable else 'cluster.ray_address'}: "
+                f"nothing accepts a connection at {address} within {PROBE_S:g} s. If that cluster "
+                "has ended, unset it for a private one on this machine, or start one with "
+                "ray_utils/start_ray.sh; if it runs, name its head as HOST:PORT"
             )
         log.info("joining the Ray cluster at %s", address)
         runtime_env = {"py_executable": shlex.quote(sys.executable), "env_vars": environment}
         with _explain_versions(address):
-            ray.init(address=address, _node_ip_address=node_ip, runtime_env=runtime_env, **quiet)
+            ray.init(address=address, _node_ip_address=node_ip, runtime_env=runtime_env, **options)
         _check_nodes()
     elif cluster.num_nodes > 1:
         raise ConfigError(
-            f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, and none that "
-            "ray_utils/start_ray.sh started runs on this node; start it, or name its head with cluster.ray_address=HOST:PORT"
+            f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, and "
+            "none that ray_utils/start_ray.sh started runs on this node; start it, or name its "
+            "head with cluster.ray_address=HOST:PORT"
         )
     else:
         former = {name: os.environ[name] for name in environment if name in os.environ}
-        os.environ.update(environment)  # every process of a private cluster inherits what its first ones got
+        os.environ.update(environment)  # all processes of a private cluster inherit it from the first ones
         try:
             with _own_sessions():
                 ray.init(
@@ -144,7 +171,7 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
                     num_cpus=_slots(config),
                     object_store_memory=cluster.object_store_memory,
                     include_dashboard=False,
-                    **quiet,
+                    **options,
                 )
         finally:
             for name in environment:
@@ -153,7 +180,8 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
 
 
 def _keep_colors_out() -> None:
-    """Have Ray write the lines of workers without colors, those included that it has counted instead of repeating them."""
+    """Make Ray write the lines of workers without colors, including repeated lines that it only
+    counts."""
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if os.environ["RAY_COLOR_PREFIX"] == "0" and hasattr(ray_logging, "_color"):
         ray_logging._color = str  # pyright: ignore[reportPrivateUsage]
@@ -161,11 +189,15 @@ def _keep_colors_out() -> None:
 
 @contextmanager
 def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | None = None) -> Iterator[Reservation]:
-    """Reserve the slots of every component for as long as the context lasts; those of actor ranks only if it `learns`. `options`
-    are further Ray options of each actor.
+    """Reserve the slots of every component for as long as the context lasts; those of actor ranks
+    only if it `learns`.
 
-    A slot is a GPU (`cluster.device` cuda) or a process's share of the CPUs. Components on one slot share its bundle. Each node's
-    bundles are a placement group of their own, meant for that node: if others use it, or it is lost, Ray finds them another node.
+    A slot is a GPU (`cluster.device` cuda) or a process's share of the CPUs. Components on one slot
+    share its bundle. Each node's bundles are a placement group of their own, meant for that node:
+    if others use it, or it is lost, Ray finds them another node.
+
+    Args:
+        options: further Ray options of each actor.
 
     Raises:
         ConfigError: the placement does not fit the cluster.
@@ -176,70 +208,78 @@ def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | No
         device = "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
     kinds = ("CPU", "GPU") if device == "cuda" else ("CPU",)
     nodes = nodes_with(kinds[-1])
-    there = sum(1 for node in ray.nodes() if node["Alive"])
-    if there < cluster.num_nodes:
-        way_out = "wait for them with ray_utils/check_ray.sh, or lower it"
-        raise RunError(f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {there}; {way_out}")
+    alive_nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    if alive_nodes < cluster.num_nodes:
+        hint = "wait for them with ray_utils/check_ray.sh, or lower it"
+        raise RunError(f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {alive_nodes}; {hint}")
     try:
-        placed = placement_of(config, [node.slots for node in nodes])
+        placement = placement_of(config, [node.slots for node in nodes])
     except ConfigError as error:
-        named = ", ".join(f"node {number} is {node.address}" for number, node in enumerate(nodes))
-        raise ConfigError(*error.problems, *([named] if len(nodes) > 1 else [])) from None
+        node_names = ", ".join(f"node {number} is {node.address}" for number, node in enumerate(nodes))
+        raise ConfigError(*error.problems, *([node_names] if len(nodes) > 1 else [])) from None
     is_elastic = learns and cluster.elastic_rollout
-    ranks = [(slot,) for slot in placed.actor] if learns else []
-    users = [*ranks, *placed.engines]  # the slots of each actor rank, then of each engine
+    ranks = [(slot,) for slot in placement.actor] if learns else []
+    users = [*ranks, *placement.engines]  # the slots of each actor rank, then of each engine
+    # Elastic workers reserve nothing, so that they end with their node instead of moving.
     bundles = sorted(set(ranks if is_elastic else users))
     groups: dict[int, PlacementGroup] = {}  # by node
     try:
         for number, node in enumerate(nodes):
-            if mine := [slots for slots in bundles if placed.node_of(slots[0]) == number]:
-                shares = [{kind: float(len(slots)) for kind in kinds} for slots in mine]
-                groups[number] = placement_group(shares, strategy="STRICT_PACK", _soft_target_node_id=node.id)
+            if node_bundles := [slots for slots in bundles if placement.node_of(slots[0]) == number]:
+                resources: list[dict[str, float]] = [dict.fromkeys(kinds, float(len(slots))) for slots in node_bundles]
+                groups[number] = placement_group(resources, strategy="STRICT_PACK", _soft_target_node_id=node.id)
         _wait_for(groups.values(), sum(map(len, bundles)), kinds[-1])
-        log.info("who sits where (cluster.component_placement):\n%s", placed.map(_addresses(nodes, groups)))
-        given: list[dict[str, Any]] = []
-        for slots in users[: len(ranks)] if is_elastic else users:
-            number = placed.node_of(slots[0])
-            bundle = sum(1 for other in bundles if other < slots and placed.node_of(other[0]) == number)
+        log.info("who sits where (cluster.component_placement):\n%s", placement.map(_addresses(nodes, groups)))
+        process_options: list[dict[str, Any]] = []
+        for slots in users[: len(ranks)] if is_elastic else users:  # elastic workers get seats below
+            number = placement.node_of(slots[0])
+            bundle = sum(1 for earlier in bundles if earlier < slots and placement.node_of(earlier[0]) == number)
             strategy = PlacementGroupSchedulingStrategy(groups[number], bundle)
             shares = {f"num_{kind.lower()}s": len(slots) / users.count(slots) for kind in kinds}
-            given.append({"scheduling_strategy": strategy, **shares, **(options or {})})
+            process_options.append({"scheduling_strategy": strategy, **shares, **(options or {})})
         elastic = None
         if is_elastic:
-            known = {nodes[placed.node_of(slots[0])].id for slots in users}
+            placed_nodes = {nodes[placement.node_of(slots[0])].id for slots in users}
             size = config.rollout.tensor_parallel_size
-            elastic = ElasticNodes(kinds, size, options or {}, list(groups.values()), known)
-            rollout = [elastic.seat(nodes[placed.node_of(slots[0])].id, len(slots)) for slots in placed.engines]
+            elastic = ElasticNodes(kinds, size, options or {}, list(groups.values()), placed_nodes)
+            rollout = [elastic.seat(nodes[placement.node_of(slots[0])].id, len(slots)) for slots in placement.engines]
         else:
-            engines = zip(given[len(ranks) :], placed.engines, strict=True)
+            engines = zip(process_options[len(ranks) :], placement.engines, strict=True)
             rollout = [
-                Seat(how, len(slots), learns and not {*slots}.isdisjoint(placed.actor)) for how, slots in engines
+                Seat(worker_options, len(slots), learns and not {*slots}.isdisjoint(placement.actor))
+                for worker_options, slots in engines
             ]
-        yield Reservation(device, tuple(given[: len(ranks)]), tuple(rollout), placed, elastic)
+        yield Reservation(device, tuple(process_options[: len(ranks)]), tuple(rollout), placement, elastic)
     finally:
         for group in groups.values():
             remove_placement_group(group)
 
 
 def _wait_for(groups: Collection[PlacementGroup], slots: int, kind: str) -> None:
-    """Wait until all of these have their nodes."""
+    """Wait until all of these groups have their nodes."""
     deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
     for group in groups:
         if not group.wait(timeout_seconds=max(0.0, deadline - time.monotonic())):
             raise RunError(
                 f"cluster.component_placement needs {slots} {kind} slots; the cluster offers "
-                f"{ray.cluster_resources().get(kind, 0):g}, of which {ray.available_resources().get(kind, 0):g} are free "
-                f"beside those that this run has got; wait until others' runs have ended, or name fewer slots"
+                f"{ray.cluster_resources().get(kind, 0):g}, of which "
+                f"{ray.available_resources().get(kind, 0):g} are free beside those that this run "
+                "has got; wait until others' runs have ended, or name fewer slots"
             )
 
 
 def _addresses(nodes: Sequence[Node], groups: Mapping[int, PlacementGroup]) -> list[str]:
-    """Of each node that a placement numbers: where Ray has put its bundles, which is another node where that one had no room."""
-    names, there = [node.address for node in nodes], {node.id: node.address for node in nodes}
+    """Return the address of each node that a placement numbers.
+
+    It is the node on which Ray has put the bundles, another one where the numbered node had no
+    room.
+    """
+    names = [node.address for node in nodes]
+    address_by_id = {node.id: node.address for node in nodes}
     for number, group in groups.items():
-        landed = next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
-        if landed != nodes[number].id:
-            names[number] = f"{there.get(landed, landed)}: {names[number]} has no room"
+        actual_id = next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
+        if actual_id != nodes[number].id:
+            names[number] = f"{address_by_id.get(actual_id, actual_id)}: {names[number]} has no room"
             log.warning("cluster.component_placement: node %d is %s", number, names[number])
     return names
 
@@ -248,9 +288,9 @@ def _addresses(nodes: Sequence[Node], groups: Mapping[int, PlacementGroup]) -> l
 def _own_sessions() -> Iterator[None]:
     """Give the processes that Ray starts sessions of their own, and with them other process groups.
 
-    Ctrl-C and a scheduler's SIGTERM go to the whole group of this process. They are for the run, which saves and then ends Ray
-    in order; with Ray dead it could not. Ray's processes still end with this one, killed or not: the kernel kills them
-    (PR_SET_PDEATHSIG), whatever their session.
+    Ctrl-C and a scheduler's SIGTERM go to the whole group of this process. They are for the run,
+    which saves and then ends Ray in order; with Ray dead it could not. Ray's processes still end
+    with this one, killed or not: the kernel kills them (PR_SET_PDEATHSIG), whatever their session.
     """
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, start_new_session=True)
@@ -261,15 +301,16 @@ def _own_sessions() -> Iterator[None]:
 
 
 def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
-    threads = str(cluster.cpu_threads or 1)  # beside GPUs, `ray_process.own_process` knows better
+    """Return the environment variables of actor processes."""
+    threads = str(cluster.cpu_threads or 1)  # beside GPUs, `ray_process.own_process` sets more
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
-        # Beside a GPU, what is freed in host memory are images and checkpoints, which the system should have back.
+        # Beside a GPU, freed host memory held images and checkpoints: the system should get it back.
         **({} if _on_gpus(cluster) else MALLOC),
-        # SGLang turns both off in its processes unless told otherwise; rank 0 broadcasts weights to them in one NCCL group,
-        # whose members must agree
+        # SGLang turns both off in its processes unless they are set. Rank 0 broadcasts weights to
+        # them in one NCCL group, whose members must agree.
         **{name: os.environ.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},
     }
 
@@ -283,7 +324,7 @@ def _on_gpus(cluster: ClusterConfig) -> bool:
 
 @contextmanager
 def _explain_versions(address: str) -> Iterator[None]:
-    """Turn Ray's complaint, while it connects, about a cluster of another version into a ConfigError with the way out."""
+    """Turn Ray's error on a cluster of another version into a ConfigError with a hint."""
     try:
         yield
     except RuntimeError as error:
@@ -292,17 +333,23 @@ def _explain_versions(address: str) -> Iterator[None]:
             raise
         (ray_there, python_there), (ray_here, python_here) = versions
         raise ConfigError(
-            f"cluster.ray_address: the cluster at {address} was started with Ray {ray_there} on Python {python_there}; this "
-            f"run has Ray {ray_here} on Python {python_here} ({sys.executable}). Start the cluster with the run's Python: "
-            f"RLINF_VL_PYTHON={sys.executable} bash ray_utils/start_ray.sh on every node; or the run with the cluster's"
+            f"cluster.ray_address: the cluster at {address} was started with Ray {ray_there} on "
+            f"Python {python_there}; this run has Ray {ray_here} on Python {python_here} "
+            f"({sys.executable}). Start the cluster with the run's Python: "
+            f"RLINF_VL_PYTHON={sys.executable} bash ray_utils/start_ray.sh on every node; or the "
+            "run with the cluster's"
         ) from None
 
 
 def _check_nodes() -> None:
-    """Start a worker with the run's interpreter on every node, and import this package there; ConfigError names nodes that can't."""
+    """Start a worker with the run's interpreter on every node, and import this package there.
+
+    Raises:
+        ConfigError: names the nodes that can't.
+    """
 
     @ray.remote(num_cpus=0, max_retries=0)
-    def start() -> None:  # pickled whole: a node that lacks the package says so itself
+    def start() -> None:  # pickled by value: the node itself reports a missing package
         importlib.import_module("rlinf_vl")
 
     nodes = {
@@ -310,18 +357,19 @@ def _check_nodes() -> None:
         for node in ray.nodes()
         if node["Alive"]
     }
-    done, absent = ray.wait(list(nodes), num_returns=len(nodes), timeout=WORKER_S)
-    problems = {ref: f"no worker within {WORKER_S:g} s" for ref in absent}
+    done, unanswered = ray.wait(list(nodes), num_returns=len(nodes), timeout=WORKER_S)
+    problems = {ref: f"no worker within {WORKER_S:g} s" for ref in unanswered}
     for ref in done:
         try:
             ray.get(ref)
         except Exception as error:
             problems[ref] = str(error).strip().splitlines()[-1]
-    for ref in absent:
+    for ref in unanswered:
         ray.cancel(ref, force=True)
     if problems:
         addresses = {ref: nodes[ref]["NodeManagerAddress"] for ref in problems}
         raise ConfigError(
-            *(f"node {addresses[ref]} can't run {sys.executable}: {why}" for ref, why in problems.items()),
-            "workers run the run's own interpreter: its environment and this checkout must lie at the same path on every node",
+            *(f"node {addresses[ref]} can't run {sys.executable}: {reason}" for ref, reason in problems.items()),
+            "workers run the run's own interpreter: its environment and this checkout must lie at "
+            "the same path on every node",
         )

@@ -1,4 +1,5 @@
-"""The nodes of the Ray cluster, in the order in which a placement numbers them, and those that join and leave in mid-run."""
+"""The nodes of the Ray cluster, in the order in which a placement numbers them, and those that join
+and leave during a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,24 +21,34 @@ class Node:
 
 
 def nodes_with(kind: str) -> list[Node]:
-    """Living nodes that have slots of this kind (a Ray resource: CPU, GPU): the cluster's head first, then by address."""
-    found = []
+    """Return living nodes that have slots of this kind (a Ray resource: CPU, GPU): the cluster's
+    head first, then by address."""
+    keyed_nodes = []
     for node in ray.nodes():
         slots = int(node["Resources"].get(kind, 0)) if node["Alive"] else 0
         if slots:
             address, is_head = node["NodeManagerAddress"], "node:__internal_head__" in node["Resources"]
+            # as numbers, so that 10.0.0.9 comes before 10.0.0.10
             try:
-                number = int(ip_address(address))
-            except ValueError:  # a name
-                number = 0
-            found.append(((not is_head, number, address, node["NodeID"]), Node(node["NodeID"], address, slots)))
-    return [node for _, node in sorted(found, key=lambda pair: pair[0])]
+                address_number = int(ip_address(address))
+            except ValueError:  # a host's name
+                address_number = 0
+            keyed_nodes.append(
+                ((not is_head, address_number, address, node["NodeID"]), Node(node["NodeID"], address, slots))
+            )
+    return [node for _, node in sorted(keyed_nodes, key=lambda pair: pair[0])]
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where one rollout worker runs: its Ray options, the slots of its engine, whether an actor rank has them, too; and the node
-    that it can't leave (None: Ray finds its bundle another one)."""
+    """The place of one rollout worker.
+
+    Attributes:
+        options: its Ray options.
+        slots: of its engine.
+        shared: an actor rank has the slots, too.
+        node: the node that it can't leave; None: Ray moves its bundle to another node if need be.
+    """
 
     options: dict[str, Any]
     slots: int = 1
@@ -46,7 +57,7 @@ class Seat:
 
 
 class ElasticNodes:
-    """Seats on nodes that join the cluster in mid-run, and the loss of seats with their nodes."""
+    """Seats on nodes that join the cluster during a run, and the loss of seats with their nodes."""
 
     def __init__(
         self,
@@ -54,38 +65,41 @@ class ElasticNodes:
         slots: int,
         options: Mapping[str, Any],
         ranks: Sequence[PlacementGroup],
-        known: set[str],
+        placed_nodes: set[str],
     ) -> None:
-        """
+        """Observe the cluster from these nodes on.
+
         Args:
             kinds: Ray resources, one of each of which makes a slot.
             slots: of an engine on a new node.
             options: further Ray options of every worker.
-            ranks: bundles of the actor ranks, on whose nodes nobody joins.
-            known: nodes whose slots have been placed.
+            ranks: bundles of the actor ranks, on whose nodes no worker joins.
+            placed_nodes: ids of nodes whose slots have workers.
         """
         self._kinds = kinds
         self._slots = slots
         self._options = options
         self._ranks = ranks
-        self._known = known
+        self._placed_nodes = placed_nodes
 
     def seat(self, node: str, slots: int) -> Seat:
-        """A seat on this node and no other. Nothing is reserved: its worker takes the slots when it starts."""
+        """Return a seat on this node and no other. Nothing is reserved: its worker takes the slots
+        when it starts."""
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         shares = {f"num_{kind.lower()}s": float(slots) for kind in self._kinds}
         return Seat({"scheduling_strategy": strategy, **shares, **self._options}, slots, node=node)
 
     def newcomers(self) -> list[Seat]:
-        """Seats on nodes not seen before. None while ranks wait for a node, which then is theirs."""
+        """Return seats on nodes not seen before; no seats while ranks wait for a node, since the
+        next one is theirs."""
         tables = [placement_group_table(group) for group in self._ranks]
         if any(table["state"] != "CREATED" for table in tables):
             return []
-        taken = self._known.union(*(table["bundles_to_node_id"].values() for table in tables))
-        new = [node for node in nodes_with(self._kinds[-1]) if node.id not in taken]
-        self._known |= {node.id for node in new}
+        occupied = self._placed_nodes.union(*(table["bundles_to_node_id"].values() for table in tables))
+        new = [node for node in nodes_with(self._kinds[-1]) if node.id not in occupied]
+        self._placed_nodes |= {node.id for node in new}
         return [self.seat(node.id, self._slots) for node in new for _ in range(node.slots // self._slots)]
 
     def lost(self, seat: Seat) -> bool:
-        """Whether the seat's node has left the cluster."""
+        """Return whether the seat's node has left the cluster."""
         return seat.node is not None and all(node["NodeID"] != seat.node or not node["Alive"] for node in ray.nodes())

@@ -1,4 +1,5 @@
-"""Ray actors that may die or hang: noticing it, and ending them whatever state their process is in.
+"""Ray actors that may die or hang: detecting it, and ending them whatever state their process is
+in.
 
 torch is imported where it is needed: the process that records trajectories does without.
 """
@@ -21,11 +22,12 @@ from rlinf_vl.errors import reason_of
 
 #: Seconds between two heartbeats of an actor that is at work.
 HEARTBEAT_PERIOD_S = 5.0
-#: More threads than this do not make an actor process beside a GPU faster.
+#: Threads of an actor process beside a GPU beyond which it gets no faster.
 MAX_THREADS = 16
-#: Seconds in which the death of an actor must come out after a call of another has failed, perhaps because of it.
+#: Seconds to wait, after an actor's call has failed, for the death of another actor that may have
+#: caused it.
 CAUSE_TIMEOUT_S = 15
-#: Seconds to wait for a node to end a process; it may have to start another one for that.
+#: Seconds to wait for a node to end a process; it may have to start a worker for that.
 KILL_S = 5.0
 
 
@@ -35,7 +37,7 @@ class ActorsLost(RuntimeError):
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _kill_process(pid: int) -> None:
-    """Ends also a stopped or wedged process, which does not answer Ray."""
+    """End a process, also a stopped or wedged one, which does not answer Ray."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -43,8 +45,11 @@ def _kill_process(pid: int) -> None:
 
 
 def own_process(cpu_threads: int | None, device: str) -> None:
-    """Set up an actor's process, before it or a child of it touches a GPU: its threads (`cluster.cpu_threads`), and of the host's
-    GPUs only those that Ray gave it, as 0, 1, …, also under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES."""
+    """Set up an actor's process, before it or a child of it touches a GPU.
+
+    It gets its number of threads (`cluster.cpu_threads`), and of the host's GPUs only those that
+    Ray gave it, as 0, 1, …, also under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES.
+    """
     import torch
 
     if device == "cuda":
@@ -60,8 +65,11 @@ def own_process(cpu_threads: int | None, device: str) -> None:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import without garbage collection: torch and transformers make half a million objects that stay, and to look through them
-    again and again takes a sixth of the time."""
+    """Import without garbage collection.
+
+    torch and transformers make half a million objects that stay; scanning them again and again
+    takes a sixth of the time.
+    """
     gc.disable()
     try:
         yield
@@ -70,25 +78,35 @@ def quick_imports() -> Iterator[None]:
 
 
 def freeze_loaded() -> None:
-    """Call once an actor has loaded all that it needs: garbage collection then passes over these objects, half a million with torch
-    and transformers, which would hold up every thread for 0.2 s each time."""
+    """Exclude all present objects from garbage collection; call it once an actor has loaded
+    everything.
+
+    Half a million objects of torch and transformers would hold up every thread for 0.2 s at each
+    collection.
+    """
     gc.collect()
     gc.freeze()
 
 
 def threads_beside(cores: int, gpus: int) -> int:
-    """Threads of each of a GPU's two processes (a rank, an engine) on a host with so many cores and GPUs."""
+    """Return the threads of each of a GPU's two processes (a rank, an engine) on a host with so
+    many cores and GPUs."""
     return max(1, min(MAX_THREADS, cores // (2 * gpus)))
 
 
 def where() -> tuple[str, int]:
-    """(node id, process id) of the calling actor: what `kill` wants to know."""
+    """Return (node id, process id) of the calling actor, as `kill` needs them."""
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
 def entry(name: str, process: ray.ObjectRef, restarts: int) -> dict[str, object]:
-    """What `StatusFile` says of an actor; `process`: the actor's `where`. Never waits: one that has not answered yet is starting
-    again, or waits for a node."""
+    """Return an actor's entry in the status file.
+
+    Never waits: an actor that has not answered yet is restarting, or waits for a node.
+
+    Args:
+        process: the actor's `where`.
+    """
     node, pid, state = "", 0, "restarting"
     if ray.wait([process], timeout=0)[0]:
         try:
@@ -99,8 +117,14 @@ def entry(name: str, process: ray.ObjectRef, restarts: int) -> dict[str, object]
 
 
 def kill(actor, process: ray.ObjectRef) -> None:
-    """End an actor's process even if it is stopped; `process`: the actor's `where`. Waits `KILL_S` at most: a node that does not
-    answer by then is given longer in a thread, and Ray ends the actor when the node is back."""
+    """End an actor's process even if it is stopped.
+
+    Waits `KILL_S` at most: a node that does not answer by then gets longer in a thread, and Ray
+    ends the actor when the node is back.
+
+    Args:
+        process: the actor's `where`.
+    """
     ray.kill(actor)
     ending = threading.Thread(target=_end, args=(process,), name="end a process", daemon=True)
     ending.start()
@@ -108,44 +132,49 @@ def kill(actor, process: ray.ObjectRef) -> None:
 
 
 def _end(process: ray.ObjectRef) -> None:
-    with suppress(RayError):  # it never lived, is dead already, or its node is
+    """Kill a process through its node."""
+    with suppress(RayError):  # it never started, or it or its node is dead already
         node, pid = ray.get(process, timeout=1)
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        ray.get(_kill_process.options(scheduling_strategy=there).remote(pid), timeout=60)
+        on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+        ray.get(_kill_process.options(scheduling_strategy=on_node).remote(pid), timeout=60)
 
 
 class Heartbeat:
-    """Asks an actor every few seconds whether it is well. `ask` calls a method of it that answers soon, even while it works;
-    `timeout`: seconds without an answer after which the actor counts as hung."""
+    """The heartbeat of an actor, which is asked every few seconds whether it is healthy.
+
+    Args:
+        ask: calls a method of the actor that answers soon, even while it works.
+        timeout: seconds without an answer after which the actor counts as hung.
+    """
 
     def __init__(self, ask: Callable[[], ray.ObjectRef], timeout: float) -> None:
         self._ask = ask
         self._timeout = timeout
         self._pending: ray.ObjectRef | None = None
-        self._since = time.monotonic()  # of the pending question, or of the last answer
+        self._since = time.monotonic()  # time of the pending call, or of the last answer
 
     def restart(self) -> None:
-        """The actor is expected to be well now."""
+        """Count from now: the actor is expected to be healthy."""
         self._pending = None
         self._since = time.monotonic()
 
     def failure(self) -> str | None:
-        """Why the actor is dead or hung; None if it is healthy. Never waits."""
-        now = time.monotonic()
+        """Return the reason why the actor is dead or hung; None if it is healthy. Never waits."""
+        time_s = time.monotonic()
         if self._pending is None:
-            if now - self._since >= HEARTBEAT_PERIOD_S:
-                self._pending, self._since = self._ask(), now
+            if time_s - self._since >= HEARTBEAT_PERIOD_S:
+                self._pending, self._since = self._ask(), time_s
             return None
         answered, _ = ray.wait([self._pending], timeout=0)
         if not answered:
-            silent = now - self._since
-            return f"no heartbeat for {silent:.0f} s" if silent > self._timeout else None
+            silent_s = time_s - self._since
+            return f"no heartbeat for {silent_s:.0f} s" if silent_s > self._timeout else None
         try:
-            well = ray.get(self._pending)
+            is_healthy = ray.get(self._pending)
         except RayError as error:
             return cause_of(error)
-        self._pending, self._since = None, now
-        return None if well else "its engine is dead"
+        self._pending, self._since = None, time_s
+        return None if is_healthy else "its engine is dead"
 
 
 def wait_for_all(
@@ -156,19 +185,21 @@ def wait_for_all(
     timeout: float = math.inf,
     own_faults: tuple[type[Exception], ...] = (),
 ) -> list[Any]:
-    """What calls of actors return that wait for each other: if one of these actors dies or hangs, no call may end.
+    """Return the results of actors' calls that wait for each other.
+
+    If one of these actors dies or hangs, no call may end, so all actors are watched.
 
     Args:
         actors: by name; each has a method `process` that answers while it works.
         heartbeat_timeout: seconds without an answer after which an actor counts as hung.
-        own_faults: what a call may raise without another actor's death being the reason.
+        own_faults: errors that a call may raise without another actor's death being the reason.
 
     Raises:
         ActorsLost: an actor died or hangs, or the calls take longer than `timeout` seconds.
         RayActorError: an actor's constructor failed.
         RayTaskError: a call failed while all actors live, or with one of `own_faults`.
     """
-    hearts = {name: Heartbeat(actor.process.remote, heartbeat_timeout) for name, actor in actors.items()}
+    heartbeats = {name: Heartbeat(actor.process.remote, heartbeat_timeout) for name, actor in actors.items()}
     waiting = list(pending)
     deadline = time.monotonic() + timeout
     while waiting:
@@ -176,10 +207,10 @@ def wait_for_all(
         try:
             ray.get(done)
         except RayError as error:
-            if not isinstance(error, RayActorError | RayTaskError):  # its node, or what it returned
+            if not isinstance(error, RayActorError | RayTaskError):  # the actor's node is lost, or its result
                 raise ActorsLost(f"an actor is lost: {cause_of(error)}") from error
             if isinstance(error, RayActorError):
-                if error.actor_init_failed:  # as that of any other would
+                if error.actor_init_failed:  # any other actor's constructor would fail, too
                     raise
                 dead = error
             elif isinstance(error.cause, own_faults):
@@ -190,8 +221,8 @@ def wait_for_all(
                 raise
             name = next((name for name, actor in actors.items() if actor._actor_id.hex() == dead.actor_id), "an actor")
             raise ActorsLost(f"{name} died: {cause_of(dead)}") from error
-        for name, heart in hearts.items() if heartbeat_timeout < math.inf else ():
-            if reason := heart.failure():
+        for name, heartbeat in heartbeats.items() if heartbeat_timeout < math.inf else ():
+            if reason := heartbeat.failure():
                 raise ActorsLost(f"{name}: {reason}")
         if waiting and time.monotonic() > deadline:
             raise ActorsLost(f"not done within {timeout:.0f} s")
@@ -199,13 +230,15 @@ def wait_for_all(
 
 
 def _find_dead(actors: Collection[Any]) -> RayActorError | None:
-    """The error of an actor that is dead, or dies within `CAUSE_TIMEOUT_S`; None if all live."""
+    """Return the error of an actor that is dead, or dies within `CAUSE_TIMEOUT_S`; None if all
+    live."""
     deadline = time.monotonic() + CAUSE_TIMEOUT_S
-    asked: list[ray.ObjectRef] = []
+    pending: list[ray.ObjectRef] = []
     while time.monotonic() < deadline:
-        asked += [actor.process.remote() for actor in actors] if len(asked) < len(actors) else []
-        done, asked = ray.wait(asked, num_returns=len(asked), timeout=0.5)
-        for reference in done:
+        # all are asked again until the time is over: Ray learns of a death some seconds later
+        pending += [actor.process.remote() for actor in actors] if len(pending) < len(actors) else []
+        answered, pending = ray.wait(pending, num_returns=len(pending), timeout=0.5)
+        for reference in answered:
             try:
                 ray.get(reference)
             except RayActorError as error:
@@ -214,13 +247,14 @@ def _find_dead(actors: Collection[Any]) -> RayActorError | None:
 
 
 def _of_network(cause: BaseException | None) -> bool:
-    """Whether a collective has failed on the way: its peer is gone or out of reach, of which Ray may not know yet."""
+    """Return whether a collective failed in transport: its peer is gone or out of reach, which Ray
+    may not know yet."""
     from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
     return isinstance(cause, DistError) or (isinstance(cause, RuntimeError) and "gloo/transport" in str(cause))
 
 
 def cause_of(error: RayError) -> str:
-    """Ray's reason for a death or a loss, on one line."""
+    """Return Ray's reason for a death or a loss, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} ({lines[-1]})"

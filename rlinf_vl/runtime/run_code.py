@@ -1,8 +1,10 @@
 """Python that a run's folder brings along, and the consent that it takes to run it.
 
-A run's `config.yaml` holds the text of its user's files (`runner.code_files`). Loading the run's model executes the family that
-`rollout.model.model_type` names, and with `rollout.model.trust_remote_code` the Python files of the base model. Whoever reads a
-folder (`export`, `eval checkpoint=`, `load_policy`) may have it from somebody else, so neither happens without consent.
+A run's `config.yaml` holds the text of its user's files (`runner.code_files`). Loading the run's
+model executes the family that `rollout.model.model_type` names, and with
+`rollout.model.trust_remote_code` the Python files of the base model. Whoever reads a folder
+(`export`, `eval checkpoint=`, `load_policy`) may have it from somebody else, so neither happens
+without consent.
 """
 
 import os
@@ -19,7 +21,8 @@ OPTION = "--trust-run-code"
 
 
 def code_of_run(config: DictConfig) -> list[str]:
-    """List what loading the model of a run with this config would execute, each as key, name and origin."""
+    """List the code that loading the model of a run with this config would execute, each as key,
+    name and origin."""
     executed = []
     name = OmegaConf.select(config, "rollout.model.model_type") or ""
     if is_code(name):
@@ -37,31 +40,36 @@ def refuse_code_of_run(config: DictConfig, folder: Any, trusted: bool, evaluated
     Args:
         config: the one in the run's folder.
         folder: the run's folder, for the message.
-        evaluated_by: the config of an evaluation. What it says itself, with the same texts, is its user's own.
+        evaluated_by: the config of an evaluation. Code that it names itself, with the same texts,
+            is its user's own.
 
     Raises:
         ConfigError: names what would be executed, and the option that allows it.
     """
     if trusted or not (executed := code_of_run(config)):
         return
-    if evaluated_by is not None and _says_the_same(config, evaluated_by):
+    if evaluated_by is not None and _names_same_code(config, evaluated_by):
         return
     raise ConfigError(
-        f"{folder}/config.yaml brings Python along that loading this model would run: {'; '.join(executed)}. "
-        f"If it is yours, or you have read it and trust it, add {OPTION} (in Python: trust_run_code=True)"
+        f"{folder}/config.yaml brings Python along that loading this model would run: "
+        f"{'; '.join(executed)}. If it is yours, or you have read it and trust it, add {OPTION} "
+        "(in Python: trust_run_code=True)"
     )
 
 
-def _says_the_same(config: DictConfig, own: Config) -> bool:
-    """Whether a user's own config names the same code, with the same texts, as that of a run's folder."""
-    theirs, model = OmegaConf.select(config, "rollout.model"), own.rollout.model
-    if theirs.get("trust_remote_code") and not (model.trust_remote_code and model.model_path == theirs.model_path):
+def _names_same_code(config: DictConfig, users_config: Config) -> bool:
+    """Return whether a user's own config names the same code, with the same texts, as that of a
+    run's folder."""
+    run_model, model = OmegaConf.select(config, "rollout.model"), users_config.rollout.model
+    if run_model.get("trust_remote_code") and not (
+        model.trust_remote_code and model.model_path == run_model.model_path
+    ):
         return False
-    name = theirs.get("model_type") or ""
+    name = run_model.get("model_type") or ""
     if not is_code(name):
         return True
     texts = _texts_beside(name, _code_files(config))
-    return name == model.model_type and texts == _texts_beside(name, own.runner.code_files)
+    return name == model.model_type and texts == _texts_beside(name, users_config.runner.code_files)
 
 
 def _code_files(config: DictConfig) -> dict[str, str]:
@@ -69,7 +77,8 @@ def _code_files(config: DictConfig) -> dict[str, str]:
 
 
 def _texts_beside(name: str, files: Mapping[str, str]) -> dict[str, str]:
-    """The texts of the file that a name leads to, and of those that it can import from its folder."""
+    """Return the texts of the file that a name leads to, and of those that it can import from its
+    folder."""
     place = name.rpartition(":")[0]
     folder = os.path.dirname(place)
     return {path: text for path, text in files.items() if path.endswith(place) or path.startswith(f"{folder}/")}

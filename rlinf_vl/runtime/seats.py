@@ -1,4 +1,4 @@
-"""What a lost node takes with it: the seats of a reservation for which Ray has no node."""
+"""Seats lost with their node: those of a reservation for which Ray has no node."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,16 +6,18 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
-#: What can be done about a lost node, which "it" stands for.
+#: Advice on a lost node, which "it" stands for.
 WAY_OUT = "start it again with ray_utils/start_ray.sh, or set cluster.on_node_loss=shrink and resume"
 
 
 def lost_seats(options: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Which of these actors, given by their Ray options, have no node: theirs is gone, and Ray has found no other. Ray needs
-    some seconds to notice."""
+    """Return the numbers of the actors, given by their Ray options, that have no node.
+
+    Their node is gone, and Ray has found no other. Ray needs some seconds to notice.
+    """
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     strategies = [option["scheduling_strategy"] for option in options]
     tables = {s.placement_group.id: s.placement_group for s in strategies}
     nodes = {key: placement_group_table(group)["bundles_to_node_id"] for key, group in tables.items()}
-    places = [nodes[s.placement_group.id].get(s.placement_group_bundle_index) for s in strategies]
-    return [number for number, node in enumerate(places) if node not in alive]
+    bundle_nodes = [nodes[s.placement_group.id].get(s.placement_group_bundle_index) for s in strategies]
+    return [number for number, node in enumerate(bundle_nodes) if node not in alive]

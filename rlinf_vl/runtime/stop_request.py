@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C: the first asks a run to stop with a checkpoint, the second ends it at once."""
+"""SIGTERM and Ctrl-C: the first asks a run to stop with a checkpoint, the second ends it at
+once."""
 
 import logging
 import signal
@@ -8,8 +9,8 @@ from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: Seconds that a run needs to end its processes.
+SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
+#: Seconds reserved at the end of the grace period for ending the run's processes.
 LEAVE_S = 5.0
 
 
@@ -22,29 +23,33 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """What the signals have asked for.
+    """The state of the signals: whether a run was asked to stop, and how soon.
 
-    Until the run is `graceful`, and from the second signal on, they raise `KeyboardInterrupt` wherever the main thread is, so that
-    every context manager around it ends what it began. (Ray's own calls let that through; of a `SystemExit` they lose the code.)
+    Until the run is `graceful`, and from the second signal on, they raise `KeyboardInterrupt`
+    wherever the main thread is, so that every context manager around it ends what it began. (Ray's
+    own calls let that through; of a `SystemExit` they lose the code.)
     """
 
     def __init__(self) -> None:
         self.graceful = False
-        #: Seconds from the first signal to the run's end, checkpoint or not; None: as long as the checkpoint takes.
+        #: Seconds from the first signal to the run's end, checkpoint or not; None: as long as the
+        #: checkpoint takes.
         self.grace_period: float | None = None
         self._end: threading.Timer | None = None
         self.number: int | None = None  # the last signal's
 
     def install(self) -> None:
-        """Handle both signals; again after `ray.init`, which installs handlers of its own. Signals come to the main thread only:
-        in another one this does nothing."""
+        """Handle both signals; again after `ray.init`, which installs handlers of its own.
+
+        Signals come to the main thread only: in another one this does nothing.
+        """
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._receive)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle both signals in the block; behind it they mean what they meant before."""
+        """Handle both signals in the block, and restore their handlers behind it."""
         former = {number: signal.getsignal(number) for number in SIGNALS}
         self.install()
         try:
@@ -60,7 +65,8 @@ class StopRequest:
         first, self.number = self.number is None, number
         if not (self.graceful and first):
             raise KeyboardInterrupt
-        name, within = signal.Signals(number).name, "as soon as it can"
+        name = signal.Signals(number).name
+        within = "as soon as it can"
         if self.grace_period is not None:
             within = f"within {self.grace_period:g} s (runner.grace_period)"
             self._end = threading.Timer(max(self.grace_period - LEAVE_S, self.grace_period / 2), self._overdue)
@@ -69,7 +75,7 @@ class StopRequest:
         log.warning("%s: the run will stop with a checkpoint %s; once more to stop it at once", name, within)
 
     def _overdue(self) -> None:
-        """As a second signal, from a thread."""
+        """Act as a second signal, from a thread."""
         log.error(
             "runner.grace_period: %g s do not suffice; the run ends without another checkpoint", self.grace_period
         )
