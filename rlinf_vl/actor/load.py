@@ -33,7 +33,7 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
         teacher = load_teacher, teaches
     name, loss = config.algorithm.loss_type, None
     if is_code(name):
-        loss = load_code(name, {}, config.runner.code_files, what=LOSSES.what, signature=LOSSES.signature)
+        loss = load_code(name, {}, config.runner.code_files, kind=LOSSES.what, signature=LOSSES.signature)
     models, settings = (load, collate, mesh), (config.actor, config.algorithm)
     return Trainer(*models, *settings, max_tokens=max_tokens, total_steps=total_steps, loss=loss, teacher=teacher)
 

@@ -22,20 +22,20 @@ from rlinf_vl.errors import nearest
 Signature = str | Sequence[str]
 
 
-def load_code(name: str, table: Mapping[str, str], files: Mapping[str, str], *, what: str, signature: Signature) -> Any:
+def load_code(name: str, table: Mapping[str, str], files: Mapping[str, str], *, kind: str, signature: Signature) -> Any:
     """Return the object that a name leads to, imported once in a process.
 
     Args:
         table: registered name → `module:Name`.
         files: `runner.code_files`. A relative path in `name` is one of them if it ends one of their
             paths; every other file is read from the disk.
-        what: a noun for messages, such as "environment".
+        kind: a noun for messages, such as "environment".
         signature: see the module's docstring; objects that `table` names are not checked.
 
     Raises:
         CodeError: there is no such object, or it has another signature.
     """
-    place, attribute = _place_of(name, table, what, signature)
+    place, attribute = _place_of(name, table, kind, signature)
     if place.endswith(".pkl"):
         loaded = unpickled(name, place, files)
     else:
@@ -56,13 +56,13 @@ def load_code(name: str, table: Mapping[str, str], files: Mapping[str, str], *, 
             ]
             raise _absent(name, place, attribute, candidates, signature)
         loaded = getattr(module, attribute)
-    if name not in table and (problem := _mismatch(loaded, attribute, what, signature)):
+    if name not in table and (problem := _mismatch(loaded, attribute, kind, signature)):
         raise CodeError(f"{name!r}: {problem}")
     return loaded
 
 
 def check_code(
-    name: str, table: Mapping[str, str], files: Mapping[str, str], *, what: str, signature: Signature
+    name: str, table: Mapping[str, str], files: Mapping[str, str], *, kind: str, signature: Signature
 ) -> None:
     """Refuse, without running any code, a name that `load_code` would refuse for its file or its
     signature.
@@ -72,7 +72,7 @@ def check_code(
     Raises:
         CodeError: as `load_code`.
     """
-    place, attribute = _place_of(name, table, what, signature)
+    place, attribute = _place_of(name, table, kind, signature)
     if name in table or place.endswith(".pkl"):
         return
     try:
@@ -99,7 +99,7 @@ def check_code(
             raise _absent(name, place, attribute, candidates, signature)
         return
     stub = _stub(defined[attribute])
-    if stub is not None and (problem := _mismatch(stub, attribute, what, signature)):
+    if stub is not None and (problem := _mismatch(stub, attribute, kind, signature)):
         raise CodeError(f"{name!r}: {problem}")
 
 

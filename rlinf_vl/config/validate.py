@@ -90,8 +90,8 @@ def _code(config: Config) -> Iterator[str]:
             value: Any = reduce(getattr, name.split("."), config)
             for one in filter(is_code, value if isinstance(value, list) else [value]):
                 try:
-                    what = {"what": key.allowed.what, "signature": key.allowed.signature}
-                    check_code(one, {}, config.runner.code_files, **what)
+                    arguments = {"kind": key.allowed.what, "signature": key.allowed.signature}
+                    check_code(one, {}, config.runner.code_files, **arguments)
                 except CodeError as error:
                     yield f"{name}: {error}"
 

@@ -89,7 +89,7 @@ def estimator_of(config: Config) -> Estimator | None:
     name = config.algorithm.adv_type
     if not is_code(name):
         return None
-    return load_code(name, {}, config.runner.code_files, what=ADVANTAGES.what, signature=ADVANTAGES.signature)
+    return load_code(name, {}, config.runner.code_files, kind=ADVANTAGES.what, signature=ADVANTAGES.signature)
 
 
 def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:

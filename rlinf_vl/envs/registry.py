@@ -35,12 +35,12 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
     Args:
         files: runner.code_files.
     """
-    return load_code(name, ENVIRONMENTS, files, what="environment", signature=_METHODS)
+    return load_code(name, ENVIRONMENTS, files, kind="environment", signature=_METHODS)
 
 
 def check_env_class(name: str, files: Mapping[str, str]) -> None:
     """What `load_env_class` can refuse without running the class's file. Raises CodeError."""
-    check_code(name, ENVIRONMENTS, files, what="environment", signature=_METHODS)
+    check_code(name, ENVIRONMENTS, files, kind="environment", signature=_METHODS)
 
 
 def grades_answers(cls: type) -> bool:

@@ -213,7 +213,7 @@ OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 
 
 def _opener(name: str, files: Mapping[str, str] | None) -> Callable[[TrackedRun], Tracker]:
-    return OPENERS.get(name) or load_code(name, {}, files or {}, what=TRACKERS.what, signature=TRACKERS.signature)
+    return OPENERS.get(name) or load_code(name, {}, files or {}, kind=TRACKERS.what, signature=TRACKERS.signature)
 
 
 def _import_backend(name: str) -> Any:

@@ -285,7 +285,7 @@ def _rewards(config: Config) -> Iterator[str]:
         key = f"reward.functions[{number}]" if reward.functions else "reward.reward_type"
         try:
             if is_code(name):
-                check_code(name, {}, config.runner.code_files, what="reward function", signature=SIGNATURE)
+                check_code(name, {}, config.runner.code_files, kind="reward function", signature=SIGNATURE)
                 load_function(name, kwargs, config.runner.code_files)
             else:
                 named_function(name, kwargs, reward.judge_hosts)

@@ -47,7 +47,7 @@ class Limits:
 
 def load_function(name: str, kwargs: Mapping[str, Any], files: Mapping[str, str]) -> RewardFunction:
     """A user's function. Raises CodeError."""
-    found = load_code(name, {}, files, what="reward function", signature=SIGNATURE)
+    found = load_code(name, {}, files, kind="reward function", signature=SIGNATURE)
     return RewardFunction(found, name, kwargs)
 
 

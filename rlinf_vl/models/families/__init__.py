@@ -32,7 +32,7 @@ def family_of(
     `paths`: `actor.model.vlm`'s, see `family_at`. `files`: runner.code_files.
     """
     if is_code(model_type):
-        return load_code(model_type, {}, files or {}, what="model family", signature="Family")
+        return load_code(model_type, {}, files or {}, kind="model family", signature="Family")
     if paths is not None:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         return family_at(config, paths, checkpoint, trust_remote_code)

@@ -14,10 +14,10 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import Family, family_of
 from rlinf_vl.observe.tracker import make_trackers
 
-REWARD = {"what": "reward", "signature": "score(response, answer, **row) or score(completions, **columns)"}
-LOSS = {"what": "loss", "signature": "loss(logprobs, advantages, *, clip)"}
-TRACKER = {"what": "tracker", "signature": "open_tracker(run)"}
-CLASS = {"what": "environment", "signature": ("start(problem)", "close()")}
+REWARD = {"kind": "reward", "signature": "score(response, answer, **row) or score(completions, **columns)"}
+LOSS = {"kind": "loss", "signature": "loss(logprobs, advantages, *, clip)"}
+TRACKER = {"kind": "tracker", "signature": "open_tracker(run)"}
+CLASS = {"kind": "environment", "signature": ("start(problem)", "close()")}
 
 
 def test_a_file_travels_with_the_modules_beside_it_and_no_others(tmp_path, monkeypatch):
@@ -153,7 +153,7 @@ def test_a_module_and_an_instance(tmp_path, monkeypatch):
     (tmp_path / "thing_of_test_code.py").write_text("class Family: pass\nFAMILY = Family()\nOTHER = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    wanted = {"what": "model family", "signature": "Family"}
+    wanted = {"kind": "model family", "signature": "Family"}
     assert type(load_code("thing_of_test_code:FAMILY", {}, {}, **wanted)).__name__ == "Family"
     with pytest.raises(CodeError, match="OTHER is an int; a model family is a Family"):
         load_code("thing_of_test_code:OTHER", {}, {}, **wanted)

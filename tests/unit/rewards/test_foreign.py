@@ -100,7 +100,7 @@ def file(tmp_path_factory) -> Path:
 
 
 def function_of(file: Path, name: str):
-    return load_code(f"{file}:{name}", {}, {}, what="reward function", signature=SIGNATURE)
+    return load_code(f"{file}:{name}", {}, {}, kind="reward function", signature=SIGNATURE)
 
 
 def columns(**more):
