@@ -83,6 +83,7 @@ def make_inspect(config: Config, model_path: str | None) -> Inspect:
         )
         if processor.family.vision_tower:
             make = partial(processor.family.image_processor, model_path, data.image_min_pixels)
+            # the config's own first, then one for each budget, as in `ImageFacts.tokens`
             processors = [processor.image_processor, *map(partial(_unless_refused, make), PIXEL_BUDGETS)]
 
     @cache
@@ -124,6 +125,7 @@ def _text_hash(problem: Problem) -> str:
     # the system prompt is the config's and the same for all; images are empty parts
     parts = [part for message in problem.messages if message["role"] != "system" for part in message["content"]]
     text = "\0".join(" ".join(part.get("text", "").casefold().split()) for part in parts)
+    # a text of a data set may have lone surrogates, which UTF-8 refuses
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).hexdigest()
 
 
@@ -165,6 +167,7 @@ def _chunk_inspector(config: Config, model_path: str | None, workers: int) -> It
         inspect = make_inspect(config, model_path)
         yield lambda chunks: ((split, inspect(split, rows)) for split, rows in chunks)
         return
+    # spawned: a forked process would inherit the locks of the parent's threads
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_process, (config, model_path))
     try:
 

@@ -51,6 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
         from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
         path = str(toy_checkpoint_path(model))
+    # CPUs of this process: a scheduler may have restricted it to some of the machine's
     workers = arguments.workers or len(os.sched_getaffinity(0))
     with _progress(sum(rows.values())) as progress:
         inspected = inspect_rows(config, path, rows, workers, progress)
@@ -65,6 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
     page = arguments.output or page_of(folder, config.runner.experiment_name, figures)
     page.parent.mkdir(parents=True, exist_ok=True)
     with write_aside(page.with_suffix(".json"), durable=False) as aside:
+        # ids and answers may have lone surrogates, which UTF-8 refuses
         aside.write_text(json.dumps(figures, ensure_ascii=False, indent=1), encoding="utf-8", errors="replace")
     write_page(page, splits, datasets, figures)
     print(f"{render(figures)}\n\n{page} has pictures, {page.with_suffix('.json').name} beside it every row")

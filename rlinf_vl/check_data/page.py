@@ -37,6 +37,8 @@ def write_page(
         sections.append(("Rows of val, and what train has of them", overlapping_rows))
     style = (HERE / "page.css").read_text(encoding="utf-8")
     style_hash = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    # The data are not trusted: their texts are escaped, and the page may run and load nothing but
+    # its own style.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -68,6 +70,7 @@ def _sections(
 
     contradictions = split_figures["contradictions"]
     doubles = contradictions + [group for group in split_figures["duplicates"]["rows"] if group not in contradictions]
+    # two rows of a group show that they are alike
     sections.append((f"{split.name}: rows that repeat another", [row(n) for g in doubles[:DOUBLES] for n in g[:2]]))
     longest = sorted(split.facts, key=lambda facts: -facts.tokens)[:LONGEST]
     if longest and longest[0].tokens:

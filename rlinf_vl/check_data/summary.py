@@ -103,6 +103,7 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
         },
     }
     answer_of_row = {row.row: row.answer for row in facts}
+    # of one question with two answers, at most one can be graded as right
     figures["contradictions"] = []
     for group in figures["duplicates"]["rows"]:
         if len({answer_of_row[row] for row in group}) > 1:
@@ -203,6 +204,7 @@ def _spread(values: Sequence[int], bins: int = BINS) -> dict[str, Any] | None:
         return None
     array = np.asarray(values)
     names = {"min": 0, "median": 50, "p95": 95, "p99": 99, "max": 100}
+    # "higher": a quantile is the value of a row, and no mean of two
     spread: dict[str, Any] = {name: int(np.percentile(array, q, method="higher")) for name, q in names.items()}
     spread["mean"] = round(float(array.mean()), 1)
     if bins:
@@ -234,6 +236,7 @@ def _refusals(split: Split, figures: Mapping[str, Any], config: Config) -> list[
             f"data.max_prompt_length={data.max_prompt_length}, and data.overlong is error; raise "
             "the first, or set the second to drop or cut"
         )
+    # a training step draws a batch of different rows; validation takes whatever there is
     needed_rows = data.rollout_batch_size if split.name == "train" else 1
     if figures["usable"] < needed_rows:
         consequence = (
@@ -349,6 +352,7 @@ def _spread_text(spread: Mapping[str, Any]) -> str:
         return f"{spread['min']}, all of them"
     counts = spread["histogram"]["counts"]
     top = max(counts) or 1
+    # rounded up, so that a bin with a single row is seen
     bars = "".join(_BARS[-(-n * (len(_BARS) - 1) // top)] if n else " " for n in counts)
     numbers = ", ".join(f"{name} {spread[name]}" for name in ("min", "median", "p95", "p99", "max"))
     return f"|{bars}| {numbers}"

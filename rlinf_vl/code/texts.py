@@ -72,6 +72,7 @@ def pickled(value: Any) -> tuple[str, str, str]:
 
     user_modules = [m for m in list(sys.modules.values()) if _is_users(m)]
     for module in user_modules:
+        # by value, not by name: workers may lack the user's modules
         cloudpickle.register_pickle_by_value(module)
     name = "".join(c if c.isalnum() else "_" for c in getattr(value, "__name__", type(value).__name__)).strip("_")
     try:
@@ -272,6 +273,7 @@ def _is_installed(module: str, root: str) -> bool:
         spec = importlib.util.find_spec(module)
     except ValueError:
         return True
+    # `_sibling_finder` may have loaded it before, from the texts of this very folder
     if spec is None or isinstance(spec.loader, _TextLoader):
         return False
     locations = [spec.origin, *(spec.submodule_search_locations or ())]

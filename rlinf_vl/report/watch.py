@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -115,7 +115,7 @@ class RunPage:
         """Read the files that have changed."""
         if self._changed("metrics.jsonl"):
             rows = self._metrics = read_metrics(self._run_dir, [])
-            logged = set().union(*rows)
+            logged = set(chain.from_iterable(rows))
             # of a run with one turn, the curve of turns is a line at 1
             if not any((row.get("rollout/turns_max") or 1) > 1 for row in rows):
                 logged.discard("rollout/turns_mean")
@@ -130,7 +130,9 @@ class RunPage:
         files = (self._run_dir / "trajectories").glob("step_*.parquet")
         newest = max(files, key=lambda file: (len(file.name), file.name), default=None)
         if newest is not None and self._changed(str(newest.relative_to(self._run_dir))):
+            # a file that can't be read leaves the former conversation on the page
             self._newest = read_newest(newest) or self._newest
+        # likewise a status that is torn or missing for a moment
         self._status = read_status(self._run_dir) or self._status
 
     def _changed(self, name: str) -> bool:

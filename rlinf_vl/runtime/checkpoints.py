@@ -103,6 +103,7 @@ def save_checkpoint(
         with _as_os_errors():
             if former := newest_checkpoint(home):
                 needed = _size(former)
+        # the former checkpoint's size is the best estimate of the new one's
         if _free(home) < needed:
             raise OSError(errno.ENOSPC, "less room than the checkpoint before took")
         with _written(final) as folder:

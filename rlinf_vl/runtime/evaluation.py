@@ -60,6 +60,7 @@ def evaluation_config(
     data.rollout_batch_size = config.algorithm.n_minibatches = 1
     config.runner.resume_dir = config.runner.checkpoint_dir = None
     config.runner.logger.logger_backends = []
+    # a folder of its own, so that the run's files stay as they are
     config.runner.experiment_name += "-eval"
     validate_config(config, (lambda _: iter(problems), *rules))
     if not evaluated["checkpoint"]:

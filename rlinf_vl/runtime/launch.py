@@ -135,6 +135,8 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
     """Connect to a cluster, or start a private one; its workers have `environment`."""
     cluster = config.cluster
     options = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
+    # No usage reports, unless the user wants them; and processes that reserve no GPU still see the
+    # GPUs.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not sys.stderr.isatty():

@@ -91,6 +91,8 @@ def locked(run_dir: Path) -> Iterator[None]:
                 f"the last run of {run_dir}, {owner}, did not end by itself. If it still goes on, "
                 "stop one of the two: this file system then has no locks between hosts"
             )
+        # The name stays in the file only if this process is killed, or still runs on a host whose
+        # lock is not seen here.
         file.truncate(0)
         file.write(f"process {os.getpid()} on {host}")
         file.flush()

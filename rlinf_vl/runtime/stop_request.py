@@ -69,6 +69,7 @@ class StopRequest:
         within = "as soon as it can"
         if self.grace_period is not None:
             within = f"within {self.grace_period:g} s (runner.grace_period)"
+            # of a short grace period, half is for the checkpoint
             self._end = threading.Timer(max(self.grace_period - LEAVE_S, self.grace_period / 2), self._overdue)
             self._end.daemon = True
             self._end.start()
