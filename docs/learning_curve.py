@@ -42,7 +42,7 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
     if not points:
         raise ValueError(f"nothing to draw: no finite point in the series {', '.join(series) or '(none)'}")
     xs, ys = zip(*points, strict=True)
-    x_ticks = ticks(min(xs), max(xs), whole=True)
+    x_ticks = ticks(min(xs), max(xs), integers=True)
     low, high = min(ys), max(ys)
     y_ticks = ticks(0.0 if 0 < low < high / 2 else low, high)
 

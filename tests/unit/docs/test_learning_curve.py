@@ -63,8 +63,8 @@ def test_ticks_enclose_and_are_round(low, high):
 
 
 def test_steps_have_whole_ticks():
-    assert curve.ticks(0, 2, whole=True) == [0, 1, 2]
-    assert curve.ticks(3, 3, whole=True) == [2, 3, 4]
+    assert curve.ticks(0, 2, integers=True) == [0, 1, 2]
+    assert curve.ticks(3, 3, integers=True) == [2, 3, 4]
 
 
 def write_run(folder: Path, rows: list[dict]) -> Path:
