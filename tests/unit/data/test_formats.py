@@ -122,7 +122,8 @@ def test_a_documented_row_becomes_a_problem(tmp_path: Path, name: str, declared:
 def test_every_format_is_recognised_by_what_its_example_has() -> None:
     for name, row in ROWS.items():
         assert RowFormat().for_columns(row).format == name
-    assert set(FORMATS) == {*ROWS, "folder"} == {name for name, _ in RECOGNISED}
+    assert RowFormat().for_columns({"problem", "seed"}).format == "seeds"  # the rows of seeds://N, which have no answer
+    assert set(FORMATS) == {*ROWS, "folder", "seeds"} == {name for name, _ in RECOGNISED}
     ours = {"problem", "answer", "images", "messages", "prompt", "label"}  # as published sets have further ones
     assert RowFormat().for_columns(ours).prompt_key == "problem"
 
