@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlinf_vl.data.answers import answer_text
 from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import blank_like, image_values, to_image_ref
 from rlinf_vl.data.unusable import (
@@ -247,35 +247,15 @@ def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
     within = row.get(key.partition(".")[0]) if "." in key else None
     if not key or isinstance(within, dict) and {within.get("style"), within.get("method")} & _JUDGED:
         return "" if value is None else str(value)
-    if _is_listed(value) or isinstance(value, (dict, list)) and within is not None:  # what one's own function reads
-        return json.dumps(_plain(value), ensure_ascii=False)
-    if value is None or not str(value).strip():
+    if value is None or isinstance(value, str) and not value.strip():
         raise RowError(row_id, "answer missing", f"column {key!r} is empty")
-    if isinstance(value, str) and value.strip().lower() != "nan":  # which is how tables of strings hold a missing value
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, (float, np.floating)) and math.isfinite(value):
-        return _number(value)
-    reason = f"column {key!r} holds {_shown(value)}: expected a string or a finite number"
-    raise RowError(row_id, ANSWER_UNUSABLE, reason)
-
-
-def _is_listed(value: Any) -> bool:
-    """Whether this is a list of texts, each of them right, or of several numbers, such as a box."""
-    if not isinstance(value, list) or not value:
-        return False
-    return (
-        all(isinstance(one, str) for one in value) or len(value) > 1 and all(type(one) in (int, float) for one in value)
-    )
-
-
-def _number(value: float | np.floating) -> str:
-    """A number as people write it: 0.00001, not 1e-05; 0.1 for a float32, not 0.10000000149011612; 5 for 5.0. Digits beyond
-    the type's precision are noise of a computation, and rounded: 0.1 + 0.2 is 0.3."""
-    digits = np.finfo(value.dtype if isinstance(value, np.floating) else float).precision
-    places = max(1, digits - 1 - math.floor(math.log10(abs(value) or 1)))
-    return np.format_float_positional(value, precision=places, trim="-")
+    text = answer_text(value)
+    if text is None and isinstance(value, (dict, list)) and within is not None:  # what one's own function reads
+        text = json.dumps(_plain(value), ensure_ascii=False)
+    if text is None or isinstance(value, str) and text.strip().lower() == "nan":  # as tables of strings hold a missing value
+        reason = f"column {key!r} holds {_shown(value)}: expected a text, a finite number, true or false, or a list of these"
+        raise RowError(row_id, ANSWER_UNUSABLE, reason)
+    return text
 
 
 def _shown(value: Any) -> str:

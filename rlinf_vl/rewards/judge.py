@@ -41,7 +41,21 @@ Does the response give the reference answer? What stands in the response is no i
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 #: Longest wait before a retry, in seconds.
 LONGEST_WAIT_S = 60.0
-_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?")
+#: Of the key of a reply in the cache: raised where replies are read otherwise, so that none of before is read.
+CACHE_VERSION = 2
+_NUMERAL = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_VALUE = rf"(?P<value>{_NUMERAL})(?:\s*(?:/|\bout\s+of\b)\s*(?P<most>{_NUMERAL}))?(?:\s*(?:points?|stars?))?"
+#: What may stand before the number, and nothing else: "Score: 0.5", "I give the response a grade of 0.5". No "the answer is",
+#: which may tell what the response says.
+_GRADE = r"(?:score|rating|grade|verdict|mark|reward)"
+_LABEL = (
+    r"(?:(?:i(?:['’]d|\s+would)\s+|i\s+)?(?:give|rate|grade|score|assign)\s+(?:(?:it|this|(?:the|this)\s+(?:response|answer))\s+)?"
+    rf"(?:(?:a|an|the)\s+{_GRADE}\s+of|an?|as|at|with)?|(?:(?:my|the|this|final|overall)\s+)*{_GRADE}[*_\"']*\s*(?:is|of|would\s+be)?)?"
+)
+_REPLY = re.compile(rf"[\s*_`\"'(\[$]{{0,9}}{_LABEL}[\s*_`\"'(\[:=$]{{0,9}}{_VALUE}[\s*_`\"')\].!$]{{0,9}}(?P<rest>(?:\n|\s\().*)?", re.DOTALL | re.I)
+_DIGIT = re.compile(r"[0-9]")
+#: A remark that may contradict the number: "1 (wrong)".
+_REMARK = re.compile(r"\(?\s*(?:(?P<wrong>wrong|incorrect|false|not|no)|right|correct|true|yes)\b", re.IGNORECASE)
 
 
 class JudgeError(Exception):
@@ -125,7 +139,7 @@ class Judge:
             content = [*shown, {"type": "text", "text": asked}]
         body = {"model": self._model, "messages": [{"role": "user", "content": content}], **self._options}
         data = json.dumps(body, sort_keys=True).encode()
-        digest = sha256(self._address.encode() + b"\0" + data).hexdigest()
+        digest = sha256(f"{CACHE_VERSION} {self._address}\0".encode() + data).hexdigest()
 
         def ask(path: Path) -> None:
             reply = self._ask(data)
@@ -136,9 +150,8 @@ class Judge:
         return self._score(kept.read_text(encoding="utf-8"))
 
     def _score(self, reply: str) -> float:
-        numbers = _NUMBER.findall(reply.rpartition("</think>")[2])
-        score = float(numbers[-1]) / self._scale if numbers else -1.0
-        if not 0.0 <= score <= 1.0:
+        score = score_of(reply, self._scale)
+        if score is None:
             raise GradingError(f"the judge's reply has no number from 0 to {self._scale:g}: {reply[:80]!r}")
         return score
 
@@ -192,6 +205,26 @@ class Judge:
             turn = max(now, min(free, now + 3600.0))
             self._turns.write_text(repr(turn + self._gap))
         time.sleep(turn - now)
+
+
+def score_of(reply: str, scale: float) -> float | None:
+    """Return the score from 0 to 1 that a judge's reply gives; None where it is not clear.
+
+    A reply is one number from 0 to `scale`, or `x/y` or `x out of y` with 0 ≤ x ≤ y, which is a share whatever the scale. A label
+    may stand before it, an explanation without digits behind it, in brackets or on the lines below. Thoughts are left out.
+    """
+    text = reply.rpartition("</think>")[2].replace("−", "-").strip()
+    if boxed := re.fullmatch(r"\\boxed\{([^{}]*)\}\.?", text):
+        text = boxed[1]
+    lines = [line for line in text.splitlines() if line.strip()]
+    for candidate in (text, lines[-1] if lines else ""):
+        match = _REPLY.fullmatch(candidate)
+        if match and len(_DIGIT.findall(text)) == len(_DIGIT.findall(f"{match['value']} {match['most'] or ''}")):
+            value, most = float(match["value"]), float(match["most"] or scale)
+            remark = _REMARK.match((match["rest"] or "").strip())
+            is_contrary = remark is not None and (remark["wrong"] is None) == (value == 0)
+            return value / most if 0 <= value <= most and most > 0 and not is_contrary else None
+    return None
 
 
 def _data_uri(image: Any) -> str:

@@ -1,16 +1,19 @@
 """The reward functions that have names, one a row."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlinf_vl.code import CodeError
 from rlinf_vl.errors import nearest
 from rlinf_vl.rewards.boxes import bbox_giou, point_in_box, reference_box
+from rlinf_vl.rewards.choices import choice
 from rlinf_vl.rewards.forms import WANTED, RewardFunction
 from rlinf_vl.rewards.judge import Judge
-from rlinf_vl.rewards.math_grader import check_reference, math_verdict
-from rlinf_vl.rewards.texts import anls, choice, exact, exact_alnum, format_reward, length, overlong, references
+from rlinf_vl.rewards.latex import last_boxed
+from rlinf_vl.rewards.math_grader import MAX_LENGTH, check_reference, math_verdict
+from rlinf_vl.rewards.texts import anls, exact, exact_alnum, format_reward, length, overlong, references, with_truths
 
 
 class Named(NamedTuple):
@@ -28,11 +31,20 @@ class Named(NamedTuple):
 
 
 def math(said: str, answer: str) -> bool:
-    r"""Whether the last `\boxed{…}` is the reference answer, or one of several: `rlinf_vl.rewards.math_grader`."""
-    several = references(answer) if answer.startswith('["') else [answer]
-    return any(math_verdict(said, one) for one in several)
+    r"""Return whether the last `\boxed{…}` is the reference answer, or one of several: `rlinf_vl.rewards.math_grader`.
+
+    The brackets of a reference that is a list of three numbers or more may be left out: `\boxed{1, 2, 3}`. Two numbers in
+    brackets may be an interval.
+    """
+    wanted = references(answer) if answer.startswith('["') else [answer]
+    if any(math_verdict(said, one) for one in with_truths(wanted)):
+        return True
+    box = last_boxed(said, MAX_LENGTH) if _NUMBERS.fullmatch(answer) else None
+    return box is not None and not re.search(r"[()\[\]]", box) and math_verdict(f"\\boxed{{[{box}]}}", answer)
 
 
+#: A list of three numbers or more, as rows have it.
+_NUMBERS = re.compile(r"\[-?[0-9.]+(?:, -?[0-9.]+){2,}\]")
 NAMED: dict[str, Named] = {
     "math": Named(math, check=check_reference),
     "exact": Named(exact),

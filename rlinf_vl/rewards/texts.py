@@ -1,13 +1,14 @@
-"""Rewards that compare an answer with a reference as text: equal, a choice among options, nearly equal (ANLS); and its form."""
+"""Rewards that compare an answer with a reference as text: equal, nearly equal (ANLS); and its form."""
 
 import json
 import re
-import string
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from rlinf_vl.rewards.latex import last_boxed
+from rlinf_vl.rewards.text_key import text_key
 
 #: Longest text that is compared, in characters.
 LONGEST = 1000
@@ -24,29 +25,43 @@ def final_answer(said: str) -> str | None:
 
 
 def references(answer: str, answers: Any = None) -> list[str]:
-    """Texts that are right: those of a list, or of a JSON list of texts; otherwise the answer itself, out of its box or tag."""
+    """Return the texts that are right: those of a list, or of a JSON list of texts; otherwise the answer, out of its box or tag."""
     listed = answers
-    if listed is None and answer.lstrip().startswith('["'):
-        with suppress(ValueError):
-            listed = json.loads(answer)
+    for text in (answers, answer):
+        if isinstance(text, str) and text.lstrip().startswith('["') and (listed is None or text is answers):
+            with suppress(ValueError):
+                listed = json.loads(text)
     if isinstance(listed, Sequence) and not isinstance(listed, str) and listed:
         return [str(one) for one in listed]
     inner = final_answer(answer)
     return [answer if inner is None else inner]
 
 
+def with_truths(wanted: Sequence[str]) -> list[str]:
+    """Return references, and beside true and false, as rows with a boolean answer have them, "yes" and "no"."""
+    truths = {"true": "yes", "false": "no"}
+    return [*wanted, *(truths[one] for one in wanted if one in truths)]
+
+
 def exact(said: str, answer: str, answers: Any = None) -> bool:
-    """Whether the final answer (see `final_answer`; without one, all that is said) is a reference, spaces at the ends and repeated
-    ones aside."""
+    """Return whether the final answer (see `final_answer`; without one, all that is said) is a reference, spaces at the ends and
+    repeated ones aside, and how a minus sign is written."""
     given = final_answer(said)
-    wanted = {" ".join(one.split()) for one in references(answer, answers)}
-    return " ".join((said if given is None else given).split()) in wanted - {""}
+    wanted = {_literal(one) for one in references(answer, answers)}
+    return _literal(said if given is None else given) in wanted - {""}
 
 
 def exact_alnum(said: str, answer: str, answers: Any = None) -> bool:
-    """`exact` by letters and digits alone, in lower case."""
+    """Return whether it is `exact` in lower case and without punctuation, which counts beside digits: `text_key`."""
     given = final_answer(said)
-    return _alnum(said if given is None else given) in {_alnum(one) for one in references(answer, answers)} - {""}
+    text = said if given is None else given
+    if len(text) > LONGEST:
+        return False
+    return text_key(text) in {text_key(one) for one in with_truths(references(answer, answers))} - {""}
+
+
+def _literal(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFC", text.replace("−", "-")).split())
 
 
 def anls(said: str, answer: str, answers: Any = None, *, threshold: float = 0.5) -> float:
@@ -72,87 +87,6 @@ def edit_distance(a: str, b: str) -> int:
         for j, y in enumerate(b, 1):
             before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
     return row[-1]
-
-
-_LETTER = re.compile(r"[(\[]?\s*([A-Za-z])\s*[)\]]?\s*[.:,)]?")
-_LETTER_AND_TEXT = re.compile(r"(?:[(\[]\s*([A-Z])\s*[)\]]|([A-Z])\s*[).:])\s*\S.*", re.DOTALL)
-_ANNOUNCED = re.compile(
-    r"(?:answer|option|choice|choose|select)(?:\s+(?:is|would be|must be))?\s*[:=]?\s*[*$\"']*[(\[]?([A-Za-z])(?![A-Za-z'])",
-    re.IGNORECASE,
-)
-_IN_BRACKETS = re.compile(r"[(\[]([A-Z])[)\]]")
-_LISTED = re.compile(r"(?:^|(?<=\s))[(\[]?([A-Z])[)\].:]\s+(.*?)(?=\s+[(\[]?[A-Z][)\].:]\s|\s*$)", re.DOTALL)
-
-
-def choice(said: str, answer: str, options: Any = None, choices: Any = None, prompt: str = "") -> bool:
-    """Whether the option that is chosen is the right one. Both may be written as `B`, `(B)`, `B. circle`, or as the option's text.
-
-    What is chosen stands in a tag or a box (`final_answer`), behind "the answer is" and the like, in brackets, or is all that is
-    said, or its last line. Options are those of the row's column `options` or `choices` (a list, a mapping or either as JSON), or
-    those that the question lists as `A. …` or `(A) …`.
-    """
-    known = _options(options if options is not None else choices) or _listed(prompt)
-    letters = frozenset(known) or frozenset(string.ascii_uppercase[:10])
-    wanted = _chosen(references(answer)[0], known, letters)
-    if wanted is None:
-        return exact_alnum(said, answer)
-    explicit = final_answer(said)
-    if explicit is not None:
-        return _chosen(explicit, known, letters) == wanted
-    for candidate in (said, said.strip().rpartition("\n")[2]):
-        if (found := _chosen(candidate, known, letters)) is not None:
-            return found == wanted
-    for pattern in (_ANNOUNCED, _IN_BRACKETS):
-        if named := [letter.upper() for letter in pattern.findall(said[-LONGEST:]) if letter.upper() in letters]:
-            return named[-1] == wanted
-    return False
-
-
-def _chosen(text: str, known: Mapping[str, str], letters: frozenset[str]) -> str | None:
-    """The letter of the option that a text is, if it is one and nothing else."""
-    text = text.strip().strip("*$`\"' \n").strip()
-    same = [letter for letter, option in known.items() if _alnum(option) == _alnum(text)] if _alnum(text) else []
-    if len(same) == 1:
-        return same[0]
-    if (alone := _LETTER.fullmatch(text)) and alone[1].upper() in letters:
-        return alone[1].upper()
-    if (led := _LETTER_AND_TEXT.fullmatch(text)) and len(text) <= LONGEST:
-        letter = led[1] or led[2]
-        return letter if letter in letters else None
-    return None
-
-
-def _options(given: Any) -> dict[str, str]:
-    """Options by letter."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError:
-            return _listed(given)
-    if isinstance(given, Mapping):
-        return {str(key).strip().upper(): str(value) for key, value in given.items() if value is not None}
-    if not isinstance(given, Sequence):
-        return {}
-    texts = [str(one) for one in given]
-    led = [_LETTER_AND_TEXT.fullmatch(text.strip()) for text in texts]
-    if all(led) and [m[1] or m[2] for m in led if m] == list(string.ascii_uppercase[: len(texts)]):
-        texts = [re.sub(r"^[(\[]?\s*[A-Z]\s*[)\].:]+\s*", "", text.strip()) for text in texts]
-    return dict(zip(string.ascii_uppercase, texts, strict=False))
-
-
-def _listed(prompt: str) -> dict[str, str]:
-    """The options that a question lists, from A on."""
-    known: dict[str, str] = {}
-    for letter, text in _LISTED.findall(prompt[-4 * LONGEST :]):
-        if letter == "A":
-            known = {}
-        if letter == string.ascii_uppercase[len(known) % 26]:
-            known[letter] = text.strip().splitlines()[0] if text.strip() else ""
-    return known if len(known) > 1 else {}
-
-
-def _alnum(text: str) -> str:
-    return "".join(c for c in text.casefold() if c.isalnum())
 
 
 def format_reward(response: str, *, tags: Sequence[str] | None = None, box: bool = False) -> bool:

@@ -16,7 +16,7 @@ from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import decode
 from rlinf_vl.data.rows import row_to_problem
 from rlinf_vl.data.unusable import RowError, kind_and_reason
-from rlinf_vl.rewards import grade_math
+from rlinf_vl.rewards import grade, grade_math
 from rlinf_vl.types import ImageRef, Problem
 
 
@@ -152,6 +152,45 @@ def test_an_answer_of_any_type_of_number_is_graded_right(tmp_path: Path) -> None
             assert not grade_math(rf"\boxed{{9{response}}}", rows[i].answer)
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"),
+        (np.bool_(False), "false"),
+        ([6], "6"),
+        ([1, 2], "[1, 2]"),
+        ([0.5, 2.0, -3], "[0.5, 2, -3]"),
+        ([np.float32(0.1), np.float32(17.32)], "[0.1, 17.32]"),
+        (np.array([10, 20, 30, 40]), "[10, 20, 30, 40]"),
+        ((1, 2), "[1, 2]"),
+        ([[1, 2], [3, 4]], "[[1, 2], [3, 4]]"),
+        (["a"], '["a"]'),
+    ],
+)
+def test_booleans_and_lists_are_answers(value: Any, text: str) -> None:
+    assert problem("Find x.", answer=value).answer == text
+
+
+def test_answers_that_are_booleans_or_lists_of_a_table_are_graded(tmp_path: Path) -> None:
+    rows = [{"problem": "x?", "images": [], "yes": True, "box": [10.0, 20.0, 30.5, 40.0]}]
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema(
+        [("problem", pa.string()), ("images", pa.list_(pa.binary())), ("yes", pa.bool_()), ("box", pa.list_(pa.float32()))]
+    )), tmp_path / "rows.parquet")  # fmt: skip
+    answers = {}
+    for key in ("yes", "box"):
+        (row,) = ProblemDataset([str(tmp_path / "rows.parquet")], "train", RowFormat(answer_key=key))
+        answers[key] = row.answer
+    assert answers == {"yes": "true", "box": "[10, 20, 30.5, 40]"}
+    for function in ("choice", "exact_alnum", "math"):
+        for said, pays in (("Yes", 1.0), ("true", 1.0), ("No", 0.0), ("false", 0.0), ("", 0.0)):
+            assert grade(function, f"\\boxed{{{said}}}", answers["yes"]) == pays, (function, said)
+    assert grade("bbox_giou", "[10, 20, 30.5, 40]", answers["box"]) == 1.0
+    for said in ("[10, 20, 30.5, 40]", "10, 20, 30.5, 40"):
+        assert grade("math", f"\\boxed{{{said}}}", answers["box"]) == 1.0, said
+    assert grade("math", "\\boxed{20, 10, 30.5, 40}", answers["box"]) == 0.0, "in another order"
+    assert grade("math", "\\boxed{1, 2}", "[1, 2]") == 0.0, "which may be an interval"
+
+
 def test_images_of_a_system_message_go_with_it() -> None:
     chat = [
         {"role": "system", "content": "Read <image> like <image>."},
@@ -167,7 +206,10 @@ def test_images_of_a_system_message_go_with_it() -> None:
     assert contents(placed) == [["Mine."], [url(A), url(B), "?"]] and len(placed.images) == 2
 
 
-@pytest.mark.parametrize("value", [None, "", "  ", True, float("nan"), float("-inf"), "NaN", [6], [None], {"value": 6}])
+UNUSABLE = [None, "", "  ", float("nan"), float("-inf"), "NaN", [], [None], [1, "x"], [1, None], [[1], []], {"value": 6}]
+
+
+@pytest.mark.parametrize("value", UNUSABLE)
 def test_unusable_answers_are_the_rows_error(value: Any) -> None:
     with pytest.raises(RowError, match="row d:0: column 'answer'"):
         problem("Find x.", answer=value)
@@ -226,7 +268,7 @@ def test_unusable_rows_name_themselves_and_the_reason(prompt: Any, images: Any, 
     [
         ({"problem": " ", "images": None, "answer": "6"}, "prompt unusable"),
         ({"problem": "x", "images": None, "answer": " "}, "answer missing"),
-        ({"problem": "x", "images": None, "answer": [6]}, "answer unusable"),
+        ({"problem": "x", "images": None, "answer": {"value": 6}}, "answer unusable"),
         ({"problem": "<image>", "images": None, "answer": "6"}, "placeholders and images disagree"),
         ({"problem": "x", "images": b"text", "answer": "6"}, "not an image"),
         ({"problem": "x", "images": "gone.png", "answer": "6"}, "image file can't be read"),
