@@ -148,6 +148,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.rollout import check_env
 
             return check_env.main(arguments)
+        case "check-reward":
+            from rlinf_vl.rollout import check_reward
+
+            return check_reward.main(arguments)
         case "check-data":
             from rlinf_vl.check_data import main
 

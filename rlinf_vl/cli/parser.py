@@ -138,6 +138,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("--data", metavar="FILE", help="rows to start it with, as in data.train_data_paths")
     argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="for one call (default 60)")
 
+    argument = verb("check-reward", "try a reward function on good, bad and hostile answers; say what it pays")
+    argument("function", metavar="NAME", help="as in reward.functions: a name, module:name or path/to/file.py:name")
+    argument("overrides", nargs="*", metavar="key=value", help="keywords of the function; data.* for --data")
+    argument("--data", metavar="CONFIG|FILE", help="rows to try it on: a data set, or a config's training data")
+    argument("--time-limit", type=float, default=10.0, metavar="SECONDS", help="for one answer (default 10)")
+
     argument = verb("check-data", "read a data set whole: what is in it, what is damaged, what limits would leave out")
     _config_and_overrides(
         argument,

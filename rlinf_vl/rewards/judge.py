@@ -68,7 +68,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class Judge:
-    """A reward function: the number that the model replies, divided by `scale`.
+    """A reward function: the score that the model replies, as `score_of` reads it.
 
     Args:
         url: of the API, up to its version, such as http://localhost:8000/v1.

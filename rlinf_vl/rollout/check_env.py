@@ -415,28 +415,15 @@ def random_call(heard: str, rng: random.Random) -> str:
 
 def main(arguments: argparse.Namespace) -> int:
     """0 if nothing breaks the contract, 1 if something does. Raises ConfigError: there is nothing to play."""
-    kwargs: dict[str, Any] = {}
-    form: dict[str, Any] = {}
-    for text in arguments.overrides:
-        name, equals, value = text.partition("=")
-        try:
-            given = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{text!r}: its value is not YAML: {error}") from error
-        if not equals:
-            raise ConfigError(f"{text!r}: write key=value, a keyword of the environment's constructor")
-        if name.startswith("data."):
-            form[name.removeprefix("data.")] = given
-        else:
-            kwargs[name] = given
+    kwargs, form = parsed_overrides(arguments.overrides, "a keyword of the environment's constructor")
     try:
         kwargs = with_texts(kwargs)
         found = load_env_class(arguments.env_class, {})
         problems = list(keyword_problems(found, kwargs))
-        problems = problems or [f"data.{name}: no such key here" for name in form.keys() - _FORM]
+        problems = problems or [f"data.{name}: no such key here" for name in form.keys() - FORM_KEYS]
         if problems:
             raise ConfigError(*problems)
-        played = [_PROBLEM] if arguments.data is None else _problems(arguments.data, form)
+        played = [_PROBLEM] if arguments.data is None else problems_of(arguments.data, form, MOST_PROBLEMS)
     except (CodeError, RowError) as error:
         raise ConfigError(str(error)) from error
     make = EnvMaker(arguments.env_class, kwargs, {}, _found, 1.0, 0.0)
@@ -448,7 +435,27 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if check.problems else 0
 
 
-_FORM = {one.name for one in fields(RowFormat)}
+#: Keys of `data` that say how a row is read.
+FORM_KEYS = {one.name for one in fields(RowFormat)}
+
+
+def parsed_overrides(overrides: Sequence[str], meaning: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return keywords, and the keys of `data.*`, of arguments `key=value`. Raises ConfigError: one is not of this form."""
+    kwargs: dict[str, Any] = {}
+    form: dict[str, Any] = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        try:
+            given = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{text!r}: its value is not YAML: {error}") from error
+        if not equals:
+            raise ConfigError(f"{text!r}: write key=value, {meaning}")
+        if name.startswith("data."):
+            form[name.removeprefix("data.")] = given
+        else:
+            kwargs[name] = given
+    return kwargs, form
 
 
 def _found(problem: Problem, response: str) -> bool:
@@ -458,8 +465,8 @@ def _found(problem: Problem, response: str) -> bool:
     return problem.answer in response
 
 
-def _problems(path: str, form: dict[str, Any]) -> list[Problem]:
-    """The first rows of a data set."""
+def problems_of(path: str, form: dict[str, Any], most: int) -> list[Problem]:
+    """Return the first rows of a data set, at most so many."""
     try:
         columns = open_source(path, "train").rows.column_names
         given = RowFormat(**form)
@@ -468,4 +475,4 @@ def _problems(path: str, form: dict[str, Any]) -> list[Problem]:
         dataset = ProblemDataset([path], "train", RowFormat(**form))
     except ValueError as error:
         raise ConfigError(f"--data: {error}") from error
-    return [dataset[row] for row in range(min(MOST_PROBLEMS, len(dataset)))]
+    return [dataset[row] for row in range(min(most, len(dataset)))]

@@ -48,7 +48,9 @@ def rewards(q: Quantities) -> Iterator[Derived]:
             weighted = isinstance(weights, list) and len(weights) == len(kept)
             functions.append(ours | ({"weight": weights[i]} if weighted else {}))
         if functions:
-            yield Derived("reward.functions", functions)
+            boxed = [name for name in kept if name.rpartition(".")[2] in BOXED_REWARDS]
+            note = f"math pays an answer in \\boxed{{}} only; {', '.join(boxed)} reads others: ask for the box in data.prompt_suffix"
+            yield Derived("reward.functions", functions, note if boxed else "")
         if unknown:
             q.refused["reward_names"] = (
                 f"add {', '.join(f'path/to/file.py:{name}' for name in unknown)} to reward.functions"
@@ -63,6 +65,8 @@ NAMED_REWARDS: dict[str, dict[str, Any]] = {
     "format": {"function": "format", "kwargs": {"tags": ["think", "answer"]}},
     "get_soft_overlong_punishment": {"function": "overlong", "kwargs": {"max_tokens": 1280, "buffer": 256}},
 }
+#: Those that read formulas outside of a box, too, which `math` does not.
+BOXED_REWARDS = {"accuracy_reward", "reasoning_accuracy_reward", "accuracy"}
 
 
 def prompts(q: Quantities) -> Iterator[Derived]:

@@ -6,6 +6,7 @@ import io
 import json
 import threading
 import time
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -189,3 +190,21 @@ def test_requests_wait_for_their_turn(serve):
 def test_settings_that_cannot_work_are_refused(kwargs, said):
     with pytest.raises(CodeError, match="'judge'.*" + said.replace("{", "\\{")):
         named_function("judge", kwargs, ["127.0.0.1"])
+
+
+def test_replies_kept_by_an_older_reading_are_not_read(serve, tmp_path):
+    """A reply that was kept under the key of before, which had no version, is asked for anew."""
+    server = serve(lambda number, body: (200, "0/1", {}))
+    (score,) = judged(server, ["x"])
+    assert score.reward == 0.0 and not score.ungraded
+    _, body = server.asked[0]
+    address = f"http://127.0.0.1:{server.server_port}/v1/chat/completions"
+    digest = sha256(address.encode() + b"\0" + json.dumps(body, sort_keys=True).encode()).hexdigest()
+    kept = tmp_path / "cache" / "judge" / digest[:2] / digest[2:]
+    assert not kept.exists()
+    (new,) = [path for path in (tmp_path / "cache" / "judge").glob("??/*") if path.read_text() == "0/1"]
+    new.unlink()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text("1")
+    (score,) = judged(server, ["x"])
+    assert score.reward == 0.0 and len(server.asked) == 2

@@ -1,0 +1,297 @@
+"""`python -m rlinf_vl check-reward`: tries a reward function on good, bad and hostile answers, as a run would call it.
+
+A function of the user's own runs in processes with the limits of a run, so that one that hangs, crashes or exits is reported
+and harms nothing. Two things are told apart: what breaks the contract (BROKEN, exit code 1) and what is worth a look (LOOK).
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from PIL import Image
+
+from rlinf_vl.code import CodeError, is_code
+from rlinf_vl.config import load_config
+from rlinf_vl.data.dataset import ProblemDataset, open_datasets
+from rlinf_vl.data.images import to_image_ref
+from rlinf_vl.data.sources import FILE_FORMATS, HUB_PREFIX
+from rlinf_vl.data.unusable import RowError, shorten
+from rlinf_vl.envs.registry import ENVIRONMENTS
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.rewards.named import NAMED
+from rlinf_vl.rewards.processes import Limits
+from rlinf_vl.rewards.result import RIGHT, Answer, Result
+from rlinf_vl.rewards.scoring import Part, Scorer, make_scorer
+from rlinf_vl.rollout.check_env import FORM_KEYS, HOSTILE, parsed_overrides, problems_of
+from rlinf_vl.rollout.rehearsal import reference_of
+from rlinf_vl.types import Problem
+
+#: Forms of a right answer, by what they are.
+RIGHT_FORMS = {
+    "right, boxed": "The answer is \\boxed{{{}}}.",
+    "right, bare": "{}",
+    "right, in <answer>": "<answer>{}</answer>",
+    "right, behind thoughts": "<think>I look at it.</think>\\boxed{{{}}}",
+}
+WRONG, EMPTY = "wrong, boxed", "nothing"
+#: Answers that are right for no row. Numbers that many rows have are among the last.
+OTHERS = HOSTILE | {
+    "I don't know": "I don't know.",
+    "an open thought": "<think>I look at it",
+    "every number to 200": " ".join(map(str, range(201))),
+    "every letter": "A B C D (A) (B) (C) (D)",
+}
+#: Those that nobody would call an answer.
+NO_ANSWERS = {EMPTY, "blanks", "100,000 characters", "control tokens", "I don't know", "odd characters"}
+#: A function is a grader if it pays a right answer more than a wrong one by this share of all that it pays.
+GRADER_SHARE = 0.1
+SIDE_BY_SIDE = 16
+MOST_ROWS = 4
+SLOW_S = 1.0
+PROCESSES = 2
+MEMORY_GB = 4.0
+
+
+def _sample(row_id: str, question: str, answer: str, **columns: Any) -> Problem:
+    message = {"role": "user", "content": [{"type": "text", "text": question}]}
+    picture = np.zeros((240, 320, 3), np.uint8)
+    return Problem(row_id, (message,), answer, (to_image_ref(Image.fromarray(picture), root=None),), None, columns)
+
+
+def samples(name: str) -> list[Problem]:
+    """Return the rows that a function is tried on where none are given: numbers, or what a named function reads."""
+    if name == "choice":
+        options = ["square", "circle", "triangle"]
+        return [_sample("sample:0", "Which shape is it?", "B", options=options)]
+    if name in ("bbox_giou", "point_in_box"):
+        return [_sample("sample:0", "Where is the cat?", "[20, 30, 120, 130]")]
+    if name in ("exact", "exact_alnum", "anls"):
+        return [_sample("sample:0", "Which colour is it?", "dark blue")]
+    return [_sample("sample:0", "What is 6 × 7?", "42"), _sample("sample:1", "What is half of 7?", "3.5")]
+
+
+@dataclass
+class RewardCheck:
+    """The trial of one function.
+
+    Attributes:
+        paid: what each kind of answer was paid, by kind: one value a row, None where there was no score.
+        failures: why there was no score, by kind.
+        problems: what breaks the contract: a sentence, and the kinds of answers.
+        notes: what is worth a look.
+        seconds: the longest time of an answer, and which it was.
+    """
+
+    name: str
+    scorer: Scorer
+    limit_s: float
+    paid: dict[str, list[float | None]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    seconds: tuple[float, str] = (0.0, "")
+    correct: dict[str, list[bool]] = field(default_factory=dict)
+
+    @property
+    def part(self) -> Part:
+        return self.scorer.parts[0]
+
+    def run(self, problems: Sequence[Problem]) -> None:
+        """Try every answer to every row one by one, then some side by side, again, and without the row's columns."""
+        for number, problem in enumerate(problems):
+            other = reference_of(problems[(number + 1) % len(problems)]) if len(problems) > 1 else ""
+            for kind, text in answers_to(problem, other).items():
+                self.record(kind, self.score(problem, [text], kind)[0])
+        self.side_by_side(problems[0])
+        if problems[0].columns:
+            self.without_columns(problems[0])
+        self.judge()
+
+    def score(self, problem: Problem, texts: Sequence[str], kind: str) -> list[Result | Exception]:
+        """Return what the function says of answers that come together, or why it says nothing."""
+        begun = time.monotonic()
+        given = [_answer(text) for text in texts]
+        results = [_outcome(future) for future in self.part.begin(problem, given)]
+        elapsed_s = time.monotonic() - begun
+        is_start = not self.paid  # of a process, which imports the function's file
+        if elapsed_s > self.seconds[0] and not is_start and len(texts) == 1:
+            self.seconds = elapsed_s, kind
+        return results
+
+    def record(self, kind: str, outcome: Result | Exception) -> None:
+        value = None
+        if isinstance(outcome, Exception):
+            self.failures[kind] = shorten(f"{type(outcome).__name__}: {outcome}", 200)
+            self.problems.setdefault(self.failures[kind], []).append(kind)
+        else:
+            value = outcome.value
+            if outcome.correct is not None or value is not None:
+                is_right = outcome.correct if outcome.correct is not None else (value or 0.0) >= RIGHT
+                self.correct.setdefault(kind, []).append(is_right)
+        self.paid.setdefault(kind, []).append(value)
+
+    def side_by_side(self, problem: Problem) -> None:
+        """Score answers at once, in one group, and compare with what they were paid one by one."""
+        kinds = list(answers_to(problem, ""))[:SIDE_BY_SIDE]
+        texts = [answers_to(problem, "")[kind] for kind in kinds]
+        together = self.score(problem, texts, "a group")
+        for kind, outcome in zip(kinds, together, strict=True):
+            first = self.paid.get(kind, [None])[0]
+            if isinstance(outcome, Exception):
+                if kind not in self.failures:
+                    reason = f"{type(outcome).__name__}: {outcome}"
+                    self.problems.setdefault(f"in a group of {len(kinds)} answers: {shorten(reason, 200)}", []).append(kind)
+            elif kind not in self.failures and kind != WRONG and outcome.value != first:
+                self.notes.append(
+                    f"{kind!r} is paid {_number(first)} alone and {_number(outcome.value)} in a group of {len(kinds)} answers: "
+                    "what a function keeps between calls, or draws at random, changes rewards"
+                )
+                break
+
+    def without_columns(self, problem: Problem) -> None:
+        """Score a right answer to a row with nothing but question, answer and images."""
+        kind = "right, boxed"
+        (outcome,) = self.score(replace(problem, columns={}), [answers_to(problem, "")[kind]], kind)
+        if isinstance(outcome, Exception) and kind not in self.failures:
+            self.notes.append(f"without the row's other columns there is no score: {shorten(str(outcome), 160)}")
+
+    def judge(self) -> None:
+        """Compare what kinds of answers were paid."""
+        every = [value for values in self.paid.values() for value in values if value is not None]
+        if not every:
+            return
+        if min(every) < 0 or max(every) > 1:
+            self.notes.append(
+                f"it pays {min(every):g} to {max(every):g}; 0 and 1 are what reward.reward_min_val and reward.reward_max_val stand "
+                "for, and other values go beyond these"
+            )
+        right = max(self._mean(kind) for kind in RIGHT_FORMS)
+        wrong = self._mean(WRONG)
+        if not is_code(self.name) and not NAMED[self.name].judges:
+            return
+        if right - wrong <= GRADER_SHARE * (max(every) - min(every)):
+            self.notes.append(
+                f"right and wrong answers are paid alike ({right:g} and {wrong:g}): fine for one that looks at the form only; a "
+                "grader reads another form, or these rows' answers are not of its kind (--data FILE)"
+            )
+            return
+        for kind, values in self.paid.items():
+            paid = [value for value in values if value is not None]
+            is_paid = kind not in RIGHT_FORMS and paid and max(paid) >= right
+            if is_paid and kind in NO_ANSWERS:
+                self.problems.setdefault(f"it pays {max(paid):g} for what is no answer, as for a right one", []).append(kind)
+            elif is_paid:
+                self.notes.append(f"it pays {max(paid):g} for {kind!r}, as for a right answer: a policy would find that")
+        refused = [kind for kind in RIGHT_FORMS if self._mean(kind) < right]
+        if refused:
+            self.notes.append(
+                f"it pays less for {', '.join(map(repr, refused))}: ask for the form that it reads in data.prompt_suffix"
+            )
+
+    def _mean(self, kind: str) -> float:
+        values = [value for value in self.paid.get(kind, ()) if value is not None]
+        return sum(values) / len(values) if values else -math.inf
+
+    def report(self, rows: Sequence[Problem]) -> Iterator[str]:
+        """Yield the table of payments, what was found, and the verdict."""
+        width = max(map(len, self.paid))
+        yield f"{'answer':<{width}}  paid for {', '.join(problem.id for problem in rows)}"
+        for kind, values in self.paid.items():
+            reason = f"  {self.failures[kind]}" if kind in self.failures else ""
+            yield f"{kind:<{width}}  {' '.join(f'{_number(value):>6}' for value in values)}{reason}".rstrip()
+        yield f"slowest answer: {self.seconds[0]:.2g} s ({self.seconds[1]})"
+        if self.seconds[0] > SLOW_S:
+            yield f"LOOK: an answer took over {SLOW_S:g} s; a step of training waits for its slowest answer"
+        for note in dict.fromkeys(self.notes):
+            yield f"LOOK: {note}"
+        for problem, kinds in self.problems.items():
+            often = f", and {len(kinds) - 1} more" if len(kinds) > 1 else ""
+            yield f"BROKEN: {problem} [{kinds[0]}{often}]"
+        count = sum(map(len, self.paid.values()))
+        if any("is no column of the row" in problem for problem in self.problems):
+            yield "LOOK: it reads columns that these rows lack; give rows that have them with --data FILE"
+        if self.problems:
+            yield f"{self.name} breaks the contract in {len(self.problems)} ways"
+            return
+        right = max(self._mean(kind) for kind in RIGHT_FORMS)
+        wrong = self._mean(WRONG)
+        yield f"{self.name} holds the contract: {count} answers to {len(rows)} rows, a right one is paid {right:g}, a wrong one {wrong:g}"
+
+
+def answers_to(problem: Problem, other: str) -> dict[str, str]:
+    """Return the answers that are tried, by kind; `other` is the reference of another row."""
+    right = reference_of(problem)
+    texts = {kind: form.format(right) for kind, form in RIGHT_FORMS.items()}
+    return texts | {WRONG: f"The answer is \\boxed{{{wrong_answer(right, other)}}}."} | OTHERS
+
+
+def wrong_answer(right: str, other: str) -> str:
+    """Return an answer of the same kind that is wrong: another row's, or this one with its digits or letter changed."""
+    if other.strip() and other != right:
+        return other
+    changed = right.translate(str.maketrans("0123456789ABCD", "9876012345BADC"))
+    return changed if changed != right else f"no {right}"
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Return 0 if nothing breaks the contract, 1 if something does. Raises ConfigError: there is nothing to try."""
+    name = arguments.function
+    kwargs, form = parsed_overrides(arguments.overrides, "a keyword of the function")
+    if unknown := sorted(form.keys() - FORM_KEYS):
+        raise ConfigError(*(f"data.{key}: no such key here" for key in unknown))
+    try:
+        bounds, rows = (1.0, 0.0), samples(name)
+        if arguments.data is not None:
+            bounds, rows = rows_of(arguments.data, form)
+        hosts = [urlsplit(str(kwargs["url"])).hostname or ""] if name == "judge" and "url" in kwargs else []
+        entry = {"function": name, "kwargs": kwargs}
+        limits = Limits(arguments.time_limit, MEMORY_GB, PROCESSES)
+        scorer = make_scorer([entry], reward_max=bounds[0], reward_min=bounds[1], files={}, limits=limits, hosts=hosts)
+    except (CodeError, RowError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if not rows:
+        raise ConfigError(f"--data: {arguments.data} has no row with an answer")
+    check = RewardCheck(name, scorer, arguments.time_limit)
+    try:
+        check.run(rows)
+    finally:
+        scorer.close()
+    if bounds != (1.0, 0.0):
+        check.notes.append(f"in a run of {arguments.data}, 0 is a reward of {bounds[1]:g}, and 1 is one of {bounds[0]:g}")
+    if not is_code(name) and not NAMED[name].judges:
+        check.notes.append("it looks at the form or the length only: name a grader before it in reward.functions")
+    print("\n".join(check.report(rows)))
+    return 1 if check.problems else 0
+
+
+def rows_of(data: str, form: dict[str, Any]) -> tuple[tuple[float, float], list[Problem]]:
+    """Return reward_max_val and reward_min_val, and the first rows with an answer, of a config or a data set."""
+    is_data = data.startswith(HUB_PREFIX) or Path(data).is_dir() or Path(data).suffix in FILE_FORMATS
+    if is_data:
+        return (1.0, 0.0), problems_of(data, form, MOST_ROWS)
+    config = load_config(data, [f"data.{key}={value}" for key, value in form.items()])
+    dataset: ProblemDataset = open_datasets(config.data, ENVIRONMENTS)["train"]
+    rows = [dataset[row] for row in range(min(MOST_ROWS, len(dataset)))]
+    return (config.reward.reward_max_val, config.reward.reward_min_val), [row for row in rows if row.answer]
+
+
+def _answer(text: str) -> Answer:
+    return Answer(text, text.rpartition("</think>")[2], tuple(range(len(text.split()))))
+
+
+def _outcome(future: "Future[Result]") -> Result | Exception:
+    try:
+        return future.result()
+    except Exception as error:
+        return error
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
