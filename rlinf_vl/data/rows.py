@@ -252,8 +252,12 @@ def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
     text = answer_text(value)
     if text is None and isinstance(value, (dict, list)) and within is not None:  # what one's own function reads
         text = json.dumps(_plain(value), ensure_ascii=False)
-    if text is None or isinstance(value, str) and text.strip().lower() == "nan":  # as tables of strings hold a missing value
-        reason = f"column {key!r} holds {_shown(value)}: expected a text, a finite number, true or false, or a list of these"
+    if (
+        text is None or isinstance(value, str) and text.strip().lower() == "nan"
+    ):  # as tables of strings hold a missing value
+        reason = (
+            f"column {key!r} holds {_shown(value)}: expected a text, a finite number, true or false, or a list of these"
+        )
         raise RowError(row_id, ANSWER_UNUSABLE, reason)
     return text
 

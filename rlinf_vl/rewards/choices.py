@@ -39,7 +39,9 @@ _LETTER = (
 )
 _ALONE = re.compile(r"[(\[{]?\s*([A-Za-z])\s*[)\]}]?\s*[.:,)]?")
 _LED = re.compile(r"(?:[(\[{]\s*([A-Za-z])\s*[)\]}]\s*[.:,-]?|([A-Z])\s*(?:[).:,]|\s[-–—])(?=\s))\s*(\S.*)")
-_NAMED = re.compile(rf"(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer|letter)\s*[:=]?\s*{_MARKS}{_LETTER}", re.I)
+_NAMED = re.compile(
+    rf"(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer|letter)\s*[:=]?\s*{_MARKS}{_LETTER}", re.I
+)
 #: Words that may follow a letter which is not an article: "the answer is A because …".
 _CONNECTORS = (
     r"(?:because|since|as|so|for|due|given|which|where|while|whereas|with|by|based|from|in|on|here|too|and|or|but|not|is|are|"
@@ -64,9 +66,12 @@ _CORRECT = re.compile(
 _COORDINATED = re.compile(
     rf"{_MARKS}\(?\s*(?:,|/|&|\+|;|\||\\|…|[-–—.](?=[A-Z])|\b(?:or|and|and/or|to|through|versus|vs)\b)\s*"
     rf"(?:(?:or|and|no|either|possibly|maybe|perhaps|option|choice|mean|i)\b,?\s*)*{_MARKS}{_LETTER}"
-    r"(?!\s+(?:is|are|was|has|does|do|would|looks|seems|cannot|can)\b)|[ \t]+(?P<spaced>[A-Z])(?![\w'’]|\s+(?:is|are|was|has|does|would|cannot|can)\b)"
+    r"(?!\s+(?:is|are|was|has|does|do|would|looks|seems|cannot|can)\b)"
+    r"|[ \t]+(?P<spaced>[A-Z])(?![\w'’]|\s+(?:is|are|was|has|does|would|cannot|can)\b)"
 )
-_MENTION = re.compile(rf"(?:\b(?:option|choice|answer)\s+{_MARKS}{_LETTER})|[(\[](?P<only>[A-Za-z])[)\]]", re.IGNORECASE)
+_MENTION = re.compile(
+    rf"(?:\b(?:option|choice|answer)\s+{_MARKS}{_LETTER})|[(\[](?P<only>[A-Za-z])[)\]]", re.IGNORECASE
+)
 _DENIED = re.compile(rf"\b{_DENIAL}\b|n['’]t\b", re.IGNORECASE)
 #: A denial of what follows on it.
 _DENIED_BEFORE = re.compile(
@@ -305,7 +310,9 @@ class Reader:
         if re.match(r"if|whether|suppos|assum|unless", before) or sentence.endswith("?"):
             return None
         is_denied = bool(before) or _DOUBT.search(_clause_before(text, match.start())) is not None
-        if denial := re.match(r"(?:(?:definitely|clearly|certainly|surely|obviously)\s+)?(?:not|never|n['’]t)\b\s*", sentence):
+        if denial := re.match(
+            r"(?:(?:definitely|clearly|certainly|surely|obviously)\s+)?(?:not|never|n['’]t)\b\s*", sentence
+        ):
             is_denied, sentence = True, sentence[denial.end() :]
             if replaced := re.search(r"\b(?:but|rather)\b\s*(?:it\s+is\s+)?", sentence):
                 is_denied, sentence = False, sentence[replaced.end() :]

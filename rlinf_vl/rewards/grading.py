@@ -30,9 +30,9 @@ def grade(name: str, /, response: str, answer: Any, **row: Any) -> float:
         name: as in `reward.functions`.
         response: the whole response, thoughts included.
         answer: the reference, of any type that a row may have.
-        row: the row's other columns, and keywords of the function (`kwargs` of its entry). `prompt` is the question as text or
-            messages, `images` a list of PIL images, bytes or paths within the working folder; `response_tokens` or `response_ids` are wanted by
-            functions that pay for length.
+        row: the row's other columns, and keywords of the function (`kwargs` of its entry). `prompt` is the question as
+            text or messages, `images` a list of PIL images, bytes or paths within the working folder; functions that pay
+            for length want `response_tokens` or `response_ids`.
 
     Returns:
         The score; 0.0 where a named function comes to no verdict, as in a run, and where the score is None.

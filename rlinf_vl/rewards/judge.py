@@ -52,7 +52,10 @@ _LABEL = (
     r"(?:(?:i(?:['’]d|\s+would)\s+|i\s+)?(?:give|rate|grade|score|assign)\s+(?:(?:it|this|(?:the|this)\s+(?:response|answer))\s+)?"
     rf"(?:(?:a|an|the)\s+{_GRADE}\s+of|an?|as|at|with)?|(?:(?:my|the|this|final|overall)\s+)*{_GRADE}[*_\"']*\s*(?:is|of|would\s+be)?)?"
 )
-_REPLY = re.compile(rf"[\s*_`\"'(\[$]{{0,9}}{_LABEL}[\s*_`\"'(\[:=$]{{0,9}}{_VALUE}[\s*_`\"')\].!$]{{0,9}}(?P<rest>(?:\n|\s\().*)?", re.DOTALL | re.I)
+_REPLY = re.compile(
+    rf"[\s*_`\"'(\[$]{{0,9}}{_LABEL}[\s*_`\"'(\[:=$]{{0,9}}{_VALUE}[\s*_`\"')\].!$]{{0,9}}(?P<rest>(?:\n|\s\().*)?",
+    re.DOTALL | re.I,
+)
 _DIGIT = re.compile(r"[0-9]")
 #: A remark that may contradict the number: "1 (wrong)".
 _REMARK = re.compile(r"\(?\s*(?:(?P<wrong>wrong|incorrect|false|not|no)|right|correct|true|yes)\b", re.IGNORECASE)

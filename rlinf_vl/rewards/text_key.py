@@ -61,7 +61,11 @@ def _without_enclosures(text: str) -> str:
                 break
         else:
             between = text[1:-1]
-            if text[:1] + text[-1:] in ("()", "[]", "{}") and not re.search(r"[()\[\]{},;]", between) and between.strip():
+            if (
+                text[:1] + text[-1:] in ("()", "[]", "{}")
+                and not re.search(r"[()\[\]{},;]", between)
+                and between.strip()
+            ):
                 inner = between.strip()
         if inner == text:
             break

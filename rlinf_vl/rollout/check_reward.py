@@ -147,7 +147,9 @@ class RewardCheck:
             if isinstance(outcome, Exception):
                 if kind not in self.failures:
                     reason = f"{type(outcome).__name__}: {outcome}"
-                    self.problems.setdefault(f"in a group of {len(kinds)} answers: {shorten(reason, 200)}", []).append(kind)
+                    self.problems.setdefault(f"in a group of {len(kinds)} answers: {shorten(reason, 200)}", []).append(
+                        kind
+                    )
             elif kind not in self.failures and kind != WRONG and outcome.value != first:
                 self.notes.append(
                     f"{kind!r} is paid {_number(first)} alone and {_number(outcome.value)} in a group of {len(kinds)} answers: "
@@ -186,9 +188,13 @@ class RewardCheck:
             paid = [value for value in values if value is not None]
             is_paid = kind not in RIGHT_FORMS and paid and max(paid) >= right
             if is_paid and kind in NO_ANSWERS:
-                self.problems.setdefault(f"it pays {max(paid):g} for what is no answer, as for a right one", []).append(kind)
+                self.problems.setdefault(f"it pays {max(paid):g} for what is no answer, as for a right one", []).append(
+                    kind
+                )
             elif is_paid:
-                self.notes.append(f"it pays {max(paid):g} for {kind!r}, as for a right answer: a policy would find that")
+                self.notes.append(
+                    f"it pays {max(paid):g} for {kind!r}, as for a right answer: a policy would find that"
+                )
         refused = [kind for kind in RIGHT_FORMS if self._mean(kind) < right]
         if refused:
             self.notes.append(
@@ -222,7 +228,8 @@ class RewardCheck:
             return
         right = max(self._mean(kind) for kind in RIGHT_FORMS)
         wrong = self._mean(WRONG)
-        yield f"{self.name} holds the contract: {count} answers to {len(rows)} rows, a right one is paid {right:g}, a wrong one {wrong:g}"
+        tried = f"{count} answers to {len(rows)} rows"
+        yield f"{self.name} holds the contract: {tried}, a right one is paid {right:g}, a wrong one {wrong:g}"
 
 
 def answers_to(problem: Problem, other: str) -> dict[str, str]:
@@ -264,7 +271,9 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         scorer.close()
     if bounds != (1.0, 0.0):
-        check.notes.append(f"in a run of {arguments.data}, 0 is a reward of {bounds[1]:g}, and 1 is one of {bounds[0]:g}")
+        check.notes.append(
+            f"in a run of {arguments.data}, 0 is a reward of {bounds[1]:g}, and 1 is one of {bounds[0]:g}"
+        )
     if not is_code(name) and not NAMED[name].judges:
         check.notes.append("it looks at the form or the length only: name a grader before it in reward.functions")
     print("\n".join(check.report(rows)))

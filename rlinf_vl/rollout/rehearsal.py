@@ -95,7 +95,7 @@ def rehearse(config: Config, model_path: str) -> Rehearsal:
     entries = [entry for entry in config.reward.entries if entry not in asking]
     scorer = scorer_of(config, entries)
     make_env = env_maker_of(config, scorer)
-    played_env = replace(make_env, grade=partial(_grade, scorer, make_env)) if needsreference_of(config) else make_env
+    played_env = replace(make_env, grade=partial(_grade, scorer, make_env)) if needs_reference(config) else make_env
     try:
         tokens = _usable_rows(config, dataset, RowCheck(config, prompts, make_env))
         tried = [dataset[row] for row in list(tokens)[:TRIED_ROWS]]
@@ -247,7 +247,7 @@ def _begin_episode(calls: Calls, make_env: EnvMaker, prompts: Prompts, problem: 
 def _grade(scorer: Scorer, make_env: EnvMaker, problem: Problem, response: str) -> bool:
     """Grade for an environment. Raises ValueError: there is nothing to grade against."""
     if not problem.answer:
-        raise ValueError(withoutreference_of(make_env.name_of(problem), problem))
+        raise ValueError(without_reference(make_env.name_of(problem), problem))
     return scorer.grade(problem, response)
 
 

@@ -155,7 +155,10 @@ def test_settings_keep_their_meaning(tmp_path, system):
 
 
 def test_a_converted_accuracy_reward_says_that_only_boxed_answers_are_paid(tmp_path):
-    text = render(made_of(tmp_path, TRL.replace("[accuracy_reward]", "[think_format_reward, accuracy_reward]"), "train.py"), "train.py")
+    text = render(
+        made_of(tmp_path, TRL.replace("[accuracy_reward]", "[think_format_reward, accuracy_reward]"), "train.py"),
+        "train.py",
+    )
     (line,) = [line for line in text.splitlines() if "function: math" in line]
     assert "math pays an answer in \\boxed{} only" in text and "accuracy_reward reads others" in text, line
     made = made_of(tmp_path, TRL.replace("[accuracy_reward]", "[get_soft_overlong_punishment]"), "train.py")

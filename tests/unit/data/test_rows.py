@@ -206,7 +206,20 @@ def test_images_of_a_system_message_go_with_it() -> None:
     assert contents(placed) == [["Mine."], [url(A), url(B), "?"]] and len(placed.images) == 2
 
 
-UNUSABLE = [None, "", "  ", float("nan"), float("-inf"), "NaN", [], [None], [1, "x"], [1, None], [[1], []], {"value": 6}]
+UNUSABLE = [
+    None,
+    "",
+    "  ",
+    float("nan"),
+    float("-inf"),
+    "NaN",
+    [],
+    [None],
+    [1, "x"],
+    [1, None],
+    [[1], []],
+    {"value": 6},
+]
 
 
 @pytest.mark.parametrize("value", UNUSABLE)

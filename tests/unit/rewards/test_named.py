@@ -92,7 +92,10 @@ def test_exact():
     for said in ("", "It is 42", "\\boxed{42", "\\boxed{4} 42", "4 2"):
         assert scored("exact", said, "42").value == 0.0
     assert scored("exact", "a  b", "a b").value == 1.0 and scored("exact", "A b", "a b").value == 0.0
-    assert scored("exact_alnum", "Ice-cream.", "ice Cream").value == 1.0 and scored("exact_alnum", "ab c", "ab").value == 0.0
+    assert (
+        scored("exact_alnum", "Ice-cream.", "ice Cream").value == 1.0
+        and scored("exact_alnum", "ab c", "ab").value == 0.0
+    )
     assert scored("exact_alnum", "...", "?").value == 0.0
     assert (
         scored("exact", "blue", '["azure", "blue"]').value

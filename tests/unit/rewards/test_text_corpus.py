@@ -1,4 +1,4 @@
-"""The corpora of `choice`, `exact`, `exact_alnum` and of judges' replies: pairs with reasons, right ones paid and wrong ones refused."""
+"""The corpora of `choice`, `exact`, `exact_alnum` and judges' replies: right answers are paid and wrong ones refused."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,8 @@ def mistakes(name: str, paid: bool) -> list[str]:
     return [
         f"{pair['response'][:80]!r} for {pair['answer']!r} {pair.get('row', '')}: {pair['why']}"
         for pair in pairs(name)
-        if pair["paid"] is paid and bool(grade(name, pair["response"], pair["answer"], **pair.get("row", {}))) is not paid
+        if pair["paid"] is paid
+        and bool(grade(name, pair["response"], pair["answer"], **pair.get("row", {}))) is not paid
     ]
 
 

@@ -92,8 +92,13 @@ def test_named_functions_hold_the_contract(check, name: str) -> None:
 
 def test_the_table_says_what_each_kind_of_answer_was_paid(check) -> None:
     _, text = check("math")
-    paid = {line[:24].strip(): line[24:].split() for line in text.splitlines() if line[24:].split()[:1] in (["0"], ["1"])}
-    assert paid["right, boxed"] == ["1", "1"] and paid["right, bare"] == paid["nothing"] == paid["wrong, boxed"] == ["0", "0"]
+    paid = {
+        line[:24].strip(): line[24:].split() for line in text.splitlines() if line[24:].split()[:1] in (["0"], ["1"])
+    }
+    assert paid["right, boxed"] == ["1", "1"] and paid["right, bare"] == paid["nothing"] == paid["wrong, boxed"] == [
+        "0",
+        "0",
+    ]
     assert "ask for the form that it reads in data.prompt_suffix" in text
 
 
