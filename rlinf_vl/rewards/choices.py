@@ -87,7 +87,7 @@ _DOUBT = re.compile(
 )
 #: What takes back the answer before it.
 _RETRACTION = re.compile(
-    r"(?:^|[\s.,;(])(?:no\s*[,.;:!]|wait\b|actually\b|correction\b|sorry\b|scratch\s+that|i\s+meant?\b|on\s+second\s+thought|"
+    r"(?:^|[\s.,;(])(?:no\s*[,.;:!]|wait\b|actually\b|correction\b|sorry\b|scratch\s+that|(?:just\s+)?kidding\b|i\s+meant?\b|on\s+second\s+thought|"
     r"\(\s*(?:not|no|wrong|incorrect|false)\b)|"
     r"^[^.\n]{0,60}?\b(?:which|that|it|this)\s+(?:is|was)\s+(?:wrong|incorrect|false|not\s+(?:right|correct|true))\b",
     re.IGNORECASE,
@@ -279,7 +279,19 @@ class Reader:
                 letter, end = claim.letter, claim.end
             elif claim.letter == letter:
                 letter = None
-        return None if _RETRACTION.search(text[end:]) else letter
+        is_doubtful = end > 0 and letter is not None and self._names_another(letter, text[end:])
+        return None if is_doubtful or _RETRACTION.search(text[end:]) else letter
+
+    def _names_another(self, letter: str, rest: str) -> bool:
+        """Return whether the sentence goes on to another option that it does not deny, before it gives its reasons."""
+        sentence = re.split(r"[.!?]\s|\n|\b(?:because|since|as|while|whereas)\b", rest, maxsplit=1)[0]
+        for match in re.finditer(rf"(?<!\w){_LETTER}", sentence):
+            other = self._letter(_letter_in(match))
+            is_article = match["bare"] in ("A", "I") and re.match(r"\s+[a-z]", sentence[match.end() :])
+            near = sentence[max(0, match.start() - NEAR) : match.end() + NEAR]
+            if other not in (None, letter) and not is_article and not _DENIED.search(near):
+                return True
+        return False
 
     def _claims(self, text: str) -> list["Claim"]:
         """Return the announcements of a text, in order."""
@@ -295,7 +307,8 @@ class Reader:
                 continue
             verdict = re.split(r",|\b(?:since|because|as|so|but)\b", match[0], maxsplit=1)[0]
             is_denied = _DENIED.search(verdict) is not None
-            if not is_denied and not _CORRECT.match(match["rest"]):
+            is_conditional = re.search(r"\b(?:if|unless)\b", match["rest"]) is not None
+            if not is_denied and (is_conditional or not _CORRECT.match(match["rest"])):
                 continue
             is_denied = is_denied or _DOUBT.search(_clause_before(text, match.start())) is not None
             is_joined = _JOINED.search(before.rstrip()) is not None
@@ -336,7 +349,8 @@ class Reader:
                 other = _letter_in(coordinated) or coordinated["spaced"]
                 if self._letter(other) not in (None, letter):
                     return claim(None, False)
-            if match["verb"] and re.match(r"\s+(?:is|are|was)\b", rest):
+            is_subject = re.match(r"\s+(?:is|are|was)\s+what\b", rest) is not None
+            if is_subject or match["verb"] and re.match(r"\s+(?:is|are|was)\b", rest):
                 return claim(None, False)
             if re.match(rf"{_MARKS}\s*(?:if|unless)\b", rest, re.IGNORECASE):
                 return None
