@@ -169,8 +169,10 @@ def test_a_prompt_at_the_limit_is_left_alone_and_one_over_it_is_not(toy, rendere
     if overlong == "cut":
         assert len(player.prompts.of_row(problem_of(LONG)).ids) < n
         return
-    told = f"row p:7: the prompt has {n} tokens, data.max_prompt_length is {n - 1}; raise that, and runner.seq_length, or"
-    with pytest.raises(RowError, match=told) as caught:
+    pattern = (
+        f"row p:7: the prompt has {n} tokens, data.max_prompt_length is {n - 1}; raise that, and runner.seq_length, or"
+    )
+    with pytest.raises(RowError, match=pattern) as caught:
         player.prompts.of_row(problem_of(LONG))
     assert caught.value.kind == PROMPT_TOO_LONG
 
