@@ -4,6 +4,7 @@ A group's arrays are one contiguous buffer. An image that several rows show is a
 every group that shows it; its bytes are read in place.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class GroupStore:
     def __init__(self) -> None:
         self._groups: dict[str, tuple[ray.ObjectRef, set[str]]] = {}
         self._images: dict[str, ray.ObjectRef] = {}
+        self._groups_of_image = Counter[str]()  # how many of the groups show it
 
     def put(self, group: Group, *, own_images: bool = False) -> tuple[ray.ObjectRef, int]:
         """Store a group, and those of its images that aren't stored yet; with `own_images` they travel inside.
@@ -45,6 +47,7 @@ class GroupStore:
         Returns a reference to it and the bytes that this took. The store pins it until `release`: Ray may free an object
         whose only reference travels inside a streamed result before the receiver has registered it.
         """
+        self.release([group.id])  # one of the same name, which was sampled again
         new = []
         for image, _ in group.images:
             if not own_images and len(image.data) > REFERENCE_BYTES and image.hash not in self._images:
@@ -54,15 +57,19 @@ class GroupStore:
         stored = {name: StoredImage(name, self._images[name]) for name in hashes & self._images.keys()}
         reference = ray.put(group.with_images(stored))
         self._groups[group.id] = (reference, hashes)
+        self._groups_of_image.update(hashes)
         sizes = get_local_object_locations([reference, *new])
         return reference, sum(size["object_size"] for size in sizes.values())
 
     def release(self, group_ids: Sequence[str] | None) -> None:
         """Drop these groups (None: all), and the images that no other group shows."""
         for group_id in list(self._groups) if group_ids is None else group_ids:
-            self._groups.pop(group_id, None)
-        shown = set().union(*(hashes for _, hashes in self._groups.values()))
-        self._images = {name: reference for name, reference in self._images.items() if name in shown}
+            _, hashes = self._groups.pop(group_id, (None, ()))
+            for name in hashes:
+                self._groups_of_image[name] -= 1
+                if not self._groups_of_image[name]:
+                    del self._groups_of_image[name]
+                    self._images.pop(name, None)
 
 
 def fetch_surviving(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]:
