@@ -37,7 +37,7 @@ RUN = "examples/reasoning/run_main_grpo_vqa.sh"
 RUN_BY = {
     r'(eval "\$\()?rlinf-vl ': "tests/unit/cli/test_cli.py",
     r"bash tests/run\.sh": "tests/unit/scripts/test_scripts.py",
-    r"bash requirements/install\.sh": "tests/unit/scripts/test_scripts.py",
+    r"(TORCH_INDEX_URL=\S+ )?bash requirements/install\.sh": "tests/unit/scripts/test_scripts.py",
     r"bash ray_utils/\w+\.sh": "tests/unit/scripts/test_ray_utils.py tests/e2e/test_cluster.py",
     r"(sbatch|sky( jobs)? launch) .*examples/launchers/": "tests/unit/scripts/test_launchers.py tests/e2e/test_launchers.py",
     r"\S*python benchmarks/\w+\.py": "tests/integration/test_benchmarks.py",

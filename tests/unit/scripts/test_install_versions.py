@@ -164,12 +164,12 @@ def test_which_torchvision_fits(torch, fits, others):
     assert not any(packages.torchvision_fits(torch, version) for version in others)
 
 
-def test_the_command_leaves_torch_alone_and_the_readme_gives_it(monkeypatch):
+def test_the_command_leaves_torch_alone_and_the_docs_give_it(monkeypatch):
     versions = {"torch": TORCH}
     monkeypatch.setattr(packages, "installed_version", versions.get)
     command = packages.torchvision_command()
     assert "--no-deps" in command and command.endswith(f"'torchvision==0.{int(TORCH.split('.')[1]) + 15}.*'")
-    assert f"`.venv/bin/{command}`" in (ROOT / "README.md").read_text()
+    assert f"`.venv/bin/{command}`" in " ".join((ROOT / "docs/checkpoints.md").read_text().split())
     versions["torch"] = "2.13.0+cpu"
     assert "--index-url https://download.pytorch.org/whl/cpu " in packages.torchvision_command()
 
