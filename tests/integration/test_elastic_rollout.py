@@ -12,26 +12,29 @@ from ray.cluster_utils import Cluster
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
 STORE = 100 * 2**20
-#: An environment whose workers hang while they take weights, as long as a file is there.
+#: A reward function, because a worker runs its file before it takes weights, and an environment's file only with its first
+#: group. Workers hang while they take weights whole, as long as a file is there. What hangs is no method of the worker: Ray
+#: has looked those up before its constructor runs.
 HANGING = """
-import asyncio
 import os
+import sys
+import time
 from pathlib import Path
-from rlinf_vl.envs.single_turn import SingleTurn
-from rlinf_vl.rollout.worker import RolloutRank
 
-class Hanging(SingleTurn):
-    pass
+def nothing(response, answer, **row):
+    return 0.0
 
-load_weights = RolloutRank.load_weights
+if "rlinf_vl.rollout.worker" in sys.modules:
+    from rlinf_vl.rollout import worker
+    received = worker.received
 
-async def hang(self, *arguments):
-    while Path("FOLDER/hang").exists():
-        Path("FOLDER", str(os.getpid())).touch()
-        await asyncio.sleep(0.1)
-    await load_weights(self, *arguments)
+    def hang(strategy, *arguments):
+        while strategy == "object_store" and Path("FOLDER/hang").exists():
+            Path("FOLDER", str(os.getpid())).touch()
+            time.sleep(0.1)
+        yield from received(strategy, *arguments)
 
-RolloutRank.load_weights = hang
+    worker.received = hang
 """
 
 
@@ -89,15 +92,16 @@ class Run:
 
 def test_workers_join_and_leave_with_their_nodes_in_mid_run(cluster, tmp_path):
     first = cluster.add_node(num_cpus=1, object_store_memory=STORE)
-    hanging, environment = tmp_path / "hanging", tmp_path / "hanging.py"
+    hanging, code = tmp_path / "hanging", tmp_path / "hanging.py"
     hanging.mkdir()
-    environment.write_text(HANGING.replace("FOLDER", str(hanging)))
+    code.write_text(HANGING.replace("FOLDER", str(hanging)))
     run = Run(
         cluster,
         tmp_path,
         "cluster.component_placement={actor: nodes 0, rollout: nodes 1}",
         "runner.max_epochs=100",
-        f"rollout.env_class={environment}:Hanging",
+        "runner.max_steps=-1",  # however long nodes take to come and go
+        f"reward.functions=[math, {code}:nothing]",
     )
     try:
         run.until(lambda: len(run.workers()) >= 2, "two steps with one worker")
