@@ -1,4 +1,5 @@
-"""The rows that the torch engine is decoding, on the model: prefilled, decoded by a token each, computed again by new weights."""
+"""The rows that the torch engine decodes: prefill, decoding steps, and recomputation after an
+update."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -23,17 +24,20 @@ from rlinf_vl.types import ImageRef, Request
 
 T = TypeVar("T")
 
-#: Bytes of images' features that stay for requests which show the same images, until weights of the vision tower come.
+#: Bytes of image features cached for requests with the same images, until the vision tower's
+#: weights change.
 FEATURE_BYTES = 2**28
 
 #: Prompt tokens prefilled at once.
 PREFILL_TOKENS = 8192
-#: Finished rows are dropped when they are this share of all (or when their room is wanted).
+#: Finished rows are dropped when they are this share of all (or when new requests need their
+#: memory).
 DROP_SHARE = 0.2
 
 
 class Batch:
-    """Rows S, those of a request one after the other, with what they need for their next token."""
+    """The rows S being decoded, those of a request one after the other, with their caches and
+    samplers."""
 
     def __init__(
         self,
@@ -44,10 +48,16 @@ class Batch:
         merge_size: int,
         device: torch.device,
         sessions: Sessions,
-        room: Callable[[], int],
+        free_bytes: Callable[[], int],
         mixture: Mixture | None,
     ) -> None:
-        """`banned`: bool [V], on the device. `room`: bytes for sessions and more rows. `mixture`: samples have its routes."""
+        """Make an empty batch.
+
+        Args:
+            banned: ids that are never sampled: bool [V], on the device.
+            free_bytes: returns the bytes available for sessions and further rows.
+            mixture: given if samples have routes: the experts of the model.
+        """
         self.model = model
         self.family = family
         self.text_model: Any = model.get_submodule(family.text_model)
@@ -56,28 +66,29 @@ class Batch:
         self.merge_size = merge_size
         self.device = device
         self.sessions = sessions
-        self.room = room
+        self.free_bytes = free_bytes
         self.mixture = mixture
         self.prefilled_tokens = 0
         self.decode_state = family.decode_state(model.config)
         self.cache = DecodeCache(self.decode_state, model.dtype, device)
         self.images = VisionCache(FEATURE_BYTES, device)
         self.rows: list[Row] = []
-        self.sampler: Sampler | None = None  # of these rows, as are their next positions and last ids, int64 [S]
+        # One entry per row: sampling parameters, next position and last id, int64 [S].
+        self.sampler: Sampler | None = None
         self.next_positions = torch.zeros(0, dtype=torch.int64, device=device)
         self.last_ids = torch.zeros(0, dtype=torch.int64, device=device)
 
     def begin(self, admitted: Sequence[Pending], version: int) -> None:
-        """Prefill these requests, and draw their first tokens by the weights of this version."""
+        """Prefill these requests and draw their first tokens. `version`: of the current weights."""
         self.drop_finished()
         first = len(self.rows)
-        for pending in admitted:  # from here on a failure reaches their futures
+        for pending in admitted:  # first, because a failure reaches the futures through the rows
             n = pending.request.sampling.max_new_tokens
             self.rows += [Row(pending, i, uniforms(seed, n).tolist()) for i, seed in enumerate(pending.request.seeds)]
         samples = [len(pending.request.seeds) for pending in admitted]
         hidden, positions = self._append(admitted, samples)
         for pending in admitted:
-            pending.kept = None
+            pending.prefix = None
         counts = torch.tensor(samples, device=self.device)
         self.next_positions = torch.cat([self.next_positions, positions.repeat_interleave(counts)])
         self.last_ids = torch.cat([self.last_ids, self.last_ids.new_zeros(len(self.rows) - first)])
@@ -86,55 +97,62 @@ class Batch:
         self._draw(first, logits, self._sampler_of(self.rows[first:]), version)
 
     def decode(self, version: int) -> None:
-        """One token for every row, by the weights of this version."""
+        """Draw one token for every row. `version`: of the current weights."""
         with span("decode"):
             embeds = self.text_model.get_input_embeddings()(self.last_ids).unsqueeze(1)
             self.cache.begin_step()
             positions = self.next_positions.view(1, -1, 1).expand(4, -1, 1)
             routing = self._routing()
-            more: dict[str, Any] = {} if routing is None else {"routing": routing}
+            # A family without experts has no `routing` parameter.
+            keywords: dict[str, Any] = {} if routing is None else {"routing": routing}
             forward = self.family.text_forward
-            hidden = forward(self.text_model, embeds, positions, None, (), context=self.cache, **more)[:, 0]
+            hidden = forward(self.text_model, embeds, positions, None, (), context=self.cache, **keywords)[:, 0]
             if routing is not None:
-                for row, own in zip(self.rows, self._taken(routing), strict=True):
-                    if not row.over:
-                        row.routes.append(own)
+                for row, token_routes in zip(self.rows, self._recorded_routes(routing), strict=True):
+                    if not row.done:
+                        row.routes.append(token_routes)
             self.next_positions = self.next_positions + 1
             assert self.sampler is not None
             self._draw(0, self._logits(hidden), self.sampler, version)
-            if sum(row.over for row in self.rows) >= DROP_SHARE * len(self.rows):
+            if sum(row.done for row in self.rows) >= DROP_SHARE * len(self.rows):
                 self.drop_finished()
 
     def recompute(self, pixels: Callable[[ImageRef], np.ndarray]) -> None:
-        """Compute keys, values, states and routes of all rows again, as the weights have changed: of a prompt with its row where it
-        has one; else of the prompt, once, then of what each row has sampled. Ids, logprobs and versions stay."""
+        """Recompute keys, values, states and routes of all rows after a change of weights.
+
+        A prompt with one row is computed together with the row's tokens. A prompt with several rows
+        is computed once, and then the sampled tokens of each row. Ids, logprobs and versions stay.
+        """
         self.drop_finished()
         self.cache = DecodeCache(self.decode_state, self.model.dtype, self.device)
-        asked = [list(rows) for _, rows in groupby(range(len(self.rows)), key=lambda i: id(self.rows[i].pending))]
-        for part in _in_parts(asked, [self.rows[rows[0]].length for rows in asked]):
-            firsts = [self.rows[rows[0]] for rows in part]
-            for row in firsts:
+        by_request = groupby(range(len(self.rows)), key=lambda i: id(self.rows[i].pending))
+        groups = [list(indices) for _, indices in by_request]
+        for chunk in _prefill_chunks(groups, [self.rows[indices[0]].length for indices in groups]):
+            first_rows = [self.rows[indices[0]] for indices in chunk]
+            for row in first_rows:
                 row.pending.patches = self.patches(row.pending.request.images, pixels)
-            only = [row if len(rows) == 1 else None for row, rows in zip(firsts, part, strict=True)]
-            self._append([row.pending for row in firsts], list(map(len, part)), only)
-        begun = [i for rows in asked if len(rows) > 1 for i in rows if len(self.rows[i].ids) > 1]
-        for part in _in_parts(begun, [self.rows[i].length for i in begun]):
-            self._restore(part)
+            sole_rows = [row if len(indices) == 1 else None for row, indices in zip(first_rows, chunk, strict=True)]
+            self._append([row.pending for row in first_rows], list(map(len, chunk)), sole_rows)
+        # The last sampled token is not computed yet: a row of one token needs its prompt only.
+        continued = [i for indices in groups if len(indices) > 1 for i in indices if len(self.rows[i].ids) > 1]
+        for chunk in _prefill_chunks(continued, [self.rows[i].length for i in continued]):
+            self._restore(chunk)
 
-    def leave_cancelled(self) -> None:
-        """Draw nothing more for requests that nobody waits for."""
+    def finish_cancelled(self) -> None:
+        """Draw no more tokens for cancelled requests."""
         for row in self.rows:
-            row.over = row.over or row.pending.future.cancelled()
+            row.done = row.done or row.pending.future.cancelled()
 
     def clear(self) -> None:
-        """Drop all rows, with the memory that was taken for any, and the images' features."""
+        """Drop all rows, the memory of their caches, and the cached image features."""
         self.rows, self.sampler = [], None
         self.next_positions, self.last_ids = self.next_positions[:0], self.last_ids[:0]
         self.cache = DecodeCache(self.decode_state, self.model.dtype, self.device)
         self.images.clear()
 
     def drop_finished(self) -> None:
-        alive = [i for i, row in enumerate(self.rows) if not row.over]
+        """Remove the rows that are done from the batch and its caches."""
+        alive = [i for i, row in enumerate(self.rows) if not row.done]
         if len(alive) < len(self.rows):
             keep = torch.tensor(alive, dtype=torch.int64, device=self.device)
             self.cache.keep(keep)
@@ -144,93 +162,118 @@ class Batch:
             self.sampler = self._sampler_of(self.rows)
 
     def patches(self, images: Sequence[ImageRef], pixels: Callable[[ImageRef], np.ndarray]) -> dict[str, np.ndarray]:
-        """Of those images, by hash, whose features are not at hand."""
+        """Return, by image hash, the pixels of the images whose features are not cached."""
         missing = set(self.images.missing(image.hash for image in images))
         return {image.hash: pixels(image) for image in images if image.hash in missing}
 
-    def kept(self, session: str, request: Request) -> Kept | None:
-        """What its session has of the request."""
+    def cached_prefix(self, session: str, request: Request) -> Kept | None:
+        """Return the part of the session's cache entry that the request begins with, or None."""
         return self.sessions.find(session, request, self.image_token_id)
 
     def _append(
-        self, asked: Sequence[Pending], samples: list[int], only: Sequence[Row | None] | None = None
+        self, admitted: Sequence[Pending], samples: list[int], sole_rows: Sequence[Row | None] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prefill the prompts of these requests, and add `samples[i]` rows of each to the cache; hidden states and positions of
-        `prefill`. `only[i]`: the request's only row, which is prefilled, too, but for its last token."""
-        patches = {name: array for pending in asked for name, array in pending.patches.items()}
-        rows = only or [None] * len(asked)
-        requests = [p.request if row is None else row.so_far for p, row in zip(asked, rows, strict=True)]
-        kept = [pending.kept for pending in asked]
-        hidden, positions, computed, routes = self._prefill(requests, kept, patches)
-        for pending, row, own in zip(asked, rows, routes, strict=True):
-            old = pending.kept.routes if pending.kept else None
-            both = own if old is None or own is None else np.concatenate([old, own])
+        """Prefill the prompts of these requests, and add `samples[i]` rows of each to the cache.
+
+        Args:
+            admitted: the requests.
+            samples: rows of each.
+            sole_rows: for a request with one row, that row, whose sampled tokens are prefilled as
+                well, except the last one.
+
+        Returns:
+            Hidden states and positions, as from `prefill`.
+        """
+        patches = {name: array for pending in admitted for name, array in pending.patches.items()}
+        rows = sole_rows or [None] * len(admitted)
+        requests = [p.request if row is None else row.computed_request for p, row in zip(admitted, rows, strict=True)]
+        prefixes = [pending.prefix for pending in admitted]
+        hidden, positions, computed, routes = self._prefill(requests, prefixes, patches)
+        for pending, row, new_routes in zip(admitted, rows, routes, strict=True):
+            prefix_routes = pending.prefix.routes if pending.prefix else None
+            if prefix_routes is None or new_routes is None:
+                all_routes = new_routes
+            else:
+                all_routes = np.concatenate([prefix_routes, new_routes])
             n = len(pending.request.ids)
-            pending.routes = None if both is None else both[:n]
+            pending.routes = None if all_routes is None else all_routes[:n]
             if row is not None:
-                row.routes = [] if both is None else list(both[n:])
-        self.cache.append(
-            computed.tokens, computed.sequences(), [len(p.request.ids) for p in asked], samples, computed.states
-        )
+                row.routes = [] if all_routes is None else list(all_routes[n:])
+        prompt_lengths = [len(pending.request.ids) for pending in admitted]
+        self.cache.append(computed.tokens, computed.sequences(), prompt_lengths, samples, computed.states)
         return hidden, positions
 
     def _restore(self, indices: Sequence[int]) -> None:
-        """Prefill what these rows have sampled, behind their prompts, which the cache has. The last token is not computed yet."""
-        rows = torch.tensor(indices, dtype=torch.int64, device=self.device)
-        restored, nothing = [self.rows[i] for i in indices], [0] * len(indices)
-        prompts = self.cache.cut(indices, nothing, nothing)
-        kept = [
-            Kept.of(row.pending.request, [], (prompt,), self.cache.state(i))
+        """Prefill the sampled tokens of these rows, except the last one, behind their prompts in
+        the cache."""
+        restored = [self.rows[i] for i in indices]
+        zeros = [0] * len(indices)
+        prompts = self.cache.copy_tokens(indices, zeros, zeros)
+        prefixes = [
+            Kept.from_request(row.pending.request, [], (prompt,), self.cache.state(i))
             for i, row, prompt in zip(indices, restored, prompts, strict=True)
         ]
-        requests = [row.so_far for row in restored]
-        _, _, computed, routes = self._prefill(requests, kept, {})
-        own = [tokens[len(k.ids) :] for tokens, k in zip(computed.sequences(), kept, strict=True)]
-        self.cache.restore(rows, computed.tokens, own, computed.states)
-        for row, taken in zip(restored, routes, strict=True):
-            row.routes = [] if taken is None else list(taken)
+        requests = [row.computed_request for row in restored]
+        _, _, computed, routes = self._prefill(requests, prefixes, {})
+        sampled = [tokens[len(prefix.ids) :] for tokens, prefix in zip(computed.sequences(), prefixes, strict=True)]
+        row_numbers = torch.tensor(indices, dtype=torch.int64, device=self.device)
+        self.cache.restore(row_numbers, computed.tokens, sampled, computed.states)
+        for row, row_routes in zip(restored, routes, strict=True):
+            row.routes = [] if row_routes is None else list(row_routes)
 
     def _prefill(
-        self, requests: Sequence[Request], kept: Sequence[Kept | None], patches: Mapping[str, np.ndarray]
+        self, requests: Sequence[Request], prefixes: Sequence[Kept | None], patches: Mapping[str, np.ndarray]
     ) -> tuple[torch.Tensor, torch.Tensor, PrefillAttention, Sequence[np.ndarray | None]]:
-        """As `prefill`; and the routes of each request's new tokens, [·, L·k], if they are reported."""
+        """Return the result of `prefill`, and the routes of each request's new tokens [·, L·k], if
+        reported."""
         routing = self._routing()
         with span("prefill"):
-            features = self._features(requests, kept, patches)
-            image_token = self.image_token_id, self.merge_size
+            features = self._features(requests, prefixes, patches)
             hidden, positions, computed = prefill(
-                self.model, self.family, requests, kept, features, *image_token, self.device, routing
+                self.model,
+                self.family,
+                requests,
+                prefixes,
+                features,
+                self.image_token_id,
+                self.merge_size,
+                self.device,
+                routing,
             )
         self.prefilled_tokens += sum(computed.lengths)
         routes: Sequence[np.ndarray | None] = [None] * len(requests)
         if routing is not None:
-            routes = np.split(self._taken(routing), np.cumsum(computed.lengths)[:-1])
+            routes = np.split(self._recorded_routes(routing), np.cumsum(computed.lengths)[:-1])
         return hidden, positions, computed, routes
 
     def _features(
-        self, requests: Sequence[Request], kept: Sequence[Kept | None], patches: Mapping[str, np.ndarray]
+        self, requests: Sequence[Request], prefixes: Sequence[Kept | None], patches: Mapping[str, np.ndarray]
     ) -> VisionFeatures | None:
-        """Of the images that are new in these requests, end to end; the tower sees each image once, however often it is shown."""
-        shown: list[tuple[str, np.ndarray]] = []
-        for request, old in zip(requests, kept, strict=True):
-            pairs = zip((image.hash for image in request.images), request.image_grids, strict=True)
-            shown += list(pairs)[len(old.images) if old else 0 :]
-        if not shown:
+        """Return the features of the images outside the prefixes, end to end, or None without such
+        images.
+
+        The tower encodes each image once, however often the requests repeat it.
+        """
+        new_images: list[tuple[str, np.ndarray]] = []  # hash and grid
+        for request, prefix in zip(requests, prefixes, strict=True):
+            hashes_and_grids = zip((image.hash for image in request.images), request.image_grids, strict=True)
+            new_images += list(hashes_and_grids)[len(prefix.images) if prefix else 0 :]
+        if not new_images:
             return None
-        grids = dict(shown)
+        grids = dict(new_images)
         self.images.pin(grids)
         if missing := self.images.missing(grids):
             tower_input = np.concatenate([patches[name] for name in missing])
-            of_missing = np.stack([grids[name] for name in missing]).astype(np.int64)
-            features = encode_images(self.model, self.family, tower_input, of_missing, self.device)
-            self.images.put(missing, features, (of_missing.prod(axis=1) // self.merge_size**2).tolist())
-        return self.images.get([name for name, _ in shown])
+            missing_grids = np.stack([grids[name] for name in missing]).astype(np.int64)
+            features = encode_images(self.model, self.family, tower_input, missing_grids, self.device)
+            self.images.put(missing, features, (missing_grids.prod(axis=1) // self.merge_size**2).tolist())
+        return self.images.get([name for name, _ in new_images])
 
     def _routing(self) -> Routing | None:
         return None if self.mixture is None else Routing(record=True)
 
-    def _taken(self, routing: Routing) -> np.ndarray:
-        """[T, L·k], of a forward."""
+    def _recorded_routes(self, routing: Routing) -> np.ndarray:
+        """Return the routes that a forward recorded: [T, L·k]."""
         assert self.mixture is not None
         return torch.stack(routing.taken, dim=1).flatten(1).cpu().numpy().astype(self.mixture.dtype)
 
@@ -244,14 +287,15 @@ class Batch:
         return Sampler([row.pending.request.sampling for row in rows], self.banned)
 
     def _draw(self, first: int, logits: torch.Tensor, sampler: Sampler, version: int) -> None:
-        """Draw a token for each row from `first` on; finish rows at a stop id or at their length."""
+        """Draw a token for each row from `first` on; finish rows at a stop id or at their maximal
+        length."""
         rows = self.rows[first:]
         u = torch.tensor([row.u[min(len(row.ids), len(row.u) - 1)] for row in rows], device=self.device)
         ids, logprobs = sampler(logits, u)
         self.last_ids[first:] = ids
         finished = []
         for i, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True), first):
-            if row.over:
+            if row.done:
                 continue
             row.ids.append(token)
             row.logprobs.append(logprob)
@@ -259,40 +303,42 @@ class Batch:
             sampling = row.pending.request.sampling
             if token in sampling.stop_ids or len(row.ids) >= sampling.max_new_tokens:
                 finished.append(i)
-        if kept := [i for i in finished if self.rows[i].pending.request.sessions]:
-            self._keep(kept)
+        if with_sessions := [i for i in finished if self.rows[i].pending.request.sessions]:
+            self._store_in_sessions(with_sessions)
         for i in finished:
             self.rows[i].finish()
 
-    def _keep(self, rows: Sequence[int]) -> None:
-        """Keep all that was computed for these rows in their sessions."""
+    def _store_in_sessions(self, rows: Sequence[int]) -> None:
+        """Store the keys, values, states and routes of these rows in their sessions."""
         names = [self.rows[i].pending.request.sessions[self.rows[i].number] for i in rows]
-        before: list[Kept] = []
+        prefixes: list[Kept] = []
         for i, name in zip(rows, names, strict=True):
             pending = self.rows[i].pending
-            known = self.kept(name, pending.request) or pending.kept
-            if known is None:  # the prompt, kept once for all samples
-                (prompt,) = self.cache.cut([i], [0], [0])
-                known = pending.kept = Kept.of(pending.request, [], (prompt,), routes=pending.routes)
-            before.append(known)
+            prefix = self.cached_prefix(name, pending.request) or pending.prefix
+            if prefix is None:  # the prompt is stored once for all samples of the request
+                (prompt,) = self.cache.copy_tokens([i], [0], [0])
+                prefix = pending.prefix = Kept.from_request(pending.request, [], (prompt,), routes=pending.routes)
+            prefixes.append(prefix)
         sampled = [len(self.rows[i].ids) - 1 for i in rows]
-        parts = self.cache.cut(rows, [len(known.ids) for known in before], sampled)
-        for i, name, known, part in zip(rows, names, before, parts, strict=True):
-            row, state = self.rows[i], self.cache.state(i)
-            of_row = row.ids[:-1], (*known.parts, part), state, row.all_routes(0)
-            self.sessions.put(name, Kept.of(row.pending.request, *of_row))
-        self.sessions.shrink(self.room())
+        new_parts = self.cache.copy_tokens(rows, [len(prefix.ids) for prefix in prefixes], sampled)
+        for i, name, prefix, new_part in zip(rows, names, prefixes, new_parts, strict=True):
+            row = self.rows[i]
+            parts = (*prefix.parts, new_part)
+            states = self.cache.state(i)
+            entry = Kept.from_request(row.pending.request, row.ids[:-1], parts, states, row.routes_padded(0))
+            self.sessions.put(name, entry)
+        self.sessions.shrink(self.free_bytes())
 
 
-def _in_parts(items: Sequence[T], tokens: Sequence[int]) -> Iterator[list[T]]:
-    """Items in order, as many at a time as have `PREFILL_TOKENS` in all; one at least."""
-    part: list[T] = []
+def _prefill_chunks(items: Sequence[T], tokens: Sequence[int]) -> Iterator[list[T]]:
+    """Yield the items in order, in lists of at most `PREFILL_TOKENS` tokens or of one item."""
+    chunk: list[T] = []
     total = 0
     for item, n in zip(items, tokens, strict=True):
-        if part and total + n > PREFILL_TOKENS:
-            yield part
-            part, total = [], 0
-        part.append(item)
+        if chunk and total + n > PREFILL_TOKENS:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(item)
         total += n
-    if part:
-        yield part
+    if chunk:
+        yield chunk

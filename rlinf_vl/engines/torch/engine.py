@@ -1,11 +1,14 @@
-"""The embedded engine: continuous batching on the transformers model itself, for machines without SGLang.
+"""The embedded engine: continuous batching on the transformers model itself, for machines without
+SGLang.
 
-One thread runs the model. Waiting requests are admitted whenever rows are free (prompts prefilled together as one packed
-row, each once), every step decodes one token of every row, finished rows are dropped and their rows given to what waits. What
-was computed for a session (`Request.sessions`) is kept for its next request, as long as there is room.
+One thread runs the model. It admits waiting requests whenever rows are free and prefills their
+prompts together, each once, as one packed row. Every step decodes one token for every row. Keys and
+values of a session (`Request.sessions`) are cached for its next request, as long as there is
+memory.
 
-Weights are loaded between two steps. Running rows keep their tokens, each with its version; their keys, values and states are
-computed again by the new weights, and those of sessions dropped, or both kept (`rollout.kv_after_update`).
+Weights are loaded between two steps. Running rows keep their tokens, each with its version. Their
+keys, values and states are recomputed with the new weights, and those of sessions are dropped; or
+both are kept (`rollout.kv_after_update`).
 """
 
 import logging
@@ -38,7 +41,8 @@ log = logging.getLogger(__name__)
 
 
 class TorchEngine:
-    """An `Engine` on a transformers model of `family` (see `load_model`); owns the model and one thread."""
+    """An `Engine` on a transformers model of `family` (see `load_model`). It owns the model and one
+    thread."""
 
     def __init__(
         self,
@@ -55,9 +59,18 @@ class TorchEngine:
         report_routes: bool = False,
         keep_kv: bool = False,
     ) -> None:
-        """`banned`: bool [V], never sampled. `max_running`: most rows at once, further bounded so that a worst-case row
-        of each fits in `memory_share` of the memory that is free or used for sessions; sessions use what is left of that.
-        `report_routes`: samples have routes, if the model has mixtures. `keep_kv`: `rollout.kv_after_update` is keep."""
+        """Move the model to the device and start the thread.
+
+        Args:
+            banned: ids that are never sampled: bool [V].
+            pixels: returns the patches of an image, float32 [P, d].
+            max_running: most rows at once. Fewer run if their longest possible samples don't fit in
+                memory.
+            memory_share: share of the memory, free or used by sessions, for rows; sessions use the
+                rest of it.
+            report_routes: samples have routes, if the model has mixtures of experts.
+            keep_kv: `rollout.kv_after_update` is keep.
+        """
         model.to(device)  # pyright: ignore[reportArgumentType]  # its decorator hides self
         self.model = model.eval().requires_grad_(False)
         self.pixels = pixels
@@ -66,7 +79,7 @@ class TorchEngine:
         self.keep_kv = keep_kv
         self.device = torch.device(device)
         self.version = 0
-        self.asleep: set[str] = set()  # tags of the memory that is released
+        self.released_tags: set[str] = set()  # of `MEMORY_TAGS`
         self.sessions = Sessions()
         self.waiting: deque[Pending] = deque()
         self.batch = Batch(
@@ -77,20 +90,23 @@ class TorchEngine:
             merge_size,
             self.device,
             self.sessions,
-            self._room,
+            self._free_bytes,
             family.mixture(model.config) if report_routes else None,
         )
         self._wake = threading.Condition()
         self._step_lock = threading.Lock()
-        self._waiting_for_it = 0  # other threads than the engine's
-        self._torn = False  # an update has not brought all of its weights
-        self._stale = False  # rows have keys and values of former weights
+        # threads that wait for the step lock or hold it, the engine's own aside
+        self._threads_waiting = 0
+        self._update_incomplete = False  # weights of an update are missing: it runs, or has failed
+        self._cache_outdated = False  # rows have keys and values computed with former weights
         self._paused = False
         self._closed = False
         self._weight_group: ProcessGroup | None = None
-        self._stepping = False  # the engine's thread is making a step
-        self._progress = time.monotonic()  # when it last got on with a step, or had none to make
-        # One step may take minutes on a CPU. A layer doesn't, so each layer that begins is progress.
+        self._stepping = False  # the engine's thread is inside a step
+        # time of the last progress, or of the last moment without work
+        self._progress = time.monotonic()
+        # One step may take minutes on a CPU. A layer doesn't, so each layer that begins is
+        # progress.
         for modules in [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]:
             for layer in modules:
                 layer.register_forward_pre_hook(self._note_progress)
@@ -104,7 +120,7 @@ class TorchEngine:
         return self.batch.prefilled_tokens
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        assert not self.asleep, f"asked to generate while its memory is released: {sorted(self.asleep)}"
+        assert not self.released_tags, f"asked to generate while its memory is released: {sorted(self.released_tags)}"
         pending = [Pending(request) for request in requests]
         self.sessions.begin(name for request in requests for name in request.sessions)
         with self._wake:
@@ -122,28 +138,30 @@ class TorchEngine:
         self.sessions.end(names)
 
     def load_weights(self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int) -> None:
-        assert "weights" not in self.asleep, "asked to load weights while their memory is released"
+        assert "weights" not in self.released_tags, "asked to load weights while their memory is released"
         with self._between_steps(), torch.no_grad():
-            self._torn = True
+            self._update_incomplete = True
             weights = dict(self.model.named_parameters())
             for bucket in buckets:
                 for name, value in bucket.items():
                     if name not in weights or weights[name].shape != value.shape:
-                        held = tuple(weights[name].shape) if name in weights else "no such weight"
-                        raise ValueError(f"weight {name!r} {tuple(value.shape)} does not fit the engine's ({held})")
+                        engine_shape = tuple(weights[name].shape) if name in weights else "no such weight"
+                        raise ValueError(
+                            f"weight {name!r} {tuple(value.shape)} does not fit the engine's ({engine_shape})"
+                        )
                     if isinstance(value, Patch):
                         value.apply(weights[name])
                     else:
                         weights[name].copy_(value)
                     if part_of(name, self.batch.family) != "language_model":
                         self.batch.images.clear()
-            self._torn = False
+            self._update_incomplete = False
             self.version = version
             if not self.keep_kv:
                 self.sessions.clear()
                 for row in self.batch.rows:
-                    row.pending.kept = None
-                self._stale = True
+                    row.pending.prefix = None
+                self._cache_outdated = True
 
     def join_weight_group(self, group: WeightGroup) -> None:
         if self._weight_group is not None:
@@ -162,7 +180,7 @@ class TorchEngine:
     def pause(self) -> None:
         with self._wake:
             self._paused = True
-        with self._between_steps():  # the one under way has ended
+        with self._between_steps():  # returns when the current step has ended
             pass
 
     def resume(self) -> None:
@@ -172,28 +190,30 @@ class TorchEngine:
             self._wake.notify()
 
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """As `Engine.release_memory`. On the CPU the weights stay where they are."""
+        """Release memory as `Engine.release_memory` says. On the CPU the weights stay where they
+        are."""
         with self._between_steps():
-            self.batch.leave_cancelled()
-            wanted = [p for p in self.waiting if not p.future.cancelled()]
-            assert all(row.over for row in self.batch.rows) and not wanted, "memory is released between rollouts only"
+            self.batch.finish_cancelled()
+            waiting = [p for p in self.waiting if not p.future.cancelled()]
+            assert all(row.done for row in self.batch.rows) and not waiting, "memory is released between rollouts only"
             if "kv_cache" in tags:
                 self.batch.clear()
                 self.sessions.clear()
             if "weights" in tags and self.device.type == "cuda":
                 self.model.to("cpu")  # pyright: ignore[reportArgumentType]  # its decorator hides self
-            self.asleep |= set(tags)
+            self.released_tags |= set(tags)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         with self._between_steps():
-            if self.asleep & set(tags) & {"weights"}:
+            if self.released_tags & set(tags) & {"weights"}:
                 self.model.to(self.device)  # pyright: ignore[reportArgumentType]  # its decorator hides self
-            self.asleep -= set(tags)
+            self.released_tags -= set(tags)
 
     def alive(self, timeout_s: float = 30.0) -> bool:
-        """As `Engine.alive`. An engine that has a step to make, and begins no layer of it within `timeout_s`, is wedged."""
+        """Return whether the engine can answer. One that has work, and begins no layer within
+        `timeout_s`, can't."""
         if not self._thread.is_alive() or self._closed:
             return False
         idle_s = time.monotonic() - self._progress
@@ -213,16 +233,21 @@ class TorchEngine:
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """The engine's thread makes no step meanwhile, nor before: a lock that it takes again at once is hardly ever another's."""
+        """Hold the engine's thread between two steps.
+
+        The counter makes that thread wait: it would otherwise take the lock again at once after
+            each
+        step, and another thread would hardly ever get it.
+        """
         with self._wake:
-            self._waiting_for_it += 1
+            self._threads_waiting += 1
         try:
             with self._step_lock:
                 yield
         finally:
             with self._wake:
                 self._expect_step()
-                self._waiting_for_it -= 1
+                self._threads_waiting -= 1
                 self._wake.notify()
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
@@ -236,13 +261,14 @@ class TorchEngine:
                     if self._closed:
                         break
                 with self._step_lock, torch.inference_mode():
-                    if not self._may_step():  # any more
+                    # another thread may have changed this before the lock was free
+                    if not self._may_step():
                         continue
                     self._note_progress()
                     self._stepping = True
-                    self.batch.leave_cancelled()
-                    if self._stale:
-                        self._stale = False
+                    self.batch.finish_cancelled()
+                    if self._cache_outdated:
+                        self._cache_outdated = False
                         self.batch.recompute(self.pixels)
                     while admitted := self._next_requests():
                         self.batch.begin(admitted, self.version)
@@ -255,7 +281,8 @@ class TorchEngine:
             log.exception("the torch engine failed")
         with self._wake:
             self._closed = True
-            futures = {p.future for p in (*self.waiting, *(row.pending for row in self.batch.rows))}
+            running = [row.pending for row in self.batch.rows]
+            futures = {pending.future for pending in (*self.waiting, *running)}
         for future in futures:
             if not future.done():
                 future.set_exception(error)
@@ -264,55 +291,66 @@ class TorchEngine:
         self._progress = time.monotonic()
 
     def _expect_step(self) -> None:
-        """Count from now on the time without progress, unless a step is due or being made already."""
+        """Restart the clock of `alive`, unless a step is due or running already."""
         if not self._stepping and not self._may_step():
             self._note_progress()
 
     def _may_step(self) -> bool:
-        if self._paused or self._torn or self._waiting_for_it:
+        if self._paused or self._update_incomplete or self._threads_waiting:
             return False
         return bool(self.batch.rows or self.waiting)
 
     def _next_requests(self) -> list[Pending]:
-        """Take as many waiting requests as there is room for and as are prefilled at once; one at least if nothing runs."""
-        busy, tokens = sum(not row.over for row in self.batch.rows), 0
+        """Take the next waiting requests, within memory, `max_running` and one prefill.
+
+        At least one is taken if nothing runs, so that a request larger than the bounds is served,
+        too.
+        """
+        running_rows = sum(not row.done for row in self.batch.rows)
+        prefill_tokens = 0
         admitted: list[Pending] = []
-        room = self._room() if self.waiting else 0
+        free_bytes = self._free_bytes() if self.waiting else 0
         while self.waiting:
-            self._note_progress()  # its images may be decoded here
+            self._note_progress()  # decoding images, below, takes time
             pending = self.waiting[0]
             if pending.future.cancelled():
                 self.waiting.popleft()
                 continue
             request = pending.request
-            state, longest = self.batch.decode_state, request.sampling.max_new_tokens + len(request.ids)
-            per_row = state.token_bytes(self.model.dtype) * longest + state.row_bytes()
+            state = self.batch.decode_state
+            longest = len(request.ids) + request.sampling.max_new_tokens
+            row_bytes = state.token_bytes(self.model.dtype) * longest + state.row_bytes()
             n = len(request.seeds)
-            if (busy + n > self.max_running or n * per_row > room) and (admitted or busy):
+            full = running_rows + n > self.max_running or n * row_bytes > free_bytes
+            if full and (admitted or running_rows):
                 break
-            kept = self.batch.kept(request.sessions[0], request) if n == 1 == len(request.sessions) else None
-            new = len(request.ids) - (len(kept.ids) if kept else 0)
-            if admitted and tokens + new > PREFILL_TOKENS:
+            prefix = None
+            if n == 1 and len(request.sessions) == 1:
+                prefix = self.batch.cached_prefix(request.sessions[0], request)
+            new_tokens = len(request.ids) - (len(prefix.ids) if prefix else 0)
+            if admitted and prefill_tokens + new_tokens > PREFILL_TOKENS:
                 break
             self.waiting.popleft()
-            pending.kept = kept
+            pending.prefix = prefix
             try:
-                seen = len(kept.images) if kept else 0
-                pending.patches = self.batch.patches(request.images[seen:], self.pixels)
+                cached_images = len(prefix.images) if prefix else 0
+                pending.patches = self.batch.patches(request.images[cached_images:], self.pixels)
             except Exception as e:  # an image that can't be decoded is its request's error, nobody else's
                 if pending.future.set_running_or_notify_cancel():
                     pending.future.set_exception(e)
                 continue
             admitted.append(pending)
-            tokens += new
-            busy += n
-            room -= n * per_row
+            prefill_tokens += new_tokens
+            running_rows += n
+            free_bytes -= n * row_bytes
         if admitted:
-            self.sessions.shrink(max(room, 0))
-        return sorted(admitted, key=lambda pending: pending.kept is not None)
+            self.sessions.shrink(max(free_bytes, 0))
+        # the order that `prefill` needs
+        return sorted(admitted, key=lambda pending: pending.prefix is not None)
 
-    def _room(self) -> int:
-        """Bytes for more rows and for sessions."""
+    def _free_bytes(self) -> int:
+        """Return the bytes available for further rows and for sessions, those of today's sessions
+        included."""
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
         else:

@@ -1,7 +1,8 @@
-"""Drawing tokens: temperature, top-k, top-p, and a random stream of each sample's own.
+"""Drawing tokens: temperature, top-k, top-p, and a random stream for each sample.
 
-Sample i of a request draws its token t with the t-th number of a counter-based stream keyed by its seed, so what is
-sampled does not depend on which worker runs it, what else is in the batch, or what ran before.
+Sample i of a request draws its token t with the t-th number of a counter-based stream keyed by its
+seed, so the result does not depend on the worker, on the other rows of the batch, or on earlier
+requests.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ from rlinf_vl.types import SamplingParams
 
 
 def uniforms(seed: int, n: int) -> np.ndarray:
-    """float32 [n] in [0, 1): the stream of one sample (Philox; Salmon et al. 2011)."""
+    """Return the random stream of one sample: float32 [n] in [0, 1) (Philox; Salmon et al.
+    2011)."""
     return np.random.Generator(np.random.Philox(key=seed)).random(n, dtype=np.float32)
 
 
 class Sampler:
-    """Sampling parameters of a batch of rows as tensors, and the draw itself."""
+    """The sampling parameters of a batch of rows as tensors, and the draw itself."""
 
     def __init__(self, params: Sequence[SamplingParams], banned: torch.Tensor) -> None:
         """`params`: one per row; `banned`: bool [V], never sampled."""
@@ -40,9 +42,10 @@ class Sampler:
             u: float32 [S] in [0, 1).
 
         Returns:
-            (ids int64 [S], logprobs float32 [S]). A logprob is that of the tempered distribution without the banned ids, as
-            the trainer scores it (and SGLang reports it): top-k and top-p choose what can be drawn, but don't renormalise
-            it. For greedy rows it is that of the untempered distribution.
+            (ids int64 [S], logprobs float32 [S]). Logprobs are those of the tempered distribution
+            without the banned ids, as the trainer scores them and SGLang reports them: top-k and
+            top-p choose which ids can be drawn, but don't renormalise the logprobs. For greedy rows
+            they are those of the untempered distribution.
         """
         logits.masked_fill_(self.banned, -torch.inf)
         if self.divides:
@@ -57,25 +60,29 @@ class Sampler:
         return ids, logp.gather(1, ids[:, None]).squeeze(1)
 
     def _cut_off(self, p: torch.Tensor) -> torch.Tensor:
-        """bool [S, V]: what top-k and top-p leave out."""
+        """Return the mask, bool [S, V], of the ids that top-k and top-p leave out."""
         ordered, index = p.sort(dim=-1, descending=True)
-        before = ordered.cumsum(-1) - ordered  # mass of the more likely ones; the first is always kept
-        drop = (before >= self.top_p[:, None]) | (torch.arange(p.shape[1], device=p.device) >= self.top_k[:, None])
-        drop[:, 0] = False
+        mass_before = ordered.cumsum(-1) - ordered  # of the more likely ids
+        drop = (mass_before >= self.top_p[:, None]) | (torch.arange(p.shape[1], device=p.device) >= self.top_k[:, None])
+        drop[:, 0] = False  # the most likely id always stays, whatever top-p
         return torch.zeros_like(drop).scatter(1, index, drop)
 
 
 def _invert(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The id int64 [S] at which the cumulative sum of p [S, V] (of any total) passes u [S] · total; its p is above 0.
+    """Return the id, int64 [S], at which the cumulative sum of p [S, V] (of any total) passes u [S]
+    · total.
 
-    On CUDA a cumulative sum need not be monotone, nor constant where nothing is added, and u · total can round up to the
-    total itself. An id without probability that is hit by this is off by a rounding: the one with some before it is meant.
+    Its p is above 0. On CUDA a cumulative sum need not be monotone, nor constant where zeros are
+    added, and u · total can round up to the total itself. An id without probability that is hit by
+    such a rounding is replaced by the last id with probability before it, or else the first one.
     """
     cdf = p.cumsum(-1)
     ids = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp_(max=p.shape[1] - 1)
     astray = (p.gather(1, ids) <= 0).squeeze(1)
     if astray.any():
-        places, possible = torch.arange(p.shape[1], device=p.device), p[astray] > 0
-        before = torch.where(possible & (places <= ids[astray]), places, -1).amax(-1, keepdim=True)
-        ids[astray] = torch.where(before >= 0, before, possible.byte().argmax(-1, keepdim=True))  # else the first
+        all_ids = torch.arange(p.shape[1], device=p.device)
+        possible = p[astray] > 0
+        last_before = torch.where(possible & (all_ids <= ids[astray]), all_ids, -1).amax(-1, keepdim=True)
+        first_possible = possible.byte().argmax(-1, keepdim=True)
+        ids[astray] = torch.where(last_before >= 0, last_before, first_possible)
     return ids.squeeze(1)

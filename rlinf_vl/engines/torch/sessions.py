@@ -1,4 +1,7 @@
-"""Keys, values and states kept between the turns of an episode. Nothing but speed depends on them."""
+"""A cache of keys, values and states between the turns of an episode.
+
+It saves time only: results are the same without it.
+"""
 
 import threading
 from collections import Counter, OrderedDict
@@ -13,22 +16,26 @@ from rlinf_vl.types import Request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What is kept of K tokens."""
+    """The cached keys, values, states and routes of the first K tokens of a sequence."""
 
     ids: np.ndarray = field(repr=False)  # int32 [K]
     images: tuple[str, ...]  # hashes of the images among them
-    #: Keys and values [L, 2, ·, H_kv, D] that make up the K tokens; the prompt of a group is one part, which its sessions share.
+    #: Keys and values [L, 2, ·, H_kv, D] of consecutive runs of tokens, K in all. The prompt of a
+    #: group is one part, which the sessions of its samples share.
     parts: tuple[torch.Tensor, ...] = field(repr=False)
-    #: What recurrent layers have behind exactly these tokens (`DecodeCache.state`); () where there are no such layers.
+    #: States of recurrent layers after exactly these tokens (`DecodeCache.state`); () without such
+    #: layers.
     states: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    routes: np.ndarray | None = field(default=None, repr=False)  # [K, L·k], where the engine reports them
+    # [K, L·k], where the engine reports them
+    routes: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors whose memory this entry holds."""
         return *self.parts, *self.states
 
     @classmethod
-    def of(
+    def from_request(
         cls,
         request: Request,
         sampled: Sequence[int],
@@ -36,97 +43,109 @@ class Kept:
         states: tuple[torch.Tensor, ...] = (),
         routes: np.ndarray | None = None,
     ) -> "Kept":
-        """What is kept of a prompt and the tokens sampled behind it."""
+        """Return the cache entry of a prompt followed by sampled tokens."""
         ids = np.concatenate([request.ids, np.asarray(sampled, np.int32)])
         return cls(ids, tuple(image.hash for image in request.images), parts, states, routes)
 
-    def begun(self, request: Request, image_token_id: int) -> "Kept | None":
-        """What of this the request begins with, images whole: all of it, or what stands before the first difference, as where an
-        answer lost its thoughts in the history. At least one token of the request is left to compute. None: nothing. With states
-        it is all or nothing, as they can't be cut."""
+    def reusable_for(self, request: Request, image_token_id: int) -> "Kept | None":
+        """Return the longest part of this entry that the request begins with, or None.
+
+        The part ends before the first difference, for example where the history of an episode
+        leaves out the thoughts of an answer. It never ends inside an image, and it leaves at least
+        one token of the request to compute. An entry with recurrent states is used as a whole or
+        not at all, because a state can't be shortened.
+        """
         n = min(len(self.ids), len(request.ids) - 1)
-        shown = tuple(image.hash for image in request.images[: len(self.images)])
-        if n == len(self.ids) and shown == self.images and np.array_equal(self.ids, request.ids[:n]):
+        request_images = tuple(image.hash for image in request.images[: len(self.images)])
+        if n == len(self.ids) and request_images == self.images and np.array_equal(self.ids, request.ids[:n]):
             return self if n else None
         differing = np.flatnonzero(self.ids[:n] != request.ids[:n])
         n = int(differing[0]) if len(differing) else n
+        # Placeholders lie in image order, as many per image as it has merged patches, so the share
+        # of patches before an image is the share of placeholders before it.
         placeholders = np.flatnonzero(request.ids == image_token_id)
         patches = np.cumsum([0, *request.image_grids.prod(axis=1)])
         starts = placeholders[len(placeholders) * patches[:-1] // patches[-1]] if request.images else placeholders
         pairs = zip(request.images, self.images, strict=False)
-        other = next((i for i, (image, kept) in enumerate(pairs) if image.hash != kept), None)
-        n = n if other is None else min(n, int(starts[other]))
+        first_changed_image = next(
+            (i for i, (image, cached_hash) in enumerate(pairs) if image.hash != cached_hash), None
+        )
+        n = n if first_changed_image is None else min(n, int(starts[first_changed_image]))
         if n == len(self.ids) or n == 0:
             return self if n else None
         if self.states:
             return None
-        parts, left = [], n
+        parts, remaining = [], n
         for part in self.parts:
-            parts += [part if part.shape[2] <= left else part[:, :, :left].clone()] if left > 0 else []
-            left -= part.shape[2]
+            # A part that is cut is copied, as a view would hold the memory of the whole part.
+            parts += [part if part.shape[2] <= remaining else part[:, :, :remaining].clone()] if remaining > 0 else []
+            remaining -= part.shape[2]
         routes = None if self.routes is None else self.routes[:n]
         return Kept(self.ids[:n], self.images[: int((starts < n).sum())], tuple(parts), routes=routes)
 
 
 class Sessions:
-    """What is kept of each session that has begun, least recently used first. Thread-safe.
+    """The cache entries of the sessions that have begun, least recently used first. Thread-safe.
 
     Attributes:
-        bytes: of all parts; one that several sessions share counts once.
+        bytes: size of all parts; a part that several sessions share counts once.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._kept: OrderedDict[str, Kept | None] = OrderedDict()
-        self._users: Counter[torch.Tensor] = Counter()  # tensors are equal to themselves alone as keys
+        self._entries: OrderedDict[str, Kept | None] = OrderedDict()
+        # Entries that refer to each tensor. As a key a tensor is equal to itself only.
+        self._users: Counter[torch.Tensor] = Counter()
         self._lock = threading.Lock()
 
     def begin(self, names: Iterable[str]) -> None:
+        """Let entries of these sessions be stored from now on."""
         with self._lock:
             for name in names:
-                self._kept.setdefault(name, None)
+                self._entries.setdefault(name, None)
 
     def end(self, names: Iterable[str]) -> None:
+        """Drop the entries of these sessions and store no more."""
         with self._lock:
             for name in names:
                 self._drop(name)
-                self._kept.pop(name, None)
+                self._entries.pop(name, None)
 
     def clear(self) -> None:
-        """Drop what is kept of all sessions; they go on."""
+        """Drop all entries. The sessions stay open."""
         self.shrink(0)
 
     def find(self, name: str, request: Request, image_token_id: int) -> Kept | None:
-        """What the request can go on from."""
+        """Return the part of a session's entry that the request begins with, or None."""
         with self._lock:
-            kept = self._kept.get(name)
-        return None if kept is None else kept.begun(request, image_token_id)
+            entry = self._entries.get(name)
+        return None if entry is None else entry.reusable_for(request, image_token_id)
 
-    def put(self, name: str, kept: Kept) -> None:
-        """Keep this of a session, unless it has ended."""
+    def put(self, name: str, entry: Kept) -> None:
+        """Replace the entry of a session, unless it has ended."""
         with self._lock:
-            if name in self._kept:
+            if name in self._entries:
                 self._drop(name)
-                for part in kept.tensors:
+                for part in entry.tensors:
                     self.bytes += part.nbytes * (part not in self._users)
                     self._users[part] += 1
-                self._kept[name] = kept
-                self._kept.move_to_end(name)
+                self._entries[name] = entry
+                self._entries.move_to_end(name)
 
     def shrink(self, max_bytes: int) -> None:
-        """Drop what was not used for longest until no more than `max_bytes` are kept."""
+        """Drop the least recently used entries until at most `max_bytes` remain."""
         with self._lock:
-            for name in list(self._kept):
+            for name in list(self._entries):
                 if self.bytes <= max_bytes:
                     break
                 self._drop(name)
 
     def _drop(self, name: str) -> None:
-        kept = self._kept.get(name)
-        if kept is None:
+        entry = self._entries.get(name)
+        if entry is None:
             return
-        self._kept[name] = None
-        for part in kept.tensors:
+        self._entries[name] = None
+        for part in entry.tensors:
             self._users[part] -= 1
             if not self._users[part]:
                 del self._users[part]

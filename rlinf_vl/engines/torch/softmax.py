@@ -1,5 +1,7 @@
-"""Softmax attention over parts of the keys, merged exactly by their log-sum-exp (Juravsky et al. 2024, "Hydragen"; Dao et al. 2023,
-"Flash-Decoding")."""
+"""Softmax attention over parts of the keys, merged exactly by their log-sum-exp.
+
+References: Juravsky et al. 2024, "Hydragen"; Dao et al. 2023, "Flash-Decoding".
+"""
 
 from typing import NamedTuple
 
@@ -9,7 +11,7 @@ from rlinf_vl.models.kernels.products import bfloat16_products
 
 
 class Partial(NamedTuple):
-    """Attention over a part of the keys, not normalised; float32."""
+    """The attention over a part of the keys, not normalised; float32."""
 
     out: torch.Tensor  # [.., Q, D]
     total: torch.Tensor  # sum of the weights [.., Q, 1]
@@ -17,10 +19,17 @@ class Partial(NamedTuple):
 
 
 def partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> Partial:
-    """q [n, H_kv, Q, D], k and v [n, H_kv, K, D]; `mask`: -inf where a key does not count, else 0, broadcast to [n, H_kv, Q, K]."""
+    """Attend to one part of the keys.
+
+    Args:
+        q: [n, H_kv, Q, D].
+        k: [n, H_kv, K, D], as v.
+        mask: -inf where a key does not count, else 0; broadcast to [n, H_kv, Q, K].
+        scaling: factor of the scores.
+    """
     if q.dtype == torch.float32:
         scores = (q * scaling) @ k.transpose(-1, -2)
-    else:  # a scaled query would be rounded
+    else:  # scale the float32 scores, because a scaled bfloat16 query would be rounded
         scores = product(q, k.transpose(-1, -2)).mul_(scaling)
     if mask is not None:
         scores = scores.add_(mask)
@@ -30,7 +39,10 @@ def partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b for [n, H_kv, ·, ·] in float32: the trainer's kernels don't round scores to bfloat16, so neither may the sampler."""
+    """Return a @ b for [n, H_kv, ·, ·] in float32.
+
+    The trainer's kernels don't round scores to bfloat16, so the sampler must not either.
+    """
     if a.is_cuda and a.dtype != torch.float32:
         result = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
         return result.unflatten(0, a.shape[:2])
@@ -38,15 +50,16 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.float() @ b.float()
 
 
-def merged(a: Partial, b: Partial) -> torch.Tensor:
-    """Attention over both parts, normalised."""
+def merge_and_normalise(a: Partial, b: Partial) -> torch.Tensor:
+    """Return the attention over both parts, normalised."""
     top = torch.maximum(a.top, b.top)
     scale_a, scale_b = (a.top - top).exp(), (b.top - top).exp()
     return (a.out * scale_a + b.out * scale_b) / (a.total * scale_a + b.total * scale_b)
 
 
-def summed(parts: Partial, absent: torch.Tensor) -> Partial:
-    """Parts [n, K, ..] of the same queries as one; `absent`: bool [n, K], parts that don't count."""
+def combine(parts: Partial, absent: torch.Tensor) -> Partial:
+    """Combine K parts [n, K, ..] of the same queries into one [n, ..]. `absent`: bool [n, K], parts
+    to leave out."""
     tops = parts.top.masked_fill(absent[:, :, None, None, None], -torch.inf)
     top = tops.amax(1)
     scale = (tops - top[:, None]).exp_()

@@ -115,9 +115,9 @@ def test_prompts_are_rows_to_which_nothing_is_added(dense):
         first = len(dense.rows)
         dense.add(len(lengths))
         dense.fill(list(range(first, first + len(lengths))), lengths)
-        dense.pages.settle()
+        dense.pages.update_device_table()
         q = torch.randn(len(dense.rows), HEADS, REPEAT * 4, DIM)
-        part = dense.pages.over(2, q, 0.3)
+        part = dense.pages.attend_stored(2, q, 0.3)
         for i, row in enumerate(dense.rows):
             expected = torch.nn.functional.scaled_dot_product_attention(q[i], *row[2], scale=0.3)
             torch.testing.assert_close(part.out[i] / part.total[i], expected, atol=1e-6, rtol=1e-5)

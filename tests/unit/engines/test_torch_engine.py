@@ -102,7 +102,7 @@ def test_a_rows_state_takes_its_room(engine_of, monkeypatch):
     of_tokens = (len(g.ids) + 5) * state.token_bytes(torch.float32)
     room = 2 * (of_tokens + state.row_bytes())
     assert room >= 4 * of_tokens
-    monkeypatch.setattr(engine, "_room", lambda: room)
+    monkeypatch.setattr(engine, "_free_bytes", lambda: room)
     monkeypatch.setattr(engine.batch, "begin", lambda pending, v: (admitted.append(len(pending)), begin(pending, v)))
     futures = engine.submit([request(g, 1, seed, max_new_tokens=5) for seed in range(6)])
     assert all(len(future.result(timeout=60).samples) == 1 for future in futures)
@@ -198,13 +198,13 @@ def test_an_engine_that_makes_no_step_is_not_alive_until_it_goes_on(engine_of, m
     wait_until(lambda: not engine.alive(0.01))
     sync = threading.Thread(target=engine.load_weights, args=([], 1))  # waits for the step, and changes nothing
     sync.start()
-    wait_until(lambda: engine._waiting_for_it)
+    wait_until(lambda: engine._threads_waiting)
     engine.submit([request(prompts()[1], 1, max_new_tokens=3)])
     assert not engine.alive(0.01)
     may_go_on.set()
     sync.join(60)
     future.result(60)
-    wait_until(lambda: not engine.batch.rows or all(row.over for row in engine.batch.rows))
+    wait_until(lambda: not engine.batch.rows or all(row.done for row in engine.batch.rows))
     wait_until(lambda: engine.alive(0.01))
 
 
@@ -273,7 +273,7 @@ def test_an_engine_that_sleeps_is_not_asked_to_generate(engine_of):
     fresh = engine.generate(asked)[0].samples
     engine.restore_memory()  # nothing was released
     engine.release_memory()
-    pages = engine.batch.cache.prompts, engine.batch.cache.own
+    pages = engine.batch.cache.prompts, engine.batch.cache.continuations
     assert not any(part.nbytes for pool in pages for part in (pool._keys, pool._values)), "pages stay for nobody"
     with pytest.raises(AssertionError, match="kv_cache.*weights"):
         engine.submit(asked)
