@@ -1,4 +1,4 @@
-"""`rollout.rollout_backend` → an engine."""
+"""The construction of the engine that `rollout.rollout_backend` names, and its warm-up."""
 
 import dataclasses
 import io
@@ -21,10 +21,18 @@ log = logging.getLogger(__name__)
 
 
 def make_engine(config: Config, model_path: str, processor: Processor, device: str, shared_gpu: bool = False) -> Engine:
-    """Start the engine that the config asks for, on the checkpoint at `model_path`. Both kinds see the same pixels. `shared_gpu`:
-    actor ranks use its GPU, so it must be able to give its memory back."""
+    """Start the configured engine on a checkpoint. Both kinds of engine get the same pixels.
+
+    Args:
+        config: the run's config.
+        model_path: folder of the checkpoint.
+        processor: of the model.
+        device: "cuda" or "cpu".
+        shared_gpu: actor ranks use the engine's GPU, so it must be able to release its memory.
+    """
     rollout = config.rollout
-    trust, memory_share = rollout.model.trust_remote_code, rollout.gpu_memory_utilization
+    trust = rollout.model.trust_remote_code
+    memory_share = rollout.gpu_memory_utilization
     assert isinstance(memory_share, float), f"{memory_share!r} is resolved before an engine starts"
     dtype = DTYPES[rollout.model.precision]
     family = family_of(
@@ -71,7 +79,7 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
         report_routes=config.actor.routing_replay != "off",
         keep_kv=rollout.kv_after_update == "keep",
         trust_remote_code=trust,
-        more=arguments | rollout.sglang.server_args,
+        extra_arguments=arguments | rollout.sglang.server_args,
     )
     return SglangEngine(
         settings, family, banned=banned, pixels=processor.pixels, request_timeout_s=rollout.request_timeout
@@ -85,11 +93,16 @@ def warm_up(
     longest: int,
     with_image: bool = True,
 ) -> None:
-    """Ask for two tokens with each sampling, alone and as a group, without an image and with one: SGLang compiles kernels when they
-    are first needed, for minutes, and the first rollout would pass for a hang.
+    """Generate two tokens with each sampling, alone and as a group, without an image and with one.
+
+    SGLang compiles kernels on first use, which takes minutes: without this the first rollout would
+        look
+    like a hang.
 
     Args:
-        prompt: as `rlinf_vl.rollout.renderer.Renderer.prompt`.
+        engine: the engine.
+        prompt: renders messages, as `rlinf_vl.rollout.renderer.Renderer.prompt`.
+        samplings: sampling parameters that the run will use.
         longest: most tokens of a prompt and its response together; longer requests are left out.
         with_image: the model reads images.
     """
@@ -97,9 +110,9 @@ def warm_up(
     picture = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(picture, "PNG")
     image = ImageRef.of(picture.getvalue())
-    shown = {"type": "image_url", "image_url": {"url": image.url}}
+    image_part = {"type": "image_url", "image_url": {"url": image.url}}
     requests = []
-    prompts = [((), "?"), ((image,), [shown, {"type": "text", "text": "?"}])]
+    prompts = [((), "?"), ((image,), [image_part, {"type": "text", "text": "?"}])]
     for images, content in prompts if with_image else prompts[:1]:
         ids, grids = prompt([{"role": "user", "content": content}], images)
         for sampling in samplings:

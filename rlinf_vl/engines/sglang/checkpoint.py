@@ -1,27 +1,32 @@
-"""Which models of our families SGLang can't run, told from a checkpoint's config.json.
+"""Checks of a checkpoint's config.json for models of our families that SGLang can't run.
 
-Neither torch nor transformers is imported, so that a run is refused before anything is started.
+Neither torch nor transformers is imported, so that a run can be refused before anything is started.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: Of Qwen2.5-VL: 3 channels · 2 frames · 14². SGLang takes patches of any other size for finished embeddings.
+#: Numbers in a patch of Qwen2.5-VL: 3 channels · 2 frames · 14². SGLang mistakes patches of any
+#: other size for embeddings.
 PATCH_NUMBERS = 1176
-#: Of Qwen3-VL with experts, whatever the config says.
+#: Deepstack layers that SGLang adds to Qwen3-VL with experts, whatever the config says.
 DEEPSTACK_LAYERS = 3
 
 
 def refusals(config: Mapping[str, Any], on_cpu: bool) -> Iterator[str]:
-    """Why SGLang (0.5.23) can't run a model, each with the way out.
+    """Yield the reasons why SGLang (0.5.23) can't run a model, each with a remedy.
 
     Args:
-        config: of a checkpoint, as in its config.json: what is left out has transformers' default, which SGLang can run.
+        config: content of a checkpoint's config.json. An absent key has transformers' default,
+            which SGLang can run.
     """
-    family, text, vision = (config.get(key) or {} for key in ("model_type", "text_config", "vision_config"))
+    family = config.get("model_type")
+    text = config.get("text_config") or {}
+    vision = config.get("vision_config") or {}
     reasons = []
     if family == "qwen2_5_vl":
-        side, channels = vision.get("patch_size", 14), vision.get("in_channels", vision.get("in_chans", 3))
+        side = vision.get("patch_size", 14)
+        channels = vision.get("in_channels", vision.get("in_chans", 3))
         if (numbers := channels * vision.get("temporal_patch_size", 2) * side**2) != PATCH_NUMBERS:
             reasons.append(
                 f"it takes patches of {PATCH_NUMBERS} numbers (vision_config.patch_size 14), not of {numbers} (patch_size {side})"
@@ -47,7 +52,8 @@ def refusals(config: Mapping[str, Any], on_cpu: bool) -> Iterator[str]:
 
 
 def _regular(layer_types: list[str]) -> bool:
-    """Whether every n-th layer, and no other, attends to all tokens, for some n; fewer may follow the last of those."""
+    """Return whether, for some n, every n-th layer and no other attends to all tokens."""
+    # Fewer than n layers may follow the last full-attention layer.
     n = (*layer_types, "full_attention").index("full_attention") + 1
-    even = [("linear_attention", "full_attention")[(i + 1) % n == 0] for i in range(len(layer_types))]
-    return layer_types == even and n <= max(1, len(layer_types))
+    expected = [("linear_attention", "full_attention")[(i + 1) % n == 0] for i in range(len(layer_types))]
+    return layer_types == expected and n <= max(1, len(layer_types))

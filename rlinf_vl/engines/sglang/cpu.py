@@ -1,9 +1,10 @@
 """SGLang's platform for machines without a GPU; never applied on CUDA.
 
-SGLang's kernel wheels need a CUDA driver, and the kernels of its own CPU mode are in no registry. It has an official door
-for other platforms, the entry-point group `sglang.srt.platforms`: a platform whose `_enum` is `OOT` takes the paths written
-in plain torch. `activate` is that entry point (pyproject.toml); every process of the engine looks it up, so this package
-must be installed (`pip install -e .`), not merely on the path. No SGLang code is patched.
+SGLang's kernel wheels need a CUDA driver, and the kernels of its own CPU mode are in no registry.
+Its official hook for other platforms is the entry-point group `sglang.srt.platforms`: a platform
+whose `_enum` is `OOT` uses the code paths in plain torch. `activate` is that entry point
+(pyproject.toml). Every process of the engine looks it up, so this package must be installed (`pip
+install -e .`), not merely on the path. No SGLang code is patched.
 """
 
 # SGLang has an environment of its own; types are checked in the other.
@@ -16,7 +17,10 @@ from rlinf_vl.engines.sglang.machine import PLATFORM
 
 
 def activate() -> str | None:
-    """The entry point: where `CpuPlatform` is; None unless `Settings.environment` chose the CPU. It does not import SGLang."""
+    """Return the path of `CpuPlatform`, or None unless `Settings.environment` chose the CPU.
+
+    This is the entry point, and it does not import SGLang.
+    """
     return f"{__name__}:CpuPlatform" if os.environ.get("SGLANG_PLATFORM") == PLATFORM else None
 
 
@@ -36,13 +40,14 @@ def _platform() -> type:
             from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
             torch.cuda.synchronize = lambda *args, **kwargs: None  # called when memory is released
-            # Its own pins memory by CUDA, also that of the table of routed experts.
+            # SGLang's allocator pins memory by CUDA, also for the table of routed experts.
             ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, dtype, **_: torch.empty(shape, dtype=dtype)
 
     return CpuPlatform
 
 
 def __getattr__(name: str) -> type:
-    if name == "CpuPlatform":  # built when SGLang asks for it, so that importing this module does not import SGLang
+    # built when SGLang asks for it, so that importing this module does not import SGLang
+    if name == "CpuPlatform":
         return _platform()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

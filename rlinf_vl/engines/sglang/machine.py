@@ -1,7 +1,8 @@
-"""What SGLang needs of this machine: its version, tools that compile its kernels, libraries on the loader's path.
+"""Checks of this machine for SGLang: its version, tools that compile its kernels, libraries on the
+loader's path.
 
-Nothing here imports SGLang or torch, or touches a device, unless asked for libcudart: a machine can be judged before anything
-is started.
+Nothing here imports SGLang, and only `cudart_folder` imports torch, so that a machine can be
+checked before anything is started.
 """
 
 import ast
@@ -16,10 +17,12 @@ from pathlib import Path
 
 from packaging.version import Version
 
-#: The oldest version accepted, and the one that the tests run with (`doctor` says so of a newer one). Before it, a GPU
-#: engine launches a kernel per banned id and request, and engines that start at once race for ports.
+#: The oldest version accepted, and the one that the tests run with (`doctor` warns of a newer one).
+#: Before it, a GPU engine launches a kernel per banned id and request, and engines that start at
+#: once race for ports.
 OLDEST = "0.5.23"
-#: Major version of CUDA that SGLang's wheels, and the torch they ask for, are built with; nvcc must be of it.
+#: Major version of CUDA that SGLang's wheels, and the torch they ask for, are built with; nvcc must
+#: be of it.
 CUDA_MAJOR = 13
 #: The entry point (pyproject.toml) through which SGLang finds `cpu.py`.
 PLATFORM_GROUP = "sglang.srt.platforms"
@@ -27,23 +30,23 @@ PLATFORM = "rlinf_vl_cpu"
 
 
 def require_sglang() -> None:
-    """ImportError, with what to do about it, if SGLang is not installed or too old."""
-    way_out = (
+    """Raise ImportError, with a remedy, if SGLang is not installed or too old."""
+    remedy = (
         f"run 'bash requirements/install.sh --sglang {OLDEST}' and use its environment (.venv-sglang), or set "
         "rollout.rollout_backend=torch"
     )
     try:
-        found = version("sglang")
+        installed = version("sglang")
     except PackageNotFoundError:
-        raise ImportError(f"rollout.rollout_backend: sglang is not installed here; {way_out}") from None
-    if Version(found) < Version(OLDEST):
+        raise ImportError(f"rollout.rollout_backend: sglang is not installed here; {remedy}") from None
+    if Version(installed) < Version(OLDEST):
         raise ImportError(
-            f"rollout.rollout_backend: sglang {found} is installed here, and {OLDEST} or newer is needed; {way_out}"
+            f"rollout.rollout_backend: sglang {installed} is installed here, and {OLDEST} or newer is needed; {remedy}"
         )
 
 
 def require_platform() -> None:
-    """RuntimeError if SGLang will not find our CPU platform."""
+    """Raise RuntimeError if SGLang will not find our CPU platform."""
     if not any(e.name == PLATFORM for e in entry_points(group=PLATFORM_GROUP)):
         raise RuntimeError(
             f"SGLang on the CPU needs the entry point {PLATFORM!r} of {PLATFORM_GROUP}, which an older installation of"
@@ -52,8 +55,11 @@ def require_platform() -> None:
 
 
 def server_argument_names() -> set[str]:
-    """Names of SGLang's server arguments, read in its sources: importing it takes half a minute. Empty if it isn't installed, or
-    a newer one has them elsewhere."""
+    """Return the names of SGLang's server arguments.
+
+    They are read from its sources, because importing it takes half a minute. The set is empty if
+    SGLang is not installed, or if a newer version defines them elsewhere.
+    """
     spec = importlib.util.find_spec("sglang")
     names = set()
     for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -66,21 +72,25 @@ def server_argument_names() -> set[str]:
 
 
 def cuda_environment(shared_gpu: bool) -> dict[str, str]:
-    """Environment variables of the engine's processes on a GPU, to be set before they start.
+    """Return environment variables for the engine's processes on a GPU, to be set before they
+    start.
 
-    - `LD_LIBRARY_PATH`: with `shared_gpu` the scheduler starts under `LD_PRELOAD` of torch_memory_saver's library, which the
-      loader resolves before Python can help: without libcudart on its path the process ends with code 127.
-    - `PATH`: pip puts `ninja` beside the interpreter, and a Ray worker doesn't have that folder on its path.
+    - `LD_LIBRARY_PATH`: with `shared_gpu` the scheduler starts under `LD_PRELOAD` of
+      torch_memory_saver's library, which the loader resolves before Python can help: without
+      libcudart on its path the process ends with code 127.
+    - `PATH`: pip puts `ninja` beside the interpreter, and a Ray worker doesn't have that folder on
+      its path.
     - `PYTORCH_CUDA_ALLOC_CONF`: torch_memory_saver refuses expandable segments.
     - `TMS_RETAIN_CPU_BACKUP`: without it torch_memory_saver frees its page-locked copy of the weights when they wake, and locks as
       much memory again when they next sleep, which takes longer than the copy.
 
     Args:
-        shared_gpu: actor ranks use the same GPU, so the engine gives its memory back while they train.
+        shared_gpu: actor ranks use the same GPU, so the engine releases its memory while they
+            train.
     """
     environment = {"PATH": _path()}
     if folder := cudart_folder():
-        environment["LD_LIBRARY_PATH"] = _first(str(folder), os.environ.get("LD_LIBRARY_PATH", ""))
+        environment["LD_LIBRARY_PATH"] = _prepend(str(folder), os.environ.get("LD_LIBRARY_PATH", ""))
     if shared_gpu:
         environment["TMS_RETAIN_CPU_BACKUP"] = os.environ.get("TMS_RETAIN_CPU_BACKUP", "1")
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -90,7 +100,8 @@ def cuda_environment(shared_gpu: bool) -> dict[str, str]:
 
 
 def cudart_folder() -> Path | None:
-    """The folder of the CUDA runtime that torch has loaded into this process; None for a torch without CUDA."""
+    """Return the folder of the CUDA runtime that torch has loaded into this process; None for a
+    torch without CUDA."""
     import torch  # noqa: F401  # loads it
 
     maps = Path("/proc/self/maps")
@@ -102,54 +113,60 @@ def cudart_folder() -> Path | None:
 
 
 def missing_tools() -> list[str]:
-    """What SGLang's kernels, compiled on first use, lack on this machine: one message each, with the way out."""
+    """Return a message, with a remedy, for each tool missing here that compiles SGLang's kernels on
+    first use."""
     missing = []
     if shutil.which("ninja", path=_path()) is None:
         missing.append(
             f"ninja, with which SGLang compiles kernels on first use, is neither in {Path(sys.executable).parent} nor on PATH;"
             f" `{sys.executable} -m pip install ninja` puts it there"
         )
-    compiler = os.environ.get("CXX") or "c++"  # perhaps with a launcher in front, as in "ccache g++"
+    compiler = os.environ.get("CXX") or "c++"  # may have a launcher in front, as in "ccache g++"
     if shutil.which(compiler.split()[0], path=_path()) is None:
         missing.append(
             f"a C++ compiler, with which SGLang compiles kernels on first use: {compiler!r} is not on PATH; install one"
             " (Debian and Ubuntu: apt install g++), or name yours with CXX=/path/to/c++"
         )
     nvcc, release = _nvcc()
-    way_out = (
+    remedy = (
         f"install the CUDA {CUDA_MAJOR} toolkit (the image in docker/Dockerfile.cuda has it) and name its folder with"
         " CUDA_HOME=/usr/local/cuda-13.0"
     )
     if release is None:
-        missing.append(f"nvcc, with which SGLang compiles kernels on first use, is not at {nvcc}; {way_out}")
+        missing.append(f"nvcc, with which SGLang compiles kernels on first use, is not at {nvcc}; {remedy}")
     elif int(release.split(".")[0]) != CUDA_MAJOR:
         missing.append(
-            f"nvcc {release} at {nvcc}: SGLang's kernels want CUDA {CUDA_MAJOR}, as its torch was built with; {way_out}"
+            f"nvcc {release} at {nvcc}: SGLang's kernels want CUDA {CUDA_MAJOR}, as its torch was built with; {remedy}"
         )
     return missing
 
 
 def _nvcc() -> tuple[Path, str | None]:
-    """The nvcc that SGLang will run (CUDA_HOME or CUDA_PATH, then PATH, then /usr/local/cuda), and its release, such as "13.0";
-    None if it can't be run."""
+    """Return the nvcc that SGLang will run and its release, such as "13.0", or None if it can't be
+    run.
+
+    SGLang looks in CUDA_HOME or CUDA_PATH, then on PATH, then in /usr/local/cuda.
+    """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is None:
         on_path = shutil.which("nvcc", path=_path())
         home = Path(on_path).parent.parent if on_path else "/usr/local/cuda"
     nvcc = Path(home) / "bin" / "nvcc"
     try:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+        version_text = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return nvcc, None
-    found = re.search(r"release (\d+\.\d+)", said)
-    return nvcc, found[1] if found else None
+    release = re.search(r"release (\d+\.\d+)", version_text)
+    return nvcc, release[1] if release else None
 
 
 def _path() -> str:
-    """PATH of the engine's processes."""
-    return _first(str(Path(sys.executable).parent), os.environ.get("PATH", ""))
+    """Return PATH for the engine's processes."""
+    return _prepend(str(Path(sys.executable).parent), os.environ.get("PATH", ""))
 
 
-def _first(folder: str, path: str) -> str:
-    """`path`, a list of folders, with `folder` in front."""
+def _prepend(folder: str, path: str) -> str:
+    """Return `path`, a list of folders, with `folder` moved or added to its front."""
     return os.pathsep.join([folder, *(p for p in path.split(os.pathsep) if p and p != folder)])

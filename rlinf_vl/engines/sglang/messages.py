@@ -1,4 +1,4 @@
-"""Our requests, samples and weights as SGLang's messages, and its outputs as our samples."""
+"""Conversions: our requests and weights to SGLang's messages, and its outputs to our samples."""
 
 # SGLang has an environment of its own; types are checked in the other.
 # pyright: reportMissingImports=false
@@ -18,13 +18,16 @@ from rlinf_vl.models.families import Mixture
 from rlinf_vl.transport.buckets import Label, flatten
 from rlinf_vl.types import Request, Sample, SamplingParams
 
-#: Added to the logits of banned ids: exp of it is exactly 0. SGLang's logprobs leave such ids out, too.
+#: The bias of banned ids' logits: its exp is exactly 0. SGLang's logprobs leave such ids out, too.
 BAN = -1e9
 
 
 def parameters(sampling: SamplingParams, bans: dict[str, float]) -> dict[str, Any]:
-    """SGLang's sampling parameters. `bans`: id → `BAN`. The checkpoint's own end ids, at which SGLang stops as well, are among
-    `stop_ids` (`Processor.stop_ids`)."""
+    """Return SGLang's sampling parameters. `bans`: id → `BAN`.
+
+    SGLang also stops at the end ids of the checkpoint; they are among `stop_ids`
+    (`Processor.stop_ids`).
+    """
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -37,14 +40,15 @@ def parameters(sampling: SamplingParams, bans: dict[str, float]) -> dict[str, An
 
 @dataclass(frozen=True, slots=True)
 class SentImage:
-    """One image of a request, as the engine's own multimodal processor expects it.
+    """An image of a request, in the form that our multimodal processor expects.
 
     Attributes:
-        patches: what the trainer's image processor made of it.
+        patches: pixels from the trainer's image processor.
         grid: (t, h, w) in patches.
         run: first and last position of its placeholders in the ids.
-        identity: 32 bytes. Images with one identity are one image to SGLang's prefix cache, and to its cache of embeddings,
-            which survives every update: so the identity names the weights of the vision tower as well.
+        identity: 32 bytes. Images with the same identity are the same image to SGLang's prefix
+            cache, and to its cache of embeddings, which survives every update. So the identity
+            depends on the vision tower's weights, too.
     """
 
     patches: MappedPatches
@@ -54,23 +58,24 @@ class SentImage:
 
 
 def placeholder_runs(request: Request, image_token_id: int, merge_size: int) -> list[tuple[int, int]]:
-    """First and last position of each image's placeholders in the ids.
+    """Return the first and last position of each image's placeholders in the ids.
 
     Raises:
-        ValueError: there are not as many runs as images, or one is not as long as its image's grid makes it. SGLang would
-            answer without the image, or for the wrong one, and say nothing.
+        ValueError: there are not as many runs as images, or one does not have the length of its
+            image's grid. SGLang would answer without the image, or for the wrong one, without an
+            error.
     """
     image_ids = np.concatenate([[False], request.ids == image_token_id, [False]])
     edges = np.flatnonzero(np.diff(image_ids)).reshape(-1, 2)
-    which = f"a request of {len(request.ids)} ids with {len(request.images)} images"
+    description = f"a request of {len(request.ids)} ids with {len(request.images)} images"
     if len(edges) != len(request.images):
-        raise ValueError(f"{which} has {len(edges)} runs of image placeholders (id {image_token_id})")
+        raise ValueError(f"{description} has {len(edges)} runs of image placeholders (id {image_token_id})")
     runs = [(int(first), int(end) - 1) for first, end in edges]
     for i, ((first, last), grid) in enumerate(zip(runs, request.image_grids.tolist(), strict=True)):
         expected = grid[0] * grid[1] * grid[2] // merge_size**2
         if last - first + 1 != expected:
             raise ValueError(
-                f"{which}: image {i} ({request.images[i].hash[:12]}) of grid {grid} takes {expected} placeholders, but the"
+                f"{description}: image {i} ({request.images[i].hash[:12]}) of grid {grid} takes {expected} placeholders, but the"
                 f" run at {first} to {last} has {last - first + 1}"
             )
     return runs
@@ -79,18 +84,34 @@ def placeholder_runs(request: Request, image_token_id: int, merge_size: int) -> 
 def sent_images(
     request: Request, runs: Sequence[tuple[int, int]], patches: Sequence[MappedPatches], tower: int
 ) -> list[SentImage]:
-    """The images of a request, with their `placeholder_runs` and patches. `tower`: a number for the vision tower's weights."""
+    """Return the images of a request in SGLang's form.
+
+    Args:
+        request: the request.
+        runs: its `placeholder_runs`.
+        patches: pixels of its images.
+        tower: version number of the vision tower's weights.
+    """
     return [
-        SentImage(where, tuple(grid), run, hashlib.sha256(f"{image.hash} {tower}".encode()).digest())
-        for image, grid, run, where in zip(request.images, request.image_grids.tolist(), runs, patches, strict=True)
+        SentImage(image_patches, tuple(grid), run, hashlib.sha256(f"{image.hash} {tower}".encode()).digest())
+        for image, grid, run, image_patches in zip(
+            request.images, request.image_grids.tolist(), runs, patches, strict=True
+        )
     ]
 
 
 def as_sample(
     output: dict[str, Any], stop_ids: Sequence[int], prompt: int, mixture: Mixture | None, interrupted: bool = False
 ) -> Sample:
-    """One of SGLang's outputs, for a prompt of so many tokens; with routes where there is a `mixture`. One that SGLang gave up has
-    failed, unless it was `interrupted`."""
+    """Convert one of SGLang's outputs.
+
+    Args:
+        output: the output of one sample.
+        stop_ids: of the request.
+        prompt: tokens of the prompt.
+        mixture: given if the sample has routes.
+        interrupted: an update may have aborted the sample; otherwise an aborted one has failed.
+    """
     meta = output["meta_info"]
     scored = meta.get("output_token_logprobs") or []
     ids = np.asarray(output["output_ids"], np.int32)
@@ -109,29 +130,37 @@ def as_sample(
     return Sample(ids, logprobs, versions, reason, routes=routes)
 
 
-def joined(before: Sample, more: Sample, sampling: SamplingParams) -> Sample:
-    """A sample that was interrupted, and what was drawn behind it; a last token that ends it ends it, though it was interrupted."""
-    pairs = (before.ids, more.ids), (before.logprobs, more.logprobs), (before.versions, more.versions)
-    ids, logprobs, versions = map(np.concatenate, pairs)
-    reason = more.finish_reason
+def joined(first: Sample, continuation: Sample, sampling: SamplingParams) -> Sample:
+    """Join an interrupted sample and its continuation.
+
+    A continuation interrupted in turn ends the sample all the same if its last token is a stop id
+    or the last one allowed.
+    """
+    ids = np.concatenate([first.ids, continuation.ids])
+    logprobs = np.concatenate([first.logprobs, continuation.logprobs])
+    versions = np.concatenate([first.versions, continuation.versions])
+    reason = continuation.finish_reason
     if reason == "abort" and len(ids) and int(ids[-1]) in sampling.stop_ids:
         reason = "stop"
     elif reason == "abort" and len(ids) == sampling.max_new_tokens:
         reason = "length"
-    return Sample(ids, logprobs, versions, reason, routes=more.routes)
+    # SGLang reports routes of the whole prompt, the tokens of `first` included.
+    return Sample(ids, logprobs, versions, reason, routes=continuation.routes)
 
 
-def routes_of(told: str | None, tokens: int, mixture: Mixture) -> np.ndarray:
-    """`Sample.routes` of what SGLang tells: base64 of int32 [tokens - 1, layers of the model, k], for all tokens but the last."""
+def routes_of(encoded: str | None, tokens: int, mixture: Mixture) -> np.ndarray:
+    """Decode `Sample.routes` from SGLang's report: base64 of int32 [tokens - 1, layers of the
+    model, k], for all tokens but the last, whose routes are zeros."""
     routes = np.zeros((tokens, len(mixture.layers) * mixture.top_k), mixture.dtype)
-    if told is not None:
-        known = np.frombuffer(base64.b64decode(told), np.int32).reshape(tokens - 1, -1, mixture.top_k)
-        routes[:-1] = known[:, list(mixture.layers)].reshape(tokens - 1, -1)
+    if encoded is not None:
+        reported = np.frombuffer(base64.b64decode(encoded), np.int32).reshape(tokens - 1, -1, mixture.top_k)
+        routes[:-1] = reported[:, list(mixture.layers)].reshape(tokens - 1, -1)
     return routes
 
 
 def bucket_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, Any]:
-    """Of an `UpdateWeightsFromTensorReqInput` that brings the bucket as one flat tensor in shared memory."""
+    """Return the fields of an `UpdateWeightsFromTensorReqInput` with the bucket as one flat tensor
+    in shared memory."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -141,7 +170,8 @@ def bucket_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, An
 
 
 def masked_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, Any]:
-    """As `bucket_fields`, of weights that are NaN where they do not change."""
+    """Return the fields as `bucket_fields` does, for weights that are NaN where they do not
+    change."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     content = masked.message(Label.of(bucket.items()).entries, flatten(list(bucket.items())))
@@ -150,6 +180,7 @@ def masked_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, An
 
 
 def label_fields(label: Label, group: str) -> dict[str, Any]:
-    """Of an `UpdateWeightsFromDistributedReqInput` that announces the bucket's broadcast in `group`."""
+    """Return the fields of an `UpdateWeightsFromDistributedReqInput` that announces the bucket's
+    broadcast in `group`."""
     names, dtypes, shapes = (list(column) for column in zip(*label.entries, strict=True))
     return {"names": names, "dtypes": dtypes, "shapes": [list(shape) for shape in shapes], "group_name": group}

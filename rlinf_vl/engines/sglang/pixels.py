@@ -1,11 +1,11 @@
-"""Pixels on their way to SGLang's scheduler: written once an image, and named, not carried, by messages.
+"""Pixels for SGLang's scheduler: written once for each image, and referred to by messages.
 
-SGLang sends a request of n samples in n + 1 messages, each with the image patches of all of them, and every turn of an
-episode names all images so far: hundreds of megabytes for a group. Here patches lie in a few anonymous files in memory, which
-have no names that could outlive this process; a message carries a path under /proc, and the scheduler maps it when it reads
-the message.
+SGLang sends a request of n samples in n + 1 messages, each with the image patches of all of them,
+and every turn of an episode names all images so far: hundreds of megabytes for a group. Here
+patches lie in a few anonymous files in memory, which have no names that could outlive this process.
+A message carries a path under /proc, and the scheduler maps the file when it reads the message.
 
-Imported by the scheduler, so it imports little.
+The scheduler imports this module, so it imports little.
 """
 
 import mmap
@@ -23,7 +23,8 @@ from rlinf_vl.types import ImageRef
 
 @dataclass(frozen=True, slots=True)
 class MappedPatches:
-    """Patches of one image [P, d], float32, in a file. Pickled, it is where they lie; loaded, it is an ordinary tensor."""
+    """The patches of one image, float32 [P, d], in a file. Pickling it saves the place in the file;
+    unpickling returns an ordinary tensor."""
 
     path: str
     offset: int
@@ -34,7 +35,10 @@ class MappedPatches:
 
 
 def map_patches(path: str, offset: int, shape: tuple[int, int]) -> torch.Tensor:
-    """float32 [P, d] that lies at `offset` of the file; pages are read when they are used. FileNotFoundError: it is closed."""
+    """Map the patches at `offset` of the file: float32 [P, d]. Pages are read when they are used.
+
+    Raises FileNotFoundError if the file is closed.
+    """
     n = shape[0] * shape[1]
     with open(path, "rb") as file:
         pages = mmap.mmap(file.fileno(), n * torch.float32.itemsize, offset=offset, access=mmap.ACCESS_COPY)
@@ -43,7 +47,8 @@ def map_patches(path: str, offset: int, shape: tuple[int, int]) -> torch.Tensor:
 
 @dataclass(eq=False, slots=True)
 class _File:
-    """Images one behind the other. It is closed as a whole, when no request holds any of them."""
+    """A file with images one behind the other. It is closed as a whole, when no request holds any
+    of them."""
 
     file: BufferedWriter
     end: int = 0
@@ -52,13 +57,20 @@ class _File:
 
 
 class PixelFiles:
-    """Patches of images by content hash. What requests hold stays; beyond it the newest images, within a bound of bytes.
+    """The patches of images, by content hash. Images held by requests stay, and the newest others
+    within a bound of bytes.
 
     One thread calls `hold`, any thread `release`.
     """
 
     def __init__(self, pixels: Callable[[ImageRef], np.ndarray], max_bytes: int = 2**29, files: int = 8) -> None:
-        """`pixels`: float32 [P, d] of an image. `max_bytes` are kept, in about so many files: a file goes at once."""
+        """Make an empty store.
+
+        Args:
+            pixels: returns the patches of an image: float32 [P, d].
+            max_bytes: size above which old files without held images are dropped.
+            files: number of files to spread them over, because a file is dropped as a whole.
+        """
         self.max_bytes = max_bytes
         self._pixels = pixels
         self._parts = files
@@ -66,32 +78,35 @@ class PixelFiles:
         self._lock = threading.Lock()
 
     def hold(self, images: Sequence[ImageRef]) -> list[MappedPatches]:
-        """Where the patches of each image lie, for as long as messages that name them may be read; then `release` the images.
+        """Return the place of each image's patches. They stay there until `release` is called.
+
+        Call it once messages that refer to them have been read.
 
         Raises:
-            OSError: memory or open files have run out. Also what `pixels` raises; then nothing is held.
+            OSError: memory or open files have run out. Errors of `pixels` pass, too; then nothing
+                is held.
         """
-        held: list[MappedPatches] = []
+        mapped: list[MappedPatches] = []
         try:
             for image in images:
                 file = self._file_of(image) or self._write(image)
                 with self._lock:
                     file.holds += 1
-                held.append(file.places[image.hash])
+                mapped.append(file.places[image.hash])
         except BaseException:
-            self.release(images[: len(held)])
+            self.release(images[: len(mapped)])
             raise
-        return held
+        return mapped
 
     def release(self, images: Sequence[ImageRef]) -> None:
-        """Images that were held, each as often as it was."""
+        """Release images, each as often as it was held."""
         with self._lock:
             for image in images:
                 if file := self._file_of(image):
                     file.holds -= 1
 
     def close(self) -> None:
-        """Let all of it go: what is mapped stays with those who map it."""
+        """Close all files. Memory that the scheduler has mapped stays with it."""
         with self._lock:
             while self._files:
                 self._files.pop().file.close()
@@ -102,6 +117,7 @@ class PixelFiles:
     def _write(self, image: ImageRef) -> _File:
         patches = self._pixels(image)
         assert patches.dtype == np.float32 and patches.ndim == 2, (patches.dtype, patches.shape)
+        # Drop the oldest files without held images until the new image fits.
         for old in [f for f in self._files[:-1] if not f.holds]:
             if sum(f.end for f in self._files) + patches.nbytes <= self.max_bytes:
                 break
@@ -111,6 +127,7 @@ class PixelFiles:
         if not self._files or self._files[-1].end + patches.nbytes > self.max_bytes // self._parts:
             self._files.append(_File(open(os.memfd_create("rlinf_vl pixels"), "wb")))  # noqa: SIM115  # closed by its owner
         file = self._files[-1]
+        # A mapping must begin at a multiple of the allocation granularity.
         offset = -(-file.end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         file.file.seek(offset)
         file.file.write(np.ascontiguousarray(patches).data)

@@ -1,9 +1,12 @@
-"""What the engine is asked, as coroutines on SGLang's loop: sent when there is room, given back before an update, and asked again.
+"""Requests as coroutines on SGLang's loop: sent when there is room, aborted before an update, and
+continued after it.
 
-A request holds its pixels until it is answered or given up. Before an update SGLang gives back what it is drawing, and after it is
-asked for the rest, the longest first: the tokens so far are part of the prompt, and images have the identity that the new tower
-gives them. SGLang's own way (its pause mode "retract") computes tokens again, but finds the old embeddings of images, and labels
-one token too many as new where its steps overlap.
+A request holds its pixels until it is answered or given up. Before an update SGLang returns its
+unfinished samples, and after the update they are continued, the longest first: the tokens so far
+    are part
+of the prompt, and images have an identity for the new vision tower. SGLang's own pause mode
+"retract" computes tokens again, too, but it reuses old embeddings of images, and where its steps
+overlap it labels one old token too many as new.
 """
 
 # SGLang has an environment of its own; types are checked in the other.
@@ -25,22 +28,25 @@ from rlinf_vl.engines.sglang.settings import Settings
 from rlinf_vl.models.families import Mixture
 from rlinf_vl.types import Completion, ImageRef, Request, Sample
 
-#: Samples handed to the scheduler at once, as a multiple of `max_running`: it never starves, and memory stays bounded.
+#: Samples handed to the scheduler at once, as a multiple of `max_running`: it never starves, and
+#: memory stays bounded.
 QUEUE_FACTOR = 2
-#: Seconds after which SGLang is told again to give back what it is drawing.
+#: Seconds after which SGLang is asked again to return its unfinished samples.
 PARK_S = 0.05
 
 
 class Requests:
-    """The requests that are not answered yet. What is not a coroutine may be called from any thread.
+    """The requests that are not answered yet. Methods that are no coroutines may be called from any
+    thread.
 
     Attributes:
         host: SGLang, once it has started.
-        paused: SGLang is asked for nothing.
-        in_flight: samples that SGLang has, or will be asked for again.
-        updates: how often weights have come; each has a prefix cache of its own, and with `keep_kv` episodes stay with theirs.
-        towers: how often weights of the vision tower have come.
-        begun: with `keep_kv`, `updates` when the first request of each session came that has not ended.
+        paused: no messages are sent to SGLang.
+        in_flight: samples that SGLang has or will be asked for again.
+        updates: number of weight updates. Each has a prefix cache of its own; with `keep_kv` a
+            session keeps the prefix cache of its first request.
+        towers: number of weight updates that changed the vision tower.
+        session_updates: with `keep_kv`, `updates` at the first request of each open session.
     """
 
     host: Host
@@ -55,7 +61,7 @@ class Requests:
         mixture: Mixture | None,
         timeout_s: float | None,
     ) -> None:
-        """As `SglangEngine`; `mixture`: samples have its routes."""
+        """Take the arguments of `SglangEngine`. `mixture`: given if samples have routes."""
         self.settings = settings
         self.pixels = PixelFiles(pixels)
         self.bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), messages.BAN)
@@ -67,22 +73,28 @@ class Requests:
         self.in_flight = 0
         self.updates = 0
         self.towers = 0
-        self.asking = 0  # messages that SGLang has not answered
-        self._parks = 0  # how often it was to give back what it is drawing
-        self.begun: dict[str, int] = {}
-        #: What waits for the end of a pause: with the tokens that it has drawn.
+        self.unanswered_messages = 0
+        self._parks = 0  # number of calls of `park`
+        self.session_updates: dict[str, int] = {}
+        # Samples that wait for the end of a pause: tokens drawn so far, and a future to wake each.
         self._parked: list[tuple[int, asyncio.Future[None]]] = []
         self._answered = asyncio.Event()
         self._room = asyncio.Condition()
         self._preparing = ThreadPoolExecutor(1, "sglang-pixels")
 
     def close(self) -> None:
-        """SGLang has ended."""
+        """Release the pixels, after SGLang has ended."""
         self._preparing.shutdown(wait=False)
         self.pixels.close()
 
     async def complete(self, request: Request) -> Completion:
-        """Raises ValueError for a request that doesn't fit, TimeoutError, and what `pixels` raises."""
+        """Answer a request.
+
+        Raises:
+            ValueError: the request does not fit the context, or its placeholders do not fit its
+                images.
+            TimeoutError: it was not answered in time. Errors of `pixels` pass, too.
+        """
         n, prompt, new = len(request.seeds), len(request.ids), request.sampling.max_new_tokens
         if prompt + new > self.settings.context_length:
             raise ValueError(
@@ -91,12 +103,14 @@ class Requests:
             )
         runs = messages.placeholder_runs(request, self.image_token_id, self.merge_size)
         async with self._room:
-            most = QUEUE_FACTOR * self.settings.max_running
-            await self._room.wait_for(lambda: not self.paused and (not self.in_flight or self.in_flight + n <= most))
+            limit = QUEUE_FACTOR * self.settings.max_running
+            # A request above the limit is sent alone.
+            await self._room.wait_for(lambda: not self.paused and (not self.in_flight or self.in_flight + n <= limit))
             self.in_flight += n
         try:
             holding = self._preparing.submit(self.pixels.hold, request.images)
             try:
+                # Shielded, so that a cancelled request still learns which images it holds.
                 patches = await asyncio.shield(asyncio.wrap_future(holding))
                 async with asyncio.timeout(self.timeout_s):
                     completion = await self._sample(request, runs, patches)
@@ -113,43 +127,53 @@ class Requests:
             ) from None
         finally:
             self.in_flight -= n
-            await self._tell_waiting()
+            await self._notify_waiting()
 
     def end_sessions(self, names: Sequence[str]) -> None:
+        """Forget which prefix caches these sessions use."""
         for name in names:
-            self.begun.pop(name, None)
+            self.session_updates.pop(name, None)
 
     async def park(self) -> None:
-        """Have SGLang give back all that it is drawing. It must not be held, and is asked for no more while `paused`."""
+        """Make SGLang return all unfinished samples. `paused` must be set, but SGLang must not be
+        paused."""
         self._parks += 1
-        while self.asking:  # a message may be on its way only now
+        # again and again, because a message may reach SGLang after the abort
+        while self.unanswered_messages:
             self._answered.clear()
             self.host.manager.abort_request(abort_all=True)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._answered.wait(), PARK_S)
 
     async def resume(self) -> None:
-        """The pause is over: what was given back goes on, the longest first; then what has not begun."""
+        """End the pause: continue the interrupted samples, the longest first, then admit new
+        requests."""
         self.paused = False
         parked, self._parked = self._parked, []
-        for _, turn in sorted(parked, key=lambda waiting: -waiting[0]):
-            if not turn.done():
-                turn.set_result(None)
-        await self._tell_waiting()
+        for _, wake_up in sorted(parked, key=lambda waiting: -waiting[0]):
+            if not wake_up.done():
+                wake_up.set_result(None)
+        await self._notify_waiting()
 
-    def _cache_of(self, request: Request) -> int:
-        """Which update's prefix cache is this request's."""
+    def _prefix_cache_of(self, request: Request) -> int:
+        """Return the update whose prefix cache the request uses."""
         if not self.settings.keep_kv:
             return self.updates
-        return min((self.begun.setdefault(name, self.updates) for name in request.sessions), default=self.updates)
+        return min(
+            (self.session_updates.setdefault(name, self.updates) for name in request.sessions), default=self.updates
+        )
 
-    async def _tell_waiting(self) -> None:
+    async def _notify_waiting(self) -> None:
         async with self._room:
             self._room.notify_all()
 
     async def _release_once_read(self, holding: Future[Any], request: Request) -> None:
-        """Release the images of a request that was given up, if it got as far as to hold them: the scheduler reads messages in
-        order, so once it has answered one sent now, it has read all that name them."""
+        """Release the images of a request that was given up, if it holds any.
+
+        The scheduler reads messages in order: once it has answered a message sent now, it has read
+            all
+        messages that refer to the images.
+        """
         await asyncio.wrap_future(holding)
         await self.host.manager.get_internal_state()
         self.pixels.release(request.images)
@@ -157,73 +181,85 @@ class Requests:
     async def _sample(
         self, request: Request, runs: Sequence[tuple[int, int]], patches: Sequence[MappedPatches]
     ) -> Completion:
-        """All samples of one request. Those that an update interrupts go on behind the tokens that they have."""
-        nothing = Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
-        samples = [nothing] * len(request.seeds)
+        """Draw all samples of a request. Those that an update interrupts are continued after it."""
+        not_begun = Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
+        samples = [not_begun] * len(request.seeds)
         while unfinished := [i for i, sample in enumerate(samples) if sample.finish_reason == "abort"]:
-            begun = [(samples[i], request.seeds[i]) for i in unfinished]
-            further = await self._draw(request, begun, partial(self._ask, request, runs, patches))
-            for i, (before, _), more in zip(unfinished, begun, further, strict=True):
-                samples[i] = messages.joined(before, more, request.sampling)
+            samples_and_seeds = [(samples[i], request.seeds[i]) for i in unfinished]
+            generate = partial(self._generate, request, runs, patches)
+            continuations = await self._draw(request, samples_and_seeds, generate)
+            for i, continuation in zip(unfinished, continuations, strict=True):
+                samples[i] = messages.joined(samples[i], continuation, request.sampling)
         return Completion(tuple(samples))
 
     async def _draw(
-        self, request: Request, begun: Sequence[tuple[Sample, int]], ask: Callable[..., Any]
+        self, request: Request, samples_and_seeds: Sequence[tuple[Sample, int]], generate: Callable[..., Any]
     ) -> list[Sample]:
-        """What SGLang draws behind these samples, with their seeds. Those that have no tokens are asked for as one group, whose
-        prompt it computes once. Others are asked for one by one when their prompt is computed; in deterministic mode all are,
-        because a group has one seed, with which all of its samples are the same."""
-        sampling = messages.parameters(request.sampling, self.bans)
-        goes_on = any(len(sample.ids) for sample, _ in begun)
-        nothing = begun[0][0].ids[:0]
-        if not goes_on and not self.settings.deterministic:
-            return await ask(nothing, sampling | {"n": len(begun)})
-        if goes_on and len(begun) > 1:
-            await ask(nothing, sampling | {"max_new_tokens": 1})  # for its prompt alone
-        asks = []
-        for sample, seed in begun:
-            own = {"max_new_tokens": request.sampling.max_new_tokens - len(sample.ids)}
-            if self.settings.deterministic:
-                own["sampling_seed"] = seed % 2**31
-            asks.append(ask(sample.ids, sampling | own))
-        return [sample for answer in await asyncio.gather(*asks) for sample in answer]
+        """Draw the continuations of these samples, each with its seed.
 
-    async def _ask(
+        Samples without tokens are one message to SGLang, which computes their prompt once. Others
+        are one message each, sent when their common prompt is in the prefix cache. In deterministic
+        mode each sample is a message, because SGLang has one seed a message, with which all samples
+        are the same.
+        """
+        sampling = messages.parameters(request.sampling, self.bans)
+        continued = any(len(sample.ids) for sample, _ in samples_and_seeds)
+        no_ids = np.zeros(0, np.int32)
+        if not continued and not self.settings.deterministic:
+            return await generate(no_ids, sampling | {"n": len(samples_and_seeds)})
+        if continued and len(samples_and_seeds) > 1:
+            # brings the prompt into the prefix cache
+            await generate(no_ids, sampling | {"max_new_tokens": 1})
+        pending_answers = []
+        for sample, seed in samples_and_seeds:
+            changes = {"max_new_tokens": request.sampling.max_new_tokens - len(sample.ids)}
+            if self.settings.deterministic:
+                changes["sampling_seed"] = seed % 2**31
+            pending_answers.append(generate(sample.ids, sampling | changes))
+        answers = await asyncio.gather(*pending_answers)
+        return [sample for answer in answers for sample in answer]
+
+    async def _generate(
         self,
         request: Request,
         runs: Sequence[tuple[int, int]],
         patches: Sequence[MappedPatches],
-        begun: np.ndarray,
+        sampled: np.ndarray,
         sampling: dict[str, Any],
     ) -> list[Sample]:
-        """What SGLang draws behind the prompt and these ids; with "abort" for a reason where it has given back what it had."""
+        """Send one message: draw behind the prompt and the sampled ids. Samples that SGLang returns
+        unfinished have "abort" for a reason."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         while self.paused:
-            turn = self.host.loop.create_future()
-            self._parked.append((len(begun), turn))
-            await turn
-        # From here to the message nothing else runs on the loop, so that it is counted before anything is parked.
-        ids, parks = np.concatenate([request.ids, begun]), self._parks
+            wake_up = self.host.loop.create_future()
+            self._parked.append((len(sampled), wake_up))
+            await wake_up
+        # No await from here to the message, so `park` can't run before the message is counted.
+        ids = np.concatenate([request.ids, sampled])
+        parks_before = self._parks
         images = messages.sent_images(request, runs, patches, self.towers)
-        asked = GenerateReqInput(
+        message = GenerateReqInput(
             input_ids=ids.tolist(),
-            # One entry: SGLang takes several for a batch where n > 1.
+            # One entry, because SGLang takes several for a batch where n > 1.
             image_data=[{"images": images}] if images else None,
             sampling_params=sampling,
             return_logprob=True,
             logprob_start_len=-1,
-            extra_key=f"update {self._cache_of(request)}",
+            extra_key=f"update {self._prefix_cache_of(request)}",
             return_routed_experts=self.mixture is not None,
         )
-        self.asking += 1
+        self.unanswered_messages += 1
         try:
-            (answer,) = [part async for part in self.host.manager.generate_request(asked, None)]
+            (answer,) = [part async for part in self.host.manager.generate_request(message, None)]
         finally:
-            self.asking -= 1
-            if not self.asking:
+            self.unanswered_messages -= 1
+            if not self.unanswered_messages:
                 self._answered.set()
         outputs = answer if isinstance(answer, list) else [answer]
         assert len(outputs) == sampling.get("n", 1), (len(outputs), sampling)
-        told = request.sampling.stop_ids, len(ids), self.mixture, parks != self._parks
-        return [messages.as_sample(output, *told) for output in outputs]
+        interrupted = parks_before != self._parks
+        return [
+            messages.as_sample(output, request.sampling.stop_ids, len(ids), self.mixture, interrupted)
+            for output in outputs
+        ]

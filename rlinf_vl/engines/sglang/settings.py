@@ -1,6 +1,7 @@
-"""What an SGLang engine is started with, as its server arguments and environment variables.
+"""The settings of an SGLang engine, as server arguments and environment variables.
 
-Nothing is started here and SGLang is not imported, so that the choice can be tested without a device.
+Nothing is started here and SGLang is not imported, so that the choice can be tested without a
+device.
 """
 
 import json
@@ -14,11 +15,13 @@ import torch
 from rlinf_vl.engines.sglang.machine import PLATFORM, cuda_environment
 from rlinf_vl.engines.sglang.masked import LOADER
 
-#: SGLang keeps a few tokens of its context length to itself.
+#: Tokens added to the context length, because SGLang reserves a few of it.
 CONTEXT_SLACK = 8
-#: Memory for embeddings of images, on the engine's device: about 50 images of 400 tokens for a model of 2B in bfloat16.
+#: Memory for embeddings of images, on the engine's device: about 50 images of 400 tokens for a
+#: model of 2B in bfloat16.
 EMBEDDINGS_MB = 256
-#: Most tokens of one prefill on the CPU: there the tower attends over all patches of all images of it, under a dense mask.
+#: Most tokens of one prefill on the CPU, where the tower attends over the patches of all its images
+#: under a dense mask.
 CPU_PREFILL = 256
 #: Package of the multimodal processors that SGLang uses in place of its own.
 PROCESSORS = "rlinf_vl.engines.sglang.processors"
@@ -26,20 +29,23 @@ PROCESSORS = "rlinf_vl.engines.sglang.processors"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """
+    """The settings of an engine, as the config has them.
+
     Attributes:
         context_length: most tokens of a prompt and its response together.
         max_running: most samples decoded at once.
-        memory_share: of the device's memory, for weights and KV cache together (on the CPU: of free memory, for the cache).
+        memory_share: of the device's memory, for weights and KV cache together (on the CPU: of free
+            memory, for the cache).
         device: "cuda" or "cpu".
         shared_gpu: actor ranks use the engine's GPU, so it must be able to give its memory back.
         tp_size: GPUs of the engine.
         cpu_threads: of each engine process, on the CPU.
-        deterministic: SGLang's batch-invariant kernels: a sample depends on its request and its seed, not on what is decoded
-            beside it. It costs throughput (about a third in SGLang's own account).
-        report_routes: samples have routes; for a model with mixtures of experts.
+        deterministic: SGLang's batch-invariant kernels: a sample depends on its request and its
+            seed, not on what is decoded beside it. It costs throughput (about a third in SGLang's
+            own account).
+        report_routes: samples have routes, if the model has mixtures of experts.
         keep_kv: `rollout.kv_after_update` is keep.
-        more: server arguments that win over those chosen here.
+        extra_arguments: server arguments that override those chosen here.
     """
 
     model_path: str
@@ -55,13 +61,14 @@ class Settings:
     trust_remote_code: bool = False
     report_routes: bool = False
     keep_kv: bool = False
-    more: Mapping[str, Any] = field(default_factory=dict)
+    extra_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def server_arguments(self, kv_tokens: int, model_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Arguments of SGLang's `ServerArgs` (0.5.23), by its own names.
+        """Return arguments of SGLang's `ServerArgs` (0.5.23), by its own names.
 
         Args:
-            kv_tokens: size of the KV cache on the CPU, where it would take most of the memory.
+            kv_tokens: size of the KV cache on the CPU, where SGLang by itself would take most of
+                the memory.
             model_config: keys in place of those in the checkpoint's config.json.
         """
         arguments: dict[str, Any] = {
@@ -77,8 +84,10 @@ class Settings:
             "weight_version": "0",
             "custom_weight_loader": [LOADER],
             "log_level": "error",
-            "enable_fp32_lm_head": True,  # as the trainer's; bfloat16 would round a logit of 20 by up to 0.06
-            "mm_feature_transport": "cpu",  # on large Hopper GPUs the default keeps 1 GiB of the GPU for pixels
+            # as the trainer's; bfloat16 would round a logit of 20 by up to 0.06
+            "enable_fp32_lm_head": True,
+            # on large Hopper GPUs the default keeps 1 GiB of the GPU for pixels
+            "mm_feature_transport": "cpu",
             "mm_preprocess_cache_size_mb": 0,  # pixels come processed
         }
         if model_config:
@@ -96,41 +105,55 @@ class Settings:
             }
         else:
             arguments |= {"device": "cuda", "mem_fraction_static": self.memory_share}
-            if self.shared_gpu:  # the backup: frozen weights are not sent again after the memory was released
+            if self.shared_gpu:
+                # The backup is for frozen weights, which are not sent again after a release of
+                # memory.
                 arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
             if self.deterministic:
-                # Without rl_on_policy_target: with it SGLang gives image prompts plain positions instead of M-RoPE.
+                # Without rl_on_policy_target: with it SGLang gives image prompts plain positions
+                # instead of M-RoPE.
                 arguments["enable_deterministic_inference"] = True
-        if self.keep_kv:  # with it, an update in place labels a token too many as new
+        # with the overlap, an update in place labels one old token too many as new
+        if self.keep_kv:
             arguments["disable_overlap_schedule"] = True
         if self.report_routes:
             arguments["enable_return_routed_experts"] = True
-        return arguments | dict(self.more)
+        return arguments | dict(self.extra_arguments)
 
     def environment(self) -> dict[str, str]:
-        """Environment variables to set before SGLang is imported; its processes inherit them."""
+        """Return environment variables to set before SGLang is imported; its processes inherit
+        them."""
         environment = {
             "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PROCESSORS,
-            # It survives weight updates: images are named with the tower that encodes them (`messages.SentImage`).
+            # This cache survives weight updates, so an image's identity depends on the tower
+            # (`messages.SentImage`).
             "SGLANG_VLM_CACHE_SIZE_MB": str(EMBEDDINGS_MB),
-            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack; the engine checks the limit itself
+            # for the slack; the engine checks the limit itself
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }
         if self.device != "cpu":
             return environment | cuda_environment(self.shared_gpu)
         return environment | {
             "SGLANG_PLATFORM": PLATFORM,
             "SGLANG_USE_CPU_ENGINE": "0",
-            # With torch.compile left on, or more threads than cores, decoding is several times slower.
+            # With torch.compile left on, or more threads than cores, decoding is several times
+            # slower.
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": str(self.cpu_threads),
-            "PYTHONWARNINGS": "ignore:Only CUDA",  # from each process, of quantisations that need a GPU
+            # each process warns of quantisations that need a GPU
+            "PYTHONWARNINGS": "ignore:Only CUDA",
         }
 
     def kv_tokens_that_fit(self, token_bytes: int, row_bytes: int = 0) -> int:
-        """Tokens for the KV cache of a CPU engine: what `max_running` of the longest samples can need, within `memory_share` of
-        the free memory, beside what each sample has whatever its length. ValueError: not one sample fits."""
-        room = psutil.virtual_memory().available * self.memory_share - self.max_running * row_bytes
-        fit = int(room / token_bytes)
+        """Return the size of a CPU engine's KV cache in tokens.
+
+        It holds `max_running` samples of the greatest length, if they fit in `memory_share` of the
+        free memory, after `row_bytes` for each sample whatever its length.
+
+        Raises ValueError if not one sample fits.
+        """
+        cache_bytes = psutil.virtual_memory().available * self.memory_share - self.max_running * row_bytes
+        fit = int(cache_bytes / token_bytes)
         longest = self.context_length + CONTEXT_SLACK
         if fit < longest:
             raise ValueError(f"free memory holds a KV cache of {fit} tokens, one sample can have {longest}")

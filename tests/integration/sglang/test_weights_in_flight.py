@@ -56,7 +56,7 @@ def test_requests_go_on_by_the_new_weights(engine, toy, versions):
             assert (sample.finish_reason, len(sample.ids)) == ("length", 250)
             seen.add(tuple(np.unique(sample.versions).tolist()))
     assert any(len(s) > 1 for s in seen) and any(2 in s for s in seen), seen
-    assert engine.requests.in_flight == engine.requests.asking == 0
+    assert engine.requests.in_flight == engine.requests.unanswered_messages == 0
 
 
 def test_a_later_turn_goes_on_behind_tokens_of_several_versions(engine, toy, versions):
@@ -153,4 +153,4 @@ def test_kept_tokens_are_those_of_decoding_with_swapped_weights(engine, toy, ver
         whole = toy.of_tokens(second, answer.samples[0], model=models[1])
         assert np.abs(whole - answer.samples[0].logprobs).max() > 10 * TOLERANCE, "then there is nothing to tell apart"
     engine.end_sessions(request.sessions)
-    assert not engine.requests.begun
+    assert not engine.requests.session_updates

@@ -1,2 +1,5 @@
-"""SGLang's official door for multimodal processors: `SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE` names this package, and SGLang
-imports every module of it. One that fails to import is only logged, so the engine looks at what it got."""
+"""Multimodal processors for SGLang.
+
+`SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE` names this package, and SGLang imports every module of it. It
+only logs an import that fails, so the engine checks which processor it has got.
+"""

@@ -1,4 +1,4 @@
-"""Images of Qwen's vision models, as this project sends them: processed, expanded and hashed already."""
+"""A processor for Qwen's vision models that takes images already processed, expanded and hashed."""
 
 # SGLang has an environment of its own; types are checked in the other.
 # pyright: reportMissingImports=false
@@ -19,7 +19,8 @@ from rlinf_vl.engines.sglang.messages import SentImage
 
 
 class SentImages(QwenVLImageProcessor):
-    """Takes `SentImage`s in place of pictures: nothing is resized, copied or hashed, and each image is an item of its own."""
+    """A processor that takes `SentImage`s in place of pictures: it resizes, copies and hashes
+    nothing, and makes an item of each image."""
 
     models = QwenVLImageProcessor.models
 
@@ -31,10 +32,15 @@ class SentImages(QwenVLImageProcessor):
         *_: Any,
         **__: Any,
     ) -> MultimodalProcessorOutput:
-        """`image_data`: one entry, with all images of the request; `input_text`: its ids, placeholders expanded."""
-        (sent,) = image_data
+        """Return the request's items and positions.
+
+        Args:
+            image_data: one entry, with all images of the request.
+            input_text: its ids, placeholders expanded.
+        """
+        (entry,) = image_data
         ids, items = list(input_text), []
-        for image in sent["images"]:
+        for image in entry["images"]:
             item = MultimodalDataItem(
                 modality=Modality.IMAGE,
                 offsets=[image.run],
