@@ -1,7 +1,8 @@
 """Geometry with a tool that checks answers.
 
-The tool knows the answer, so that accuracy with it says less than accuracy without: `env/first_correct` is that of the first
-answer given, to the tool or as the final one; `env/correct` that of the final answer.
+The tool knows the answer, so the accuracy with it means less than without it. `env/first_correct`
+is the accuracy of the first answer given, to the tool or as the final one; `env/correct` is that of
+the final answer.
 """
 
 from rlinf_vl.envs.base import StepResult
@@ -10,7 +11,8 @@ from rlinf_vl.types import Message, Problem
 
 
 class GeometryTool(PictureTool):
-    """Pays for the final answer. The policy may have answers checked and look at parts of the picture first."""
+    """An environment that rewards the final answer. The policy may have answers checked and look at
+    parts of the picture first."""
 
     _answered = False
 
@@ -32,9 +34,10 @@ class GeometryTool(PictureTool):
         return super().answer(response)
 
     def _right(self, response: str) -> bool:
-        """Grade a response; the first one is recorded, also where the grader comes to no verdict."""
-        first, self._answered = not self._answered, True
+        """Grade a response. The first one is recorded, even if grading it fails."""
+        is_first = not self._answered
+        self._answered = True
         correct = self.grade(response, self.problem.answer)
-        if first:
+        if is_first:
             self.metrics["first_correct"] = float(correct)
         return correct

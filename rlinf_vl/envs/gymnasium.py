@@ -1,4 +1,5 @@
-"""Any environment that renders `rgb_array`: Gymnasium's registered ones, and older ones made by a function."""
+"""An adapter for environments that render `rgb_array`: registered with Gymnasium, or made by a
+function."""
 
 import hashlib
 import importlib
@@ -25,40 +26,55 @@ Answer with one of $actions as in \boxed{$example}.
 ---
 That is none of $actions. Answer as in \boxed{$example}.
 """
-#: Seconds that one environment waits for another's start or close.
+#: Seconds that one environment waits for another's start or close: one that hangs must not stop the
+#: others.
 _PATIENCE_S = 10.0
-#: pygame, which many of them draw with, is imported and quit by whoever draws first and closes last: one at a time.
+#: Held while an environment starts or closes. Many draw with pygame, whose set-up and exit are
+#: global to the process.
 _drawing = Lock()
 
 
 class Gymnasium:
-    """A policy that sees the rendered frames and names an action. Every answer is a step, or is answered as invalid.
+    """An episode in which the policy sees rendered frames and names actions.
 
-    The start is drawn from `group_seed`, what is random afterwards from `seed` (which an environment without Gymnasium's
-    `np_random` can't tell apart: there `group_seed` decides both).
+    Each answer is a step, or gets the text for invalid answers.
+
+    The start is drawn from `group_seed`, and later randomness from `seed`. An environment without
+    Gymnasium's `np_random` can't separate them: there `group_seed` decides both.
 
     Args:
-        id: of `gymnasium.make`; `module:id` imports the module first, which registers it (minigrid:MiniGrid-Empty-5x5-v0).
-        make: instead of `id`, `module:callable` that makes an environment with `reset`, `step` and `render`, of Gymnasium's form or
-            of that of the old gym (crafter:Env); it gets `seed` if it names that.
+        id: of `gymnasium.make`; `module:id` imports the module first, which registers it
+            (minigrid:MiniGrid-Empty-5x5-v0).
+        make: instead of `id`, `module:callable` that makes an environment with `reset`, `step` and
+            `render`, in the form of Gymnasium or of the old gym (crafter:Env). It gets `seed` if it
+            has a parameter of that name.
         make_kwargs: keywords for either.
-        actions: what the policy may name → the action; or a list of names, whose places are the actions. Without it: the names that
-            the environment has (`action_names`, or an enum `actions`), or else the numbers of its discrete actions.
-        parser: `module:function` from an answer to an action, or None for an invalid answer. Without it: the last \\boxed{…} of an
-            answer names the action, or the whole answer does; case doesn't count.
-        template: what the policy is told at the start, in each turn and of an invalid answer, separated by lines of `---`. `<image>`
-            stands for the frames. $actions: the names; $example: one of them; $task: what the row asks; $reward: of the last step;
-            $turn, $left: answers given, and left within `max_episode_steps`; $observation, or each text in it by its name: what
-            the environment says in words, such as $mission.
-        size: of a shown frame, pixels of its longer side, or [height, width]; None leaves it as it is rendered.
-        history: frames shown in each turn, the newest last.
-        reward_scale: a step pays the environment's reward times this. `invalid_reward`: what an invalid answer pays.
-        max_episode_steps: answers after which an episode ends, invalid ones included; None leaves it to the environment.
-        success_above: an episode counts as right if the environment's rewards sum to more than this.
-        metrics: names in the environment's `info` to record; of a mapping each number by its name.
+        actions: name → action; or a list of names, whose positions are the actions. By default the
+            names that the environment defines (`action_names`, or an enum `actions`), or else the
+            numbers of its discrete actions.
+        parser: `module:function` from an answer to an action, or None for an invalid answer. By
+            default the last \\boxed{…} of an answer names the action, or else the whole answer
+            does; case is ignored.
+        template: texts for the start, each turn and an invalid answer, separated by lines of `---`.
+            `<image>` stands for the frames. $actions: the names of the actions; $example: one of
+            them; $task: text of the row; $reward: reward of the last step; $turn, $left: number of
+            answers given, and left within `max_episode_steps`; $observation: text observed, or, for
+            an observation with several entries, each text by its name, such as $mission.
+        size: size of the frames in a message: pixels of the longer side, or [height, width]; None
+            leaves them as rendered.
+        history: number of frames in each turn, the newest last.
+        reward_scale: factor of the environment's rewards.
+        invalid_reward: reward of an invalid answer.
+        max_episode_steps: number of answers, invalid ones included, after which an episode ends;
+            None: no limit of its own.
+        success_above: an episode counts as correct if the environment's rewards sum to more than
+            this.
+        metrics: names in the environment's `info` to record; a mapping is recorded number by
+            number.
 
     Raises:
-        ImportError: a package is missing. ValueError: a keyword can't work.
+        ImportError: a package is missing.
+        ValueError: a keyword is invalid.
     """
 
     config_only = ("make", "parser")  # a row doesn't choose which function is called
@@ -93,36 +109,37 @@ class Gymnasium:
             raise ValueError(f"actions={actions!r} must be a list of names, or a mapping of names to actions")
         self._make = _maker(id, make, dict(make_kwargs or {}), group_seed % 2**31)
         self._parser: Callable[[str], Any] | None = _function(parser) if parser else None
-        texts = [
-            [Template(piece) for piece in text.strip("\n").split("<image>")]
-            for text in re.split(r"^---\s*$", template, flags=re.MULTILINE)
-        ]
+        sections = re.split(r"^---\s*$", template, flags=re.MULTILINE)
+        texts = [_pieces(section) for section in sections]
         if not 2 <= len(texts) <= 3 or not all(piece.is_valid() for text in texts for piece in text):
             raise ValueError(
                 "template: write two or three texts (start, turn, invalid answer) between lines of ---; $$ is a $"
             )
-        self._start_text, self._turn_text, *rest = texts
-        self._invalid_text = rest[0] if rest else self._turn_text
+        self._start_text, self._turn_text = texts[:2]
+        self._invalid_text = texts[-1]  # the turn's text where the template has no third one
         self._actions = {name: i for i, name in enumerate(actions)} if isinstance(actions, Sequence) else actions
         self._frames: deque[Image.Image] = deque(maxlen=history)
         self._reward_scale, self._invalid_reward, self._success_above = reward_scale, invalid_reward, success_above
-        self._most, self._metrics = max_episode_steps, metrics
+        self._max_steps = max_episode_steps
+        self._metrics = metrics
         self._seed, self._group_seed = seed, group_seed % 2**31
         self._env: Any = None
         self._turns, self._invalid, self._total = 0, 0, 0.0
-        self._task, self._said = "", {}
+        self._task = ""
+        self._observed_texts: dict[str, str] = {}
         self._names: dict[str, Any] = {}
         self._state = ""
 
     def start(self, problem: Problem) -> list[Message]:
-        with _alone():
+        with _exclusive_drawing():
             self._env = self._make()
             takes_seed = "seed" in inspect.signature(self._env.reset).parameters
-            begun = self._env.reset(seed=self._group_seed) if takes_seed else self._env.reset()
-            bare = getattr(self._env, "unwrapped", self._env)
-            if takes_seed and hasattr(bare, "np_random"):
-                bare.np_random = np.random.default_rng(self._seed)
-            self._look(begun[0] if isinstance(begun, tuple) else begun)
+            reset_result = self._env.reset(seed=self._group_seed) if takes_seed else self._env.reset()
+            unwrapped = getattr(self._env, "unwrapped", self._env)
+            if takes_seed and hasattr(unwrapped, "np_random"):
+                unwrapped.np_random = np.random.default_rng(self._seed)
+            # Gymnasium returns (observation, info), the old gym the observation alone.
+            self._record_observation(reset_result[0] if isinstance(reset_result, tuple) else reset_result)
         table = self._actions or _action_names(self._env)
         if not table and self._parser is None:
             raise ValueError(f"{self._env.action_space} is not discrete: give a table of actions, or a parser")
@@ -137,17 +154,20 @@ class Gymnasium:
         if self._env is None:
             raise RuntimeError("step() without start(), or after the end")
         self._turns += 1
-        state, action, reward, over, info = self._state, self._parse(response), 0.0, False, {}
+        state = self._state  # the state in which the response was given, not the one after it
+        action = self._parse(response)
+        reward, over, info = 0.0, False, {}
         if action is None:
             self._invalid += 1
-            message, paid = self._invalid_text, self._invalid_reward
+            message, step_reward = self._invalid_text, self._invalid_reward
         else:
-            observed, reward, *ends, info = self._env.step(action)
-            reward, over = float(reward), any(ends)  # (terminated, truncated), or the old (done)
+            observation, reward, *ends, info = self._env.step(action)
+            # (terminated, truncated), or the old gym's (done)
+            reward, over = float(reward), any(ends)
             self._total += reward
-            self._look(observed)
-            message, paid = self._turn_text, reward * self._reward_scale
-        done = over or (self._most is not None and self._turns >= self._most)
+            self._record_observation(observation)
+            message, step_reward = self._turn_text, reward * self._reward_scale
+        done = over or (self._max_steps is not None and self._turns >= self._max_steps)
         metrics = {
             "steps": self._turns - self._invalid,
             "invalid_answers": self._invalid,
@@ -161,34 +181,37 @@ class Gymnasium:
         messages = () if done else (self._message(message, reward),)
         if done:
             self.close()
-        return StepResult(messages, paid, done, facts)
+        return StepResult(messages, step_reward, done, facts)
 
     def close(self) -> None:
         env, self._env = self._env, None
         if env is not None and hasattr(env, "close"):
-            with _alone():
+            with _exclusive_drawing():
                 env.close()
 
     def _parse(self, response: str) -> Any:
-        """The action that an answer names; None if it names none."""
+        """Return the action that an answer names; None if it names none."""
         if self._parser is not None:
             return self._parser(response)
         boxed = re.findall(r"\\boxed\{([^{}]*)\}", response)
         return self._names.get((boxed[-1] if boxed else response).strip(" \t\r\n.!'\"`*").casefold())
 
-    def _look(self, observed: Any) -> None:
-        """Remember what there is to see, and to read."""
+    def _record_observation(self, observation: Any) -> None:
+        """Store the rendered frame, its state and the texts of an observation."""
         frame = np.asarray(self._env.render())
         if frame.ndim != 3 or frame.dtype != np.uint8:
             raise ValueError(f"render() gave {frame.dtype} of shape {frame.shape}, not uint8 of [height, width, 3]")
         self._state = hashlib.blake2b(frame.tobytes(), digest_size=12).hexdigest()
         self._frames.append(_resized(Image.fromarray(frame), self._size))
-        said = observed if isinstance(observed, Mapping) else {"observation": observed}
-        self._said = {name: text for name, text in said.items() if isinstance(text, str)}
+        entries = observation if isinstance(observation, Mapping) else {"observation": observation}
+        self._observed_texts = {name: text for name, text in entries.items() if isinstance(text, str)}
 
     def _message(self, text: list[Template], reward: float = 0.0) -> Message:
-        """A template's pieces, with the frames between them. Raises KeyError: it names what isn't there."""
-        left = "" if self._most is None else self._most - self._turns
+        """Fill a template's pieces and put the frames between them.
+
+        Raises KeyError if the template names an unknown fact.
+        """
+        remaining = "" if self._max_steps is None else self._max_steps - self._turns
         names = list(self._names)
         facts = {
             "actions": ", ".join(names),
@@ -196,34 +219,35 @@ class Gymnasium:
             "task": self._task,
             "reward": f"{reward:g}",
         }
-        facts |= {"turn": self._turns, "left": left} | self._said
+        facts |= {"turn": self._turns, "left": remaining} | self._observed_texts
         parts: list[dict[str, Any]] = []
         for i, piece in enumerate(text):
             if i:
                 parts += [{"type": "image", "image": frame} for frame in self._frames]
-            if told := piece.substitute(facts):
-                parts.append({"type": "text", "text": told})
+            if filled := piece.substitute(facts):
+                parts.append({"type": "text", "text": filled})
         return {"role": "user", "content": parts}
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """While no other starts or closes; one that hangs in there is waited for only so long."""
-    held = _drawing.acquire(timeout=_PATIENCE_S)
+def _exclusive_drawing() -> Iterator[None]:
+    """Run the block while no other environment starts or closes, or after waiting `_PATIENCE_S`."""
+    acquired = _drawing.acquire(timeout=_PATIENCE_S)
     try:
         yield
     finally:
-        if held:
+        if acquired:
             _drawing.release()
 
 
 def _maker(id: str, make: str, kwargs: dict[str, Any], seed: int) -> Callable[[], Any]:
-    """What makes the environment; whether it can be found is known now."""
+    """Return a function that makes the environment. Raises now if the environment can't be
+    found."""
     if make:
-        made = _function(make)
-        if "seed" in inspect.signature(made).parameters:
+        constructor = _function(make)
+        if "seed" in inspect.signature(constructor).parameters:
             kwargs.setdefault("seed", seed)
-        return lambda: made(**kwargs)
+        return lambda: constructor(**kwargs)
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame opens no window
     try:
         import gymnasium
@@ -236,31 +260,37 @@ def _maker(id: str, make: str, kwargs: dict[str, Any], seed: int) -> Callable[[]
     return lambda: gymnasium.make(spec, render_mode="rgb_array", **kwargs)
 
 
+def _pieces(section: str) -> list[Template]:
+    """Split a section of the template at its images."""
+    return [Template(piece) for piece in section.strip("\n").split("<image>")]
+
+
 def _function(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
-    found = getattr(importlib.import_module(module), attribute, None) if module and attribute else None
-    if not callable(found):
+    function = getattr(importlib.import_module(module), attribute, None) if module and attribute else None
+    if not callable(function):
         raise ValueError(f"{name!r} is no callable; write module:name")
-    return found
+    return function
 
 
 def _action_names(env: Any) -> dict[str, Any]:
-    bare = getattr(env, "unwrapped", env)
-    if names := getattr(bare, "action_names", None):
+    """Return name → action as the environment defines them; {} if its actions are not discrete."""
+    unwrapped = getattr(env, "unwrapped", env)
+    if names := getattr(unwrapped, "action_names", None):
         return {name: i for i, name in enumerate(names)}
-    if members := getattr(getattr(bare, "actions", None), "__members__", None):  # an enum's
+    if members := getattr(getattr(unwrapped, "actions", None), "__members__", None):  # an enum
         return {name: action.value for name, action in members.items()}
     return {str(i): i for i in range(int(getattr(env.action_space, "n", 0)))}
 
 
 def _text_of(problem: Problem) -> str:
-    """What the row's last message says."""
+    """Return the text of the row's last message."""
     content = problem.messages[-1]["content"] if problem.messages else ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _resized(frame: Image.Image, size: Sequence[int] | None) -> Image.Image:
-    """Enlarged pixel by pixel, or reduced smoothly."""
+    """Resize a frame: enlarge it pixel by pixel, or reduce it smoothly."""
     if not size:
         return frame
     longer = max(frame.size)
@@ -270,6 +300,7 @@ def _resized(frame: Image.Image, size: Sequence[int] | None) -> Image.Image:
 
 
 def _numbers(info: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in `info` under these names; those of a mapping as NAME/KEY."""
     for name in names:
         value = info.get(name)
         for inner, number in value.items() if isinstance(value, Mapping) else [("", value)]:

@@ -1,4 +1,4 @@
-"""Tools that look closer at the pictures of a problem."""
+"""An environment with tools to look closer at the pictures of a problem."""
 
 import math
 
@@ -7,14 +7,16 @@ from PIL import Image
 from rlinf_vl.data.images import decode
 from rlinf_vl.envs.tool import ToolEnv
 
-#: Smallest side of what is shown, in pixels: what the Qwen-VL families make one token of.
+#: Smallest side of a part shown, in pixels: the Qwen-VL families make one token of it.
 MIN_SIDE = 32
-#: Longer side : shorter side of what is shown.
+#: Greatest ratio of the longer to the shorter side of a part shown.
 MAX_ASPECT_RATIO = 100
 
 
+# The docstrings of tools are part of the prompt: rewording or wrapping one changes what models see.
 class PictureTool(ToolEnv):
-    """Graded as `single_turn` is; the policy may look at parts of the pictures first."""
+    """An environment graded like `single_turn`, in which the policy may look at parts of the
+    pictures first."""
 
     def crop(self, box: list[float], picture: int = 1) -> Image.Image:
         """Show a part of a picture of the question.
@@ -23,8 +25,8 @@ class PictureTool(ToolEnv):
             box: The part's [left, top, right, bottom], from 0 (the picture's left or top edge) to 1000 (its right or bottom edge)
             picture: Which picture, counted from 1
         """
-        whole = self._picture(picture)
-        return whole.crop(_pixels(box, *whole.size))
+        full_picture = self._picture(picture)
+        return full_picture.crop(_pixels(box, *full_picture.size))
 
     def zoom(self, box: list[float], picture: int = 1) -> Image.Image:
         """Show a part of a picture of the question, enlarged as far as the whole picture's size allows.
@@ -33,9 +35,9 @@ class PictureTool(ToolEnv):
             box: The part's [left, top, right, bottom], from 0 (the picture's left or top edge) to 1000 (its right or bottom edge)
             picture: Which picture, counted from 1
         """
-        whole = self._picture(picture)
-        part = whole.crop(_pixels(box, *whole.size))
-        scale = min(whole.width / part.width, whole.height / part.height)
+        full_picture = self._picture(picture)
+        part = full_picture.crop(_pixels(box, *full_picture.size))
+        scale = min(full_picture.width / part.width, full_picture.height / part.height)
         return part.resize((round(part.width * scale), round(part.height * scale)), Image.Resampling.LANCZOS)
 
     def _picture(self, number: int) -> Image.Image:
@@ -46,10 +48,12 @@ class PictureTool(ToolEnv):
 
 
 def _pixels(box: list[float], width: int, height: int) -> tuple[int, int, int, int]:
-    """A box in thousandths → (left, top, right, bottom) in pixels: what the picture has of it, grown to the smallest size shown.
+    """Convert a box in thousandths to (left, top, right, bottom) in pixels.
+
+    The box is cut to the picture and enlarged to the smallest size shown.
 
     Raises:
-        ValueError: it is no box, or has no part in the picture.
+        ValueError: it is no box, or lies outside the picture.
     """
     if len(box) != 4:
         raise ValueError(f"box: {len(box)} numbers are not [left, top, right, bottom]")
@@ -62,7 +66,10 @@ def _pixels(box: list[float], width: int, height: int) -> tuple[int, int, int, i
 
 
 def _span(begin: float, end: float, length: int, shortest: int) -> tuple[int, int]:
-    """(first pixel, pixels) of a share `begin` … `end` of `length` pixels; at least `shortest`, as far as there are so many."""
+    """Return (first pixel, number of pixels) of the share `begin` … `end` of `length` pixels.
+
+    The number is at least `shortest`, or `length` if that is smaller.
+    """
     first, last = math.floor(begin * length), math.ceil(end * length)
     n = max(last - first, min(shortest, length))
     return min(max((first + last - n) // 2, 0), length - n), n

@@ -1,4 +1,4 @@
-"""From the name of an environment to its class, and from a problem to an environment."""
+"""The registry of environments: the class for a name, and an environment for a problem."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -12,9 +12,9 @@ from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import nearest
 from rlinf_vl.types import Problem
 
-#: The environment that ends after one answer, and begins without waiting for anything.
+#: Name of the environment that ends after one answer and begins without waiting for anything.
 SINGLE = "single_turn"
-#: Name (rollout.env_class) → where its class is, imported when asked for.
+#: Name (rollout.env_class) → module and class, imported on demand.
 ENVIRONMENTS = {
     SINGLE: "rlinf_vl.envs.single_turn:SingleTurn",
     "picture_tool": "rlinf_vl.envs.picture_tool:PictureTool",
@@ -24,13 +24,15 @@ ENVIRONMENTS = {
     "maze": "rlinf_vl.toy.maze:Maze",
     "rectangle_tool": "rlinf_vl.toy.rectangle_tool:RectangleTool",
 }
-#: Keywords that a constructor gets if it names them.
+#: Keywords that the run passes to a constructor that names them.
 OFFERED = ("grade", "reward_max", "reward_min", "seed", "group_seed")
 _METHODS = ("start(problem)", "step(response)", "close()")
 
 
 def load_env_class(name: str, files: Mapping[str, str]) -> type:
-    """The class of a registered name, of `module:Class` or of `path/to/file.py:Class`. Raises CodeError, as `load_code`.
+    """Return the class for a registered name, `module:Class` or `path/to/file.py:Class`.
+
+    Raises CodeError, as `load_code` does.
 
     Args:
         files: runner.code_files.
@@ -39,18 +41,21 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
 
 
 def check_env_class(name: str, files: Mapping[str, str]) -> None:
-    """What `load_env_class` can refuse without running the class's file. Raises CodeError."""
+    """Raise the CodeErrors of `load_env_class` that can be found without running the class's
+    file."""
     check_code(name, ENVIRONMENTS, files, kind="environment", signature=_METHODS)
 
 
 def grades_answers(cls: type) -> bool:
-    """Whether an environment pays by the rows' answers: then one answer for all rows is worth something."""
+    """Return whether an environment rewards the rows' answers, so that one answer for all rows
+    earns something."""
     return issubclass(cls, SingleTurn) or "grade" in _parameters(cls)
 
 
 def leaves_grading(cls: type) -> bool:
-    """Return whether an environment is sure to leave its last response to the run's reward functions."""
-    from rlinf_vl.envs.tool import ToolEnv  # with PIL and jsonschema
+    """Return whether an environment certainly leaves its last response to the run's reward
+    functions."""
+    from rlinf_vl.envs.tool import ToolEnv  # imports PIL and jsonschema
 
     if issubclass(cls, ToolEnv):
         return cls.answer is ToolEnv.answer
@@ -58,16 +63,18 @@ def leaves_grading(cls: type) -> bool:
 
 
 def keyword_problems(cls: type, kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Why a constructor doesn't take these keywords, each problem a sentence."""
+    """Yield a sentence for each reason why a constructor doesn't accept these keywords."""
     parameters = _parameters(cls)
-    taken = [name for name in parameters if name not in OFFERED]
+    accepted = [name for name in parameters if name not in OFFERED]
     for name in kwargs:
         if name in OFFERED:
             yield f"{name!r} is given by the run; leave it out"
         elif name not in parameters and not _takes_any(cls):
-            takes = ", ".join(taken) or "none"
-            yield f"{cls.__name__} takes no keyword {name!r}; it takes {takes};{nearest(name, taken)}".rstrip(";")
-    for name in taken:
+            accepted_list = ", ".join(accepted) or "none"
+            yield f"{cls.__name__} takes no keyword {name!r}; it takes {accepted_list};{nearest(name, accepted)}".rstrip(
+                ";"
+            )
+    for name in accepted:
         if parameters[name].default is inspect.Parameter.empty and name not in kwargs:
             yield f"{cls.__name__} needs keyword {name!r}; give it a value"
 
@@ -77,10 +84,13 @@ class EnvMaker:
     """Makes the environment of each trajectory of a run.
 
     Attributes:
-        name, kwargs: rollout.env_class and rollout.env_kwargs. A row may name another class (`Problem.env_class`), which gets none
-            of `kwargs`; and a row's column `env_kwargs` has further ones, over those.
+        name: rollout.env_class. A row may name another class (`Problem.env_class`).
+        kwargs: rollout.env_kwargs, for the class `name` only. A row's column `env_kwargs` overrides
+            them.
         files: runner.code_files.
-        grade: (problem, response) → whether the response is right; environments get it as a `Grade`.
+        grade: (problem, response) → whether the response is right; environments get it as a
+            `Grade`.
+        reward_max, reward_min: the scale of rewards.
     """
 
     name: str
@@ -91,10 +101,18 @@ class EnvMaker:
     reward_min: float
 
     def __call__(self, problem: Problem, seed: int, group_seed: int) -> Env:
-        """A fresh environment for one trajectory. Raises what its constructor raises; ValueError as `check`."""
+        """Return a new environment for one trajectory.
+
+        Raises the errors of its constructor, and ValueError as `check` does.
+        """
         cls, kwargs = self._class_and_keywords(problem)
-        own = {"grade": partial(self._grade, problem), "reward_max": self.reward_max, "reward_min": self.reward_min}
-        offered = own | {"seed": seed, "group_seed": group_seed}
+        offered = {
+            "grade": partial(self._grade, problem),
+            "reward_max": self.reward_max,
+            "reward_min": self.reward_min,
+            "seed": seed,
+            "group_seed": group_seed,
+        }
         names = _parameters(cls)
         return cast(Env, cls(**kwargs, **{name: value for name, value in offered.items() if name in names}))
 
@@ -102,33 +120,36 @@ class EnvMaker:
         return self.grade(problem if answer == problem.answer else replace(problem, answer=answer), response)
 
     def name_of(self, problem: Problem) -> str:
+        """Return the name of the problem's environment."""
         return problem.env_class or self.name
 
     def leaves_grading(self, problem: Problem) -> bool:
-        """Return whether the problem's environment is sure to leave its last response to the run's reward functions."""
+        """Return whether the problem's environment certainly leaves its last response to the run's
+        reward functions."""
         return leaves_grading(load_env_class(self.name_of(problem), self.files))
 
     def check(self, problem: Problem) -> None:
-        """Raise ValueError if a problem's environment can't be made: there is no such class, or it doesn't take the keywords."""
+        """Raise ValueError if a problem's environment can't be made: its class is unknown or
+        refuses the keywords."""
         cls, kwargs = self._class_and_keywords(problem)
-        for found in keyword_problems(cls, kwargs):
-            raise ValueError(found)
+        for message in keyword_problems(cls, kwargs):
+            raise ValueError(message)
 
     def _class_and_keywords(self, problem: Problem) -> tuple[type, dict[str, Any]]:
-        own = problem.columns.get("env_kwargs") or {}
-        if not isinstance(own, dict):
-            raise ValueError(f"column 'env_kwargs' holds {own!r}; write a mapping of keywords")
+        row_kwargs = problem.columns.get("env_kwargs") or {}
+        if not isinstance(row_kwargs, dict):
+            raise ValueError(f"column 'env_kwargs' holds {row_kwargs!r}; write a mapping of keywords")
         cls = load_env_class(self.name_of(problem), self.files)
-        if refused := sorted(own.keys() & set(getattr(cls, "config_only", ()))):
+        if refused := sorted(row_kwargs.keys() & set(getattr(cls, "config_only", ()))):
             raise ValueError(f"column 'env_kwargs' gives {', '.join(refused)}, which rollout.env_kwargs alone may say")
-        is_the_runs = problem.env_class is None or cls is load_env_class(self.name, self.files)
-        return cls, (dict(self.kwargs) if is_the_runs else {}) | own
+        is_configured_class = problem.env_class is None or cls is load_env_class(self.name, self.files)
+        return cls, (dict(self.kwargs) if is_configured_class else {}) | row_kwargs
 
 
-@lru_cache  # to look takes longer than to make most environments
+@lru_cache  # inspecting takes longer than making most environments
 def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
-    """Keywords that a constructor names."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    """Return the keywords that a constructor names."""
+    kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     return {name: p for name, p in inspect.signature(cls).parameters.items() if p.kind in kinds}
 
 

@@ -1,7 +1,8 @@
-"""Episodes that a task app plays behind HTTP; docs/remote.md has the protocol, examples/task_app/ a server.
+"""Episodes played by a task app over HTTP; docs/remote.md has the protocol, examples/task_app/ a
+server.
 
-What the app replies is not trusted: sizes, times and types are bounded and checked, and nothing that it says is fetched from
-anywhere. Whatever is wrong is an error of its episode.
+The app's replies are not trusted: sizes, times and types are bounded and checked, and no address in
+a reply is fetched. Any fault of a reply is an error of its episode.
 """
 
 import asyncio
@@ -26,16 +27,17 @@ from rlinf_vl.envs.base import STRICT_JSON, StepResult
 from rlinf_vl.types import IMAGE_URL_PREFIX, ROLES, Message, Problem
 
 PROTOCOL = 1
-#: Statuses of an app that is busy, or not up again: asked once more, as where no connection can be made.
+#: Statuses of an app that is busy or restarting: the request is repeated, as after a failed
+#: connection.
 _BUSY = (429, 502, 503, 504)
-#: Seconds before the first and between later attempts.
+#: Seconds between attempts: the first wait, doubled each time, and the longest one.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
-#: Characters of a step's `info`, as JSON.
+#: Most characters of a step's `info`, as JSON.
 _MAX_INFO = 2**16
 #: URL scheme under which a message names an image of a multipart reply.
 _PART = "cid:"
 
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it says a line for each request
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for each request
 
 
 class RemoteError(RuntimeError):
@@ -45,23 +47,26 @@ class RemoteError(RuntimeError):
 class Remote:
     """An episode of a task app.
 
-    Every request names the episode and the turn, and the app answers a repeated one with the same reply, so that a request is
-    simply sent again where the connection failed: also while the app is restarted, though an app that has lost the episode over
-    that ends it.
+    Every request names the episode and the turn, and the app answers a repeated request with the
+    same reply. So a request is simply sent again after a failed connection, also while the app
+    restarts. An app that has lost the episode ends it.
 
     Args:
-        url: the app's address, as in https://tasks.example.org:8000/shapes. No redirect is followed.
-        token_env: name of the environment variable, on every machine with rollout workers, that holds the bearer token; None sends
-            none. The token itself stands nowhere else.
-        timeout_s: for one attempt, from connecting to the last byte.
-        retry_s: how long a request is repeated where nobody answers. Should be well below `rollout.turn_timeout`.
-        max_reply_bytes, max_images, max_pixels: of a reply, of its images, and of each of them.
+        url: the app's address, as in https://tasks.example.org:8000/shapes. No redirect is
+            followed.
+        token_env: name of the environment variable that holds the bearer token, on every machine
+            with rollout workers; None: no token. The token itself is written nowhere else.
+        timeout_s: time for one attempt, from connecting to the last byte.
+        retry_s: time for which an unanswered request is repeated. Should be well below
+            `rollout.turn_timeout`.
+        max_reply_bytes, max_images: bounds of a reply.
+        max_pixels: bound of each image.
 
     Raises:
-        ValueError: the address or a limit makes no sense, or there is no usable token.
+        ValueError: the address or a limit is invalid, or there is no usable token.
     """
 
-    #: What a row of the data may not say, for it would send a token wherever it likes.
+    #: Keywords that a row of the data may not set, because it could send the token to any address.
     config_only = ("url", "token_env")
 
     def __init__(
@@ -103,7 +108,7 @@ class Remote:
         self._max_bytes, self._max_images, self._max_pixels = max_reply_bytes, max_images, max_pixels
         self._facts = {"seed": seed, "group_seed": group_seed, "reward_max": reward_max, "reward_min": reward_min}
         self._id = secrets.token_hex(16)
-        self._begun, self._turn = False, 0
+        self._started, self._turn = False, 0
         self._client: httpx.AsyncClient | None = None
 
     async def start(self, problem: Problem) -> list[Message]:
@@ -122,7 +127,7 @@ class Remote:
             "columns": problem.columns,
             "messages": _with_images(problem),
         }
-        self._begun = True
+        self._started = True
         reply, parts = await self._ask("POST", "start", self._retry_s, self._facts | {"id": self._id, "problem": row})
         return self._messages(reply, parts)
 
@@ -146,8 +151,9 @@ class Remote:
         if client is None:
             return
         try:
-            if self._begun:
-                with suppress(RemoteError):  # an app that can't be told will see that nobody asks any more
+            if self._started:
+                # an app that can't be reached ends idle episodes by itself
+                with suppress(RemoteError):
                     await self._ask("POST", "close", 0.0, {"id": self._id})
         finally:
             self._client = None
@@ -156,19 +162,23 @@ class Remote:
     async def _ask(
         self, method: str, path: str, retry_s: float, body: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """What the app says, and the images of its reply by name. Sent again for `retry_s` where nobody answers."""
+        """Send a request, and again for `retry_s` seconds while the app does not answer.
+
+        Returns:
+            (the reply's JSON object, its images by name).
+        """
         content = None if body is None else json.dumps(body, default=str).encode()
         loop = asyncio.get_running_loop()
-        end, wait_s = loop.time() + retry_s, _FIRST_WAIT_S
+        deadline, wait_s = loop.time() + retry_s, _FIRST_WAIT_S
         while True:
             try:
-                status, headers, data = await self._sent(method, path, content)
+                status, headers, data = await self._attempt(method, path, content)
                 trouble = f"status {status}"
             except (httpx.TransportError, TimeoutError) as error:
                 status, headers, data, trouble = 503, httpx.Headers(), b"", f"{type(error).__name__} {error}".strip()
             if status not in _BUSY:
                 break
-            if loop.time() + wait_s > end:
+            if loop.time() + wait_s > deadline:
                 raise RemoteError(f"{self._url}/{path} doesn't answer, asked for {retry_s:g} s: {self._safe(trouble)}")
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
@@ -179,8 +189,9 @@ class Remote:
         except (ValueError, RecursionError) as error:
             raise RemoteError(f"{self._url}/{path}: {self._safe(f'{type(error).__name__}: {error}')}") from None
 
-    async def _sent(self, method: str, path: str, content: bytes | None) -> tuple[int, httpx.Headers, bytes]:
-        """Status, headers and body of one attempt. A body is read as far as it may be long."""
+    async def _attempt(self, method: str, path: str, content: bytes | None) -> tuple[int, httpx.Headers, bytes]:
+        """Send a request once; return status, headers and body. Reading stops at
+        `max_reply_bytes`."""
         if self._client is None:
             raise RuntimeError("remote: step() without start()")
         kind = {} if content is None else {"Content-Type": "application/json"}
@@ -198,6 +209,7 @@ class Remote:
             return reply.status_code, reply.headers, bytes(data)
 
     def _refusal(self, path: str, status: int, headers: httpx.Headers, data: bytes) -> str:
+        """Return the message for a status other than 200."""
         if status in (401, 403):
             hint = (
                 f"is that in {self._token_env} right?"
@@ -207,16 +219,19 @@ class Remote:
             return f"status {status}: it wants another token; {hint}"
         if 300 <= status < 400:
             return f"status {status}: it redirects to {self._safe(headers.get('location', ''))}, and no redirect is followed"
-        said = self._safe(data.decode(errors="replace"))
+        reply_text = self._safe(data.decode(errors="replace"))
         lost = "; it was started again, or gave the episode up" if status in (404, 410) and path == "step" else ""
-        return f"status {status}{lost}: {said}"
+        return f"status {status}{lost}: {reply_text}"
 
-    def _safe(self, said: str) -> str:
-        """What the app or the network said, short and without the token."""
-        return shorten(said.replace(self._token, "***") if self._token else said, 300)
+    def _safe(self, text: str) -> str:
+        """Return a text of the app or the network, shortened and without the token."""
+        return shorten(text.replace(self._token, "***") if self._token else text, 300)
 
     def _read(self, kind: str, data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """A reply's JSON object, and what else a multipart one has, by name. Raises ValueError, RecursionError."""
+        """Return a reply's JSON object, and the other parts of a multipart reply by name.
+
+        Raises ValueError, RecursionError.
+        """
         head, parts = Headers(), dict[str, bytes]()
         head["content-type"] = kind
         if head.get_content_maintype() == "multipart":
@@ -227,14 +242,17 @@ class Remote:
         reply = STRICT_JSON.decode(data.decode())
         if not isinstance(reply, dict):
             raise ValueError(f"{shorten(repr(reply))} is no JSON object")
-        said = json.dumps(reply, ensure_ascii=False).encode()  # halves of surrogate pairs are refused
-        if self._token and any(self._token.encode() in found for found in (said, *parts.values())):
+        encoded = json.dumps(reply, ensure_ascii=False).encode()  # raises for half a surrogate pair
+        if self._token and any(self._token.encode() in content for content in (encoded, *parts.values())):
             raise ValueError("it sends the token back")
         return reply, parts
 
     def _messages(self, reply: dict[str, Any], parts: dict[str, bytes]) -> list[Message]:
-        """The messages of a reply, checked, with images as bytes. Raises RemoteError, ImageError."""
-        messages, found = reply.get("messages", []), 0
+        """Check the messages of a reply and return them with images as bytes.
+
+        Raises RemoteError, ImageError.
+        """
+        messages, image_count = reply.get("messages", []), 0
         if not isinstance(messages, list):
             raise RemoteError(f"messages are {shorten(repr(messages))}, no list")
         out: list[Message] = []
@@ -247,8 +265,8 @@ class Remote:
                     f"{shorten(repr(message))} is no message with content and one of the roles {', '.join(ROLES)}"
                 )
             content = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            found += sum(isinstance(part, dict) and part.get("type") == "image_url" for part in content)
-            if found > self._max_images:
+            image_count += sum(isinstance(part, dict) and part.get("type") == "image_url" for part in content)
+            if image_count > self._max_images:
                 raise RemoteError(f"a reply with more than max_images={self._max_images}")
             out.append({"role": role, "content": [self._part(part, parts) for part in content]})
         return out
@@ -272,7 +290,8 @@ class Remote:
 
 
 def _token(variable: str | None) -> str:
-    """The token that a variable holds; "" for no variable. An error never says what it holds."""
+    """Return the token in a variable; "" for no variable. Errors never quote the variable's
+    value."""
     if variable is None:
         return ""
     token = os.environ.get(variable, "")
@@ -290,32 +309,37 @@ def _token(variable: str | None) -> str:
 
 
 def _with_images(problem: Problem) -> list[Message]:
-    """A problem's messages, with its images in them as data URIs."""
+    """Return a problem's messages, with its images in them as data URIs."""
     kinds = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
     urls = {}
     for image in problem.images:
         kind = next((kind for magic, kind in kinds.items() if bytes(image.data[:4]).startswith(magic)), "octet-stream")
         urls[image.url] = f"data:image/{kind};base64,{base64.b64encode(image.data).decode()}"
 
-    def shown(part: dict[str, Any]) -> dict[str, Any]:
+    def inline(part: dict[str, Any]) -> dict[str, Any]:
         url = part.get("image_url", {}).get("url", "")
         return {"type": "image_url", "image_url": {"url": urls[url]}} if url.startswith(IMAGE_URL_PREFIX) else part
 
     return [
-        m if isinstance(m["content"], str) else m | {"content": [shown(part) for part in m["content"]]}
+        m if isinstance(m["content"], str) else m | {"content": list(map(inline, m["content"]))}
         for m in problem.messages
     ]
 
 
-def _parts(data: bytes, boundary: bytes, most: int) -> dict[str, bytes]:
-    """The parts of a multipart body by the name in their Content-Disposition, or else their Content-ID. Raises ValueError."""
+def _parts(data: bytes, boundary: bytes, max_parts: int) -> dict[str, bytes]:
+    """Return the parts of a multipart body, by the name in their Content-Disposition or else their
+    Content-ID.
+
+    Raises ValueError.
+    """
     if not boundary:
         raise ValueError("a multipart reply without a boundary")
-    _, *found = (b"\r\n" + data).split(b"\r\n--" + boundary, most + 2)
-    if len(found) > most + 1 or not found or not found[-1].startswith(b"--"):
-        raise ValueError(f"a multipart reply that does not end, or has more than {most} parts")
+    # The last piece, behind the final boundary, begins with "--".
+    _, *pieces = (b"\r\n" + data).split(b"\r\n--" + boundary, max_parts + 2)
+    if len(pieces) > max_parts + 1 or not pieces or not pieces[-1].startswith(b"--"):
+        raise ValueError(f"a multipart reply that does not end, or has more than {max_parts} parts")
     out = {}
-    for part in found[:-1]:
+    for part in pieces[:-1]:
         head, end, content = part.partition(b"\r\n\r\n")
         headers = BytesHeaderParser().parsebytes(head.removeprefix(b"\r\n") + b"\r\n\r\n") if end else Headers()
         name = headers.get_param("name", header="content-disposition") or str(headers.get("content-id", "")).strip(

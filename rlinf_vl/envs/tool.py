@@ -1,14 +1,17 @@
-"""Environments with tools. A tool is a public method of a `ToolEnv`'s subclass, with type hints and a docstring in Google's form.
+"""Environments with tools. A tool is a public method of a `ToolEnv`'s subclass, with type hints and
+a docstring in Google's form.
 
-The policy is told of them in the system message, and calls them in the form that Hermes and Qwen models know:
+The system message describes them, and the policy calls them in the form that Hermes and Qwen models
+know:
 
     <tool_call>
     {"name": "multiply", "arguments": {"a": 3, "b": 6}}
     </tool_call>
 
-A response with calls is answered with their results, in order, in one message. A response without any ends the question: it is
-graded. Whatever is wrong with a call (broken JSON, an unclosed tag, an unknown tool, missing, unknown or mistyped arguments, an
-exception of the tool) is said in its `<tool_response>`; nothing that a policy writes raises.
+A response with calls is answered with their results, in order, in one message. A response without
+calls ends the episode and is graded. Errors of a call (broken JSON, an unclosed tag, an unknown
+tool, missing, unknown or mistyped arguments, an exception of the tool) are reported in its
+`<tool_response>`; no text of a policy raises.
 """
 
 import inspect
@@ -25,7 +28,7 @@ from rlinf_vl.envs.base import STRICT_JSON, Grade, StepResult
 from rlinf_vl.types import Message, Problem
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-#: Longest error that is shown whole, in characters: it may quote what the policy wrote.
+#: Length in characters up to which an error is shown uncut; it may quote the policy's text.
 MAX_ERROR = 300
 
 Part = dict[str, Any]
@@ -33,7 +36,7 @@ Part = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the policy wrote it: what its JSON says, or why it can't be read."""
+    """A call as the policy wrote it: the value of its JSON, or the reason why it can't be read."""
 
     value: Any
     error: str | None
@@ -41,24 +44,26 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What the policy is told of a method, and the check of its arguments."""
+    """The description of a method for the policy, and the check of its arguments."""
 
-    schema: dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+    # {"type": "function", "function": {"name", "description", "parameters"}}
+    schema: dict[str, Any]
     arguments: Draft202012Validator
 
 
 class ToolEnv:
-    """Subclass it; each public method becomes a tool, named as the method is.
+    """A base class whose subclasses' public methods are tools, under the names of the methods.
 
-    A tool returns text, an image (PIL), a list that holds images, or anything that JSON can say. Overriding `answer` changes how
-    an episode ends; the numbers in `metrics` are recorded with every step.
+    A tool returns text, an image (PIL), a list that holds images, or any JSON value. Overriding
+    `answer` changes how an episode ends. The numbers in `metrics` are recorded with every step.
 
     Attributes:
-        tools_prompt: what the system message says of the tools; `{tools}` stands for their schemas, one a line. "" says nothing.
-        tool_response: how a result is shown; `{result}` stands for it.
-        max_tool_calls: calls of one response that are run; further ones are refused.
-        problem: the episode's.
-        metrics: name → number; `tool_calls` and `tool_errors` count.
+        tools_prompt: description of the tools in the system message; `{tools}` stands for their
+            schemas, one a line. "": none.
+        tool_response: form of a result in a message; `{result}` stands for the result.
+        max_tool_calls: number of calls of one response that are run; further calls are refused.
+        problem: the problem of the episode.
+        metrics: name → number; `tool_calls` and `tool_errors` count calls and errors.
     """
 
     tools_prompt = """\
@@ -78,7 +83,11 @@ For each function call, return a json object with function name and arguments wi
     _tools: ClassVar[dict[str, Tool]] = {}
 
     def __init_subclass__(cls) -> None:
-        """Find the tools. Raises ValueError: a public method can be none, for want of type hints or of a docstring."""
+        """Collect the tools.
+
+        Raises ValueError if a public method has no type hints or no docstring, and so can be no
+        tool.
+        """
         super().__init_subclass__()
         methods = inspect.getmembers(cls, callable)
         cls._tools = {name: _tool(cls, name) for name, _ in methods if name[0] != "_" and not hasattr(ToolEnv, name)}
@@ -93,10 +102,10 @@ For each function call, return a json object with function name and arguments wi
         tool_response: str | None = None,
         max_tool_calls: int | None = None,
     ) -> None:
-        """Settings that are None are the class's.
+        """Override the class's settings with those that are not None.
 
         Raises:
-            ValueError: a setting can't be.
+            ValueError: a setting is invalid.
         """
         self.grade = grade
         self.reward_max, self.reward_min = reward_max, reward_min
@@ -112,21 +121,21 @@ For each function call, return a json object with function name and arguments wi
             raise ValueError(f"max_tool_calls: {self.max_tool_calls} must be at least 1")
         self.problem = Problem("", (), "")
         self.metrics: dict[str, float] = {"tool_calls": 0.0, "tool_errors": 0.0}
-        self._paid = 0.0
+        self._reward_so_far = 0.0
 
     def start(self, problem: Problem) -> list[Message]:
-        """The problem's messages, with the tools in the system message."""
+        """Return the problem's messages, with the tools in the system message."""
         self.problem = problem
         messages = list(problem.messages)
         schemas = "\n".join(json.dumps(tool.schema, ensure_ascii=False) for tool in self._tools.values())
-        said = self.tools_prompt.replace("{tools}", schemas)
-        if not said:
+        tools_text = self.tools_prompt.replace("{tools}", schemas)
+        if not tools_text:
             return messages
         parts: list[Part] = []
         if messages and messages[0]["role"] == "system":
             content = messages.pop(0)["content"]
             parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
-        _add_text(parts, "\n\n" + said if parts else said)
+        _add_text(parts, "\n\n" + tools_text if parts else tools_text)
         return [{"role": "system", "content": parts}, *messages]
 
     def step(self, response: str) -> StepResult:
@@ -138,33 +147,40 @@ For each function call, return a json object with function name and arguments wi
         parts: list[Part] = []
         facts: list[dict[str, Any]] = []
         for call in calls[: self.max_tool_calls]:
-            found, fact = self._run(call)
-            self._show(parts, found)
+            result_parts, fact = self._run(call)
+            self._append_result(parts, result_parts)
             facts.append(fact)
-        if (left := len(calls) - self.max_tool_calls) > 0:
-            error = f"{left} further calls were not run: at most {self.max_tool_calls} a turn"
-            self._show(parts, [{"type": "text", "text": f"error: {error}"}])
+        if (refused := len(calls) - self.max_tool_calls) > 0:
+            error = f"{refused} further calls were not run: at most {self.max_tool_calls} a turn"
+            self._append_result(parts, [{"type": "text", "text": f"error: {error}"}])
             facts.append({"name": "", "arguments": {}, "error": error})
         self.metrics["tool_calls"] += len(calls)
-        self.metrics["tool_errors"] += sum("error" in fact for fact in facts) + max(0, left - 1)
+        # All refused calls are one fact, so the others are added here.
+        self.metrics["tool_errors"] += sum("error" in fact for fact in facts) + max(0, refused - 1)
         info = {"tool_calls": facts, "metrics": dict(self.metrics)}
         return StepResult(({"role": "user", "content": parts},), self.pay(self.reward_min), False, info)
 
     def answer(self, response: str) -> StepResult:
-        """What a response without calls is worth: here what the run's reward functions say; and it ends the episode."""
+        """End the episode with a response without calls, and leave its reward to the run's reward
+        functions."""
         return StepResult((), self.pay(0.0), True, {"answer": response})
 
     def pay(self, total: float) -> float:
-        """The reward of this step that makes the episode worth `total` so far. A step with calls makes it worth `reward_min`, so
-        that an episode which is cut short is worth no more than a wrong answer."""
-        reward, self._paid = total - self._paid, total
+        """Return the reward of this step that brings the episode's sum of rewards to `total`.
+
+        A step with calls brings it to `reward_min`, so that an episode which is cut short earns no
+        more than a wrong answer.
+        """
+        reward = total - self._reward_so_far
+        self._reward_so_far = total
         return reward
 
     def close(self) -> None:
         pass
 
     def _run(self, call: ToolCall) -> tuple[list[Part], dict[str, Any]]:
-        """What a call returns, or what is wrong with it, as message parts; and what is recorded of it."""
+        """Run a call. Return its result or error as message parts, and the fact to record about
+        it."""
         value = call.value if isinstance(call.value, dict) else {}
         name, arguments = value.get("name", ""), value.get("arguments", {})
         fact = {"name": name if isinstance(name, str) else "", "arguments": arguments}
@@ -179,30 +195,31 @@ For each function call, return a json object with function name and arguments wi
                 place = "".join(f"[{key!r}]" if isinstance(key, int) else f".{key}" for key in problem.absolute_path)
                 raise _CallError(f"arguments{place}: {problem.message}")
             return _parts(getattr(self, name)(**arguments)), fact
-        except Exception as error:  # the policy learns of it, also of what the tool raised
+        except Exception as error:  # an error is the policy's to read, also one that the tool raised
             text = str(error) if isinstance(error, _CallError) else f"{type(error).__name__}: {error}"
             if len(text) > MAX_ERROR:
                 text = f"{text[: MAX_ERROR // 2]} … {text[-MAX_ERROR // 2 :]}"
             return [{"type": "text", "text": f"error: {text}"}], fact | {"error": text}
 
-    def _show(self, parts: list[Part], result: list[Part]) -> None:
-        """Append a result as `tool_response` has it."""
-        before, after = self.tool_response.split("{result}")
-        _add_text(parts, ("\n" if parts else "") + before)
+    def _append_result(self, parts: list[Part], result: list[Part]) -> None:
+        """Append a result in the form of `tool_response`."""
+        prefix, suffix = self.tool_response.split("{result}")
+        _add_text(parts, ("\n" if parts else "") + prefix)
         for part in result:
             if part["type"] == "text":
                 _add_text(parts, part["text"])
             else:
                 parts.append(part)
-        _add_text(parts, after)
+        _add_text(parts, suffix)
 
 
 class _CallError(ValueError):
-    """What is wrong with a call."""
+    """An error in the form of a call, told to the policy without the name of an exception."""
 
 
 def parse_tool_calls(response: str) -> list[ToolCall]:
-    """The calls of a response, in order, broken ones among them. What stands before `</think>` is thought, not said."""
+    """Return the calls of a response in order, broken ones included. Text before `</think>` is
+    ignored."""
     text = response.rpartition("</think>")[2]
     calls: list[ToolCall] = []
     position = text.find(OPEN)
@@ -211,7 +228,8 @@ def parse_tool_calls(response: str) -> list[ToolCall]:
         value, error = None, None
         try:
             value, end = STRICT_JSON.raw_decode(text, begin)
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            # raises for half a surrogate pair, which can't be encoded
+            json.dumps(value, ensure_ascii=False).encode()
         except json.JSONDecodeError as e:
             error = f"not valid JSON: {e.msg} at character {e.pos - begin}"
         except (ValueError, RecursionError) as e:
@@ -230,7 +248,7 @@ _SPACE, _TAG = re.compile(r"\s*"), re.compile(f"{OPEN}|{CLOSE}")
 
 
 def _tool(cls: type, name: str) -> Tool:
-    """Raises ValueError: the method can be no tool."""
+    """Return the tool of a method. Raises ValueError if the method can be no tool."""
     from transformers.utils.chat_template_utils import get_json_schema  # imports torch
 
     method = getattr(cls, name)
@@ -240,8 +258,9 @@ def _tool(cls: type, name: str) -> Tool:
         schema = get_json_schema(method)
     except Exception as error:
         raise ValueError(
-            f"{cls.__name__}.{name} is public, and can be no tool: {error}. Give every argument a type hint and a line under "
-            f"`Args:` of the docstring; or call the method _{name} if it is no tool"
+            f"{cls.__name__}.{name} is public, and can be no tool: {error}. Give every argument a "
+            f"type hint and a line under `Args:` of the docstring; or call the method _{name} if "
+            "it is no tool"
         ) from error
     schema["function"].pop("return", None)  # nothing for the policy to write
     parameters = schema["function"]["parameters"] | {"additionalProperties": False}
@@ -249,7 +268,7 @@ def _tool(cls: type, name: str) -> Tool:
 
 
 def _nullable(schema: Any) -> Any:
-    """The schema with OpenAPI's `nullable` as JSON Schema says it."""
+    """Return the schema with OpenAPI's `nullable` in the form of JSON Schema."""
     if isinstance(schema, list):
         return [_nullable(item) for item in schema]
     if not isinstance(schema, dict):
@@ -259,17 +278,16 @@ def _nullable(schema: Any) -> Any:
 
 
 def _parts(result: Any) -> list[Part]:
-    """What a tool returned, as message parts."""
-    shown = isinstance(result, (list, tuple)) and any(isinstance(item, Image.Image) for item in result)
-    return [
-        {"type": "image", "image": item}
-        if isinstance(item, Image.Image)
-        else {
-            "type": "text",
-            "text": item if isinstance(item, str) else json.dumps(item, ensure_ascii=False, default=str),
-        }
-        for item in (result if shown else [result])
-    ]
+    """Return a tool's result as message parts."""
+    has_images = isinstance(result, (list, tuple)) and any(isinstance(item, Image.Image) for item in result)
+    return [_part(item) for item in (result if has_images else [result])]
+
+
+def _part(item: Any) -> Part:
+    if isinstance(item, Image.Image):
+        return {"type": "image", "image": item}
+    text = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False, default=str)
+    return {"type": "text", "text": text}
 
 
 def _add_text(parts: list[Part], text: str) -> None:
