@@ -1,4 +1,4 @@
-"""A run's configuration: one typed schema, how it is loaded, and what it refuses."""
+"""A run's configuration: its typed schema, its loading and its validation."""
 
 from rlinf_vl.config.keys import Key, config_keys
 from rlinf_vl.config.load import changed_keys, load_config, parse_config, save_config, with_texts

@@ -1,4 +1,5 @@
-"""Rules of a config's `algorithm` that depend on several keys; `rlinf_vl.config.validate` refuses what they find."""
+"""Rules for several keys of a config's `algorithm`; `rlinf_vl.config.validate` refuses configs that
+break them."""
 
 from collections.abc import Iterator
 
@@ -8,47 +9,55 @@ from rlinf_vl.config.schema.algorithm import RejectionConfig
 
 
 def algorithm(config: Config) -> Iterator[str]:
-    """Advantages, credit, groups, and what guides beside the reward."""
+    """Yield problems of advantages, credit, groups and of guidance beside the reward."""
     algorithm, batch, running = config.algorithm, config.data.rollout_batch_size, config.rollout.max_running_requests
     group, parts = f"algorithm.group_size={algorithm.group_size}", f"algorithm.n_minibatches={algorithm.n_minibatches}"
     yield from _distillation(config)
+    # A run that learns from its teacher alone uses no advantages.
     alone = algorithm.distillation.teacher_path is not None and not algorithm.distillation.reward_weight
-    in_groups = not is_code(algorithm.adv_type) and algorithm.adv_type != "reinforce_plus_plus"  # code may do otherwise
+    # user code may not compare within groups
+    in_groups = not is_code(algorithm.adv_type) and algorithm.adv_type != "reinforce_plus_plus"
     if algorithm.group_size == 1 and in_groups and not alone:
         yield (
-            f"algorithm.group_size: 1 with algorithm.adv_type={algorithm.adv_type} makes every advantage zero (the baseline is the "
-            "group's own rewards); use at least 2, or adv_type=reinforce_plus_plus"
+            f"algorithm.group_size: 1 with algorithm.adv_type={algorithm.adv_type} makes every "
+            "advantage zero (the baseline is the group's own rewards); use at least 2, or "
+            "adv_type=reinforce_plus_plus"
         )
     if algorithm.kl_beta > 0 and algorithm.kl_placement == "loss" and algorithm.kl_penalty_type == "k1":
         yield (
-            "algorithm.kl_penalty_type: k1 (kl) in the loss has an expected gradient of exactly zero, so that algorithm.kl_beta="
-            f"{algorithm.kl_beta:g} would add noise and pull nowhere; use k2 or k3, or kl_placement=reward, where k1 belongs"
+            "algorithm.kl_penalty_type: k1 (kl) in the loss has an expected gradient of exactly "
+            f"zero, so that algorithm.kl_beta={algorithm.kl_beta:g} would add noise and pull "
+            "nowhere; use k2 or k3, or kl_placement=reward, where k1 belongs"
         )
     if algorithm.kl_placement == "reward" and not algorithm.kl_beta:
         yield "algorithm.kl_placement: reward with algorithm.kl_beta=0 subtracts nothing; set kl_beta > 0, or kl_placement=loss"
     for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
+        # SAPO clips nothing, and only these two losses have the dual clip, clip_ratio_c.
         used = algorithm.loss_type != "sapo" and (name != "clip_ratio_c" or algorithm.loss_type in ("actor", "gspo"))
         if not used and getattr(algorithm, name) is not None:
             yield (
-                f"algorithm.{name}: {getattr(algorithm, name):g} clips nothing with algorithm.loss_type={algorithm.loss_type}; "
-                "leave it null, or choose another loss"
+                f"algorithm.{name}: {getattr(algorithm, name):g} clips nothing with "
+                f"algorithm.loss_type={algorithm.loss_type}; leave it null, or choose another loss"
             )
     yield from _overlong(algorithm)
     weight, one_turn = algorithm.state_advantage_weight, config.rollout.max_turns == 1
     if weight and algorithm.credit == "turn":
         yield (
-            f"algorithm.state_advantage_weight: {weight:g} adds to a trajectory's advantage (GiGPO), but algorithm.credit=turn "
-            "replaces that by each turn's own; set credit=trajectory, or state_advantage_weight=0"
+            f"algorithm.state_advantage_weight: {weight:g} adds to a trajectory's advantage "
+            "(GiGPO), but algorithm.credit=turn replaces that by each turn's own; set "
+            "credit=trajectory, or state_advantage_weight=0"
         )
     if algorithm.turn_discount != 1 and not algorithm.turns_are_sequences:
         yield (
-            f"algorithm.turn_discount: {algorithm.turn_discount:g} with algorithm.credit=trajectory discounts nothing; set "
-            "credit=turn, state_advantage_weight > 0, or turn_discount=1"
+            f"algorithm.turn_discount: {algorithm.turn_discount:g} with "
+            "algorithm.credit=trajectory discounts nothing; set credit=turn, "
+            "state_advantage_weight > 0, or turn_discount=1"
         )
     if weight and algorithm.adv_type not in ("grpo", "dr_grpo", "rloo"):
         yield (
-            f"algorithm.state_advantage_weight: {weight:g} compares turns with others of their state, which algorithm.adv_type="
-            f"{algorithm.adv_type} does not; use grpo, dr_grpo or rloo"
+            f"algorithm.state_advantage_weight: {weight:g} compares turns with others of their "
+            f"state, which algorithm.adv_type={algorithm.adv_type} does not; use grpo, dr_grpo or "
+            "rloo"
         )
     for key, used in (
         ("credit: turn", algorithm.credit == "turn"),
@@ -65,100 +74,107 @@ def algorithm(config: Config) -> Iterator[str]:
         yield f"rollout.max_running_requests={running} is less than {group}: a group is decoded together; raise it"
     if algorithm.sampling_params.temperature == 0:
         yield (
-            "algorithm.sampling_params.temperature: 0 must be > 0: the policy is trained at the temperature it was sampled with, "
-            "and greedy groups have no spread"
+            "algorithm.sampling_params.temperature: 0 must be > 0: the policy is trained at the "
+            "temperature it was sampled with, and greedy groups have no spread"
         )
 
 
 def _overlong(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """What answers that are cut, and groups that tie, may be asked."""
+    """Yield problems of the settings for overlong answers and for groups with equal rewards."""
     overlong, longest = algorithm.overlong, algorithm.sampling_params.max_new_tokens
     if overlong.buffer and longest and overlong.buffer >= longest:
         yield (
-            f"algorithm.overlong.buffer: {overlong.buffer} leaves no response of algorithm.sampling_params.max_new_tokens={longest} "
-            "unpunished; lower it"
+            f"algorithm.overlong.buffer: {overlong.buffer} leaves no response of "
+            f"algorithm.sampling_params.max_new_tokens={longest} unpunished; lower it"
         )
     if overlong.filter and algorithm.kl_placement == "reward":
         yield (
-            "algorithm.overlong.filter: true with algorithm.kl_placement=reward: what is left out of the loss has no KL; "
-            "set one of them otherwise"
+            "algorithm.overlong.filter: true with algorithm.kl_placement=reward: what is left out "
+            "of the loss has no KL; set one of them otherwise"
         )
     if algorithm.dynamic_sampling.enable and algorithm.group_size == 1:
         yield "algorithm.dynamic_sampling.enable: true with algorithm.group_size=1: a group of one ties with itself; set it false"
 
 
 def _distillation(config: Config) -> Iterator[str]:
-    """What guides beside the reward: nothing is said without effect."""
+    """Yield settings of PAPO and distillation that have no effect."""
     papo, distillation = config.algorithm.papo, config.algorithm.distillation
     if papo.entropy_weight and not papo.weight:
         yield (
-            f"algorithm.papo.entropy_weight: {papo.entropy_weight:g} guards PAPO's KL, but algorithm.papo.weight is 0; set that, or "
-            "entropy_weight=0 (algorithm.entropy_bonus is the policy's own)"
+            f"algorithm.papo.entropy_weight: {papo.entropy_weight:g} guards PAPO's KL, but "
+            "algorithm.papo.weight is 0; set that, or entropy_weight=0 (algorithm.entropy_bonus "
+            "is the policy's own)"
         )
     if distillation.teacher_path is None:
-        for key, value in vars(type(distillation)()).items():
-            if (said := getattr(distillation, key)) != value:
+        for key, default in vars(type(distillation)()).items():
+            setting = getattr(distillation, key)
+            if setting != default:
                 yield (
-                    f"algorithm.distillation.{key}: {said} without a teacher; set algorithm.distillation.teacher_path, or leave "
-                    f"{key} out"
+                    f"algorithm.distillation.{key}: {setting} without a teacher; set "
+                    f"algorithm.distillation.teacher_path, or leave {key} out"
                 )
     elif not distillation.weight:
         yield "algorithm.distillation.weight: 0 learns nothing from the teacher; raise it, or set teacher_path=null"
 
 
 def correction(config: Config) -> Iterator[str]:
-    """Old logprobs, truncated importance sampling (TIS) and rejection: what they need, and where they'd be wrong."""
+    """Yield problems of old logprobs, truncated importance sampling (TIS) and rejection."""
     algorithm, with_logprobs = config.algorithm, config.rollout.return_logprobs
     tis, old, rejection = algorithm.importance_sampling_fix, algorithm.old_policy, algorithm.rejection
     if algorithm.recompute_logprobs == "false":
-        said, otherwise = "recompute_logprobs=false", "set recompute_logprobs=auto"
+        cause, otherwise = "recompute_logprobs=false", "set recompute_logprobs=auto"
     else:
-        said, otherwise = f"old_policy={old}", "set old_policy=start"
+        cause, otherwise = f"old_policy={old}", "set old_policy=start"
     if (recompute := algorithm.recompute_logprobs) == "true" and old != "start":
         yield f"algorithm.recompute_logprobs: true with algorithm.old_policy={old} makes a pass that nothing needs; set it auto"
     elif recompute == "false" and old != "sampler":
         yield f"algorithm.recompute_logprobs: false with algorithm.old_policy={old}: it means sampler; leave one of them out"
     if tis and old == "sampler":
         yield (
-            f"algorithm.importance_sampling_fix: true with algorithm.{said}: the old logprobs are the engine's own, so every "
-            f"weight would be 1; {otherwise}, or importance_sampling_fix=false"
+            f"algorithm.importance_sampling_fix: true with algorithm.{cause}: the old logprobs are "
+            f"the engine's own, so every weight would be 1; {otherwise}, or "
+            "importance_sampling_fix=false"
         )
     if old == "sampler" and (share := algorithm.image_corruption.share):
         yield (
-            f"algorithm.image_corruption.share: {share:g} with algorithm.{said}: the engine's logprobs are of the corrupted images, "
-            f"and the update is on the clean ones; {otherwise}, or share=0"
+            f"algorithm.image_corruption.share: {share:g} with algorithm.{cause}: the engine's "
+            "logprobs are of the corrupted images, and the update is on the clean ones; "
+            f"{otherwise}, or share=0"
         )
     yield from _bounds(rejection)
-    for used, key, way_out in (
+    # Each of these compares the engine's logprobs with the trainer's.
+    for used, key, remedy in (
         (tis, "importance_sampling_fix=true", "set importance_sampling_fix=false"),
-        (old != "start", said, otherwise),
+        (old != "start", cause, otherwise),
         (rejection.level is not None, f"rejection.level={rejection.level}", "set rejection.level=null"),
         (rejection.veto is not None, f"rejection.veto={rejection.veto}", "set rejection.veto=null"),
     ):
         if used and not with_logprobs:
             yield (
-                f"algorithm.{key.replace('=', ': ')} needs the engine's logprobs, but rollout.return_logprobs is false; set it "
-                f"true, or {way_out}"
+                f"algorithm.{key.replace('=', ': ')} needs the engine's logprobs, but "
+                f"rollout.return_logprobs is false; set it true, or {remedy}"
             )
-        for name, whole in (("top_p", 1), ("top_k", 0)):
-            if used and (drawn := getattr(algorithm.sampling_params, name)) != whole:
+        for name, off in (("top_p", 1), ("top_k", 0)):
+            setting = getattr(algorithm.sampling_params, name)
+            if used and setting != off:
                 yield (
-                    f"algorithm.sampling_params.{name}: {drawn} with algorithm.{key}: tokens are then drawn from a truncated "
-                    "distribution, but the engine's logprobs are of the whole one, like the trainer's, and can't correct for that; "
-                    f"set {name}={whole}, or {way_out}"
+                    f"algorithm.sampling_params.{name}: {setting} with algorithm.{key}: tokens are "
+                    "then drawn from a truncated distribution, but the engine's logprobs are of "
+                    "the whole one, like the trainer's, and can't correct for that; set "
+                    f"{name}={off}, or {remedy}"
                 )
 
 
 def _bounds(rejection: RejectionConfig) -> Iterator[str]:
-    """Bounds that reject nothing, or what need not be."""
-    for name in ("low", "high"):
-        bound, other = getattr(rejection, name), {"low": "high", "high": "low"}[name]
+    """Yield bounds of rejection without effect, or that reject tokens on which both sides agree."""
+    for name, opposite in (("low", "high"), ("high", "low")):
+        bound = getattr(rejection, name)
         if bound is None:
             continue
         if rejection.level is None:
             yield f"algorithm.rejection.{name}: {bound:g} bounds nothing without algorithm.rejection.level; set that, or no {name}"
         elif not (bound < 1 if name == "low" else bound > 1):
             yield (
-                f"algorithm.rejection.{name}: {bound:g} rejects the ratio 1, of what both sides sample alike; 1 must lie between "
-                f"it and algorithm.rejection.{other}"
+                f"algorithm.rejection.{name}: {bound:g} rejects the ratio 1, of what both sides "
+                f"sample alike; 1 must lie between it and algorithm.rejection.{opposite}"
             )

@@ -1,16 +1,17 @@
-"""What other systems call our keys. One table for each, `systems/NAME.yaml`, feeds `convert-config` (`rlinf_vl.config.foreign`), the
-hints for unknown keys (`hint`) and docs/coming-from.md.
+"""Keys of other systems and ours. One table for each system, `systems/NAME.yaml`, feeds
+`convert-config` (`rlinf_vl.config.foreign`), the hints for unknown keys (`hint`) and
+docs/coming-from.md.
 
-A table has, under `keys`, their key and what becomes of it: our key, or a mapping with
+Under `keys`, a table has each of their keys with our key, or with a mapping of
     to       our key
-    role     a quantity that several of their keys give, or in other units: systems/quantities.yaml, `foreign.quantities`
-    by       a conversion of `foreign.values.CONVERSIONS`
-    values   their values and ours; another value is refused
-    is       the values that mean what happens here anyway; another value is refused, or with `drop: true` dropped
-    default  what it is where a file does not say, if that isn't ours
-    why      the reason of a refusal; note: a remark for what is written
-under `same` the keys that are ours, too; under `drop` and `refuse` keys by the reason (a name of systems/reasons.yaml); under
-`always` our keys that the system has no name for; under `metrics` their metric names beside ours. A key with `*` is a pattern.
+    role     a quantity that several of their keys give, or in other units: systems/quantities.yaml,
+    `foreign.quantities` by       a conversion of `foreign.values.CONVERSIONS` values   their values
+    and ours; another value is refused is       values with the meaning that we have anyway; another
+    value is refused, or with `drop: true` dropped default  their default, if it differs from ours
+    why      the reason of a refusal; note: a remark for the converted key
+Under `same` are the keys that both have; under `drop` and `refuse` keys by reason (a name in
+systems/reasons.yaml); under `always` our keys without a name in that system; under `metrics` their
+metric names and ours. A key with `*` is a pattern.
 """
 
 import itertools
@@ -25,16 +26,17 @@ from typing import Any, Literal
 import yaml
 
 _FOLDER = Path(__file__).with_name("systems")
-#: Their names as they write them.
+#: The systems' names as they write them.
 SYSTEMS = {"verl": "verl", "easyr1": "EasyR1", "trl": "TRL", "rlinf": "RLinf", "skyrl": "SkyRL"}
 Kind = Literal["mapped", "dropped", "refused"]
-#: No default in a table: ours is theirs.
+#: Marks a row without a default: theirs equals ours.
 UNSAID: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What becomes of one key, or of those that a pattern matches; see the module."""
+    """The conversion of one key, or of the keys that a pattern matches; the module describes the
+    fields."""
 
     theirs: str
     kind: Kind
@@ -54,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All that is known of one system."""
+    """The table of one system."""
 
     name: str
     rows: dict[str, Row]
@@ -63,7 +65,7 @@ class Table:
     metrics: dict[str, str] = field(default_factory=dict)
 
     def row(self, key: str) -> Row | None:
-        """The row of a key: its own, or the longest pattern's."""
+        """Return the row of a key: its own, or that of the longest matching pattern."""
         if row := self.rows.get(key):
             return row
         matches = [row for row in self.patterns if fnmatchcase(key, row.theirs)]
@@ -72,13 +74,14 @@ class Table:
 
 @cache
 def table(name: str) -> Table:
-    """The table of one of `SYSTEMS`."""
+    """Return the table of one of `SYSTEMS`."""
     data, reasons = written(name), written("reasons")
     rows = [*_rows(data.get("keys", {}), reasons), *(Row(key, "mapped", (key,)) for key in data.get("same", ()))]
     sections: tuple[tuple[str, Kind], ...] = (("drop", "dropped"), ("refuse", "refused"))
     for section, kind in sections:
         for reason, keys in data.get(section, {}).items():
             rows += [Row(key, kind, why=reasons[reason]) for pattern in keys for key in _braces(pattern)]
+    # The first row of a key wins, so `keys` has priority over the sections below it.
     exact: dict[str, Row] = {}
     for row in rows:
         if not row.is_pattern:
@@ -89,39 +92,49 @@ def table(name: str) -> Table:
 
 @cache
 def quantities() -> dict[str, tuple[tuple[str, ...], str]]:
-    """Role → our keys, and how it becomes them ("" where it simply does)."""
+    """Return role → (our keys, a remark on the conversion or "")."""
     return {role: (_as_tuple(row["to"]), row.get("how", "")) for role, row in written("quantities").items()}
 
 
 def system_of(keys: Sequence[str]) -> str | None:
-    """The name of the system whose table knows most of some keys; None if no table knows more than a few."""
-    known = {name: sum(key in table(name).rows for key in keys) for name in SYSTEMS}
-    best = max(known, key=lambda name: known[name])
-    return best if known[best] >= min(3, len(keys)) and known[best] else None
+    """Return the name of the system whose table has most of the keys.
+
+    None if no table has three of them, or all of fewer keys.
+    """
+    known_keys = dict.fromkeys(SYSTEMS, 0)
+    for name in SYSTEMS:
+        rows = table(name).rows
+        known_keys[name] = sum(key in rows for key in keys)
+    system = max(known_keys, key=lambda name: known_keys[name])
+    return system if known_keys[system] >= min(3, len(keys)) and known_keys[system] else None
 
 
 def hint(key: str, nested: bool = False) -> str:
-    """What other systems mean by a name that isn't a key of ours, and ours for that; "" if no table has it.
+    """Return the meaning of a name in other systems, with our key for it; "" if no table has it.
 
     Args:
-        key: a dotted name.
-        nested: names that theirs end with, such as rollout.n, or that end as theirs do, such as algorithm.num_generations.
+        key: a dotted name that isn't one of our keys.
+        nested: match a name that one of their keys ends with, such as rollout.n, or that has the
+            leaf of one, such as algorithm.num_generations.
     """
-    found: dict[str, list[str]] = {}
+    systems_by_meaning: dict[str, list[str]] = {}
     leaf = key.rpartition(".")[2]
     for name in SYSTEMS:
         rows = table(name).rows
         ends = (k for k in rows if k.endswith(f".{key}"))
         leaves = (k for k in rows if k.rpartition(".")[2] == leaf)
+        # A name that theirs ends with is more likely meant than one with the same leaf only.
         row = rows.get(key) if not nested else next((rows[k] for k in itertools.chain(ends, leaves)), None)
+        # A key with the same name in both systems needs no hint.
         if row and row.to != (key,):
-            found.setdefault(_meaning(row), []).append(SYSTEMS[name])
-    if not found:
+            systems_by_meaning.setdefault(_meaning(row), []).append(SYSTEMS[name])
+    if not systems_by_meaning:
         return ""
-    return " " + "; ".join(f"{' and '.join(names)}: {meaning}" for meaning, names in found.items())
+    return " " + "; ".join(f"{' and '.join(names)}: {meaning}" for meaning, names in systems_by_meaning.items())
 
 
 def _meaning(row: Row) -> str:
+    """Return the second half of a hint: our keys for a row, or why there are none."""
     if row.kind != "mapped":
         return f"{row.why}; leave it out"
     how = quantities()[row.role][1] if row.role else ""
@@ -129,6 +142,7 @@ def _meaning(row: Row) -> str:
 
 
 def _rows(keys: Mapping[str, Any], reasons: Mapping[str, str]) -> Iterator[Row]:
+    """Yield the rows of a table's section `keys`."""
     for theirs, written in keys.items():
         row: dict[str, Any] = {"to": written} if isinstance(written, str) else written
         role, why = row.get("role", ""), row.get("why", "")
@@ -149,7 +163,7 @@ def _rows(keys: Mapping[str, Any], reasons: Mapping[str, str]) -> Iterator[Row]:
 
 
 def _braces(pattern: str) -> Iterator[str]:
-    """`a.{b,c}.d` → a.b.d, a.c.d."""
+    """Yield the keys of a pattern: a.b.d and a.c.d for `a.{b,c}.d`."""
     if match := re.search(r"\{([^{}]*)\}", pattern):
         for part in match[1].split(","):
             yield from _braces(pattern[: match.start()] + part.strip() + pattern[match.end() :])
@@ -163,6 +177,6 @@ def _as_tuple(value: Any) -> tuple[str, ...]:
 
 @cache
 def written(name: str) -> dict[str, Any]:
-    """What a file of systems/ says, as it stands there."""
+    """Return the content of a file of systems/."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
     return yaml.load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), loader)  # noqa: S506

@@ -1,4 +1,5 @@
-"""Every key of the schema by its dotted name: type, default, documentation, allowed values; and what to say of an unknown one."""
+"""Every key of the schema by its dotted name: type, default, documentation, allowed values; and
+suggestions for unknown keys."""
 
 import ast
 import dataclasses
@@ -17,7 +18,8 @@ from rlinf_vl.errors import did_you_mean
 
 
 class Key(NamedTuple):
-    """Annotation, default (`omegaconf.MISSING`: must be given), the text under the field, and what a value must be."""
+    """A key: annotation, default (`omegaconf.MISSING`: required), the text under the field, and the
+    allowed values."""
 
     type: Any
     default: Any
@@ -27,54 +29,64 @@ class Key(NamedTuple):
 
 @cache
 def config_keys() -> dict[str, Key]:
-    """Every leaf of the schema, by its dotted name and in the schema's order."""
+    """Return every leaf of the schema, by its dotted name and in the schema's order."""
     return dict(_walk(Config(), ""))
 
 
 def set_key(typed: DictConfig, key: str, value: Any) -> None:
-    """Set a key of a structured `Config`. Raises OmegaConfBaseException: the value is of another type."""
-    if type(value) is int and config_keys()[key].type == float | str:  # OmegaConf converts no unions
+    """Set a key of a structured `Config`. Raises OmegaConfBaseException if the value is of another
+    type."""
+    # OmegaConf converts no unions
+    if type(value) is int and config_keys()[key].type == float | str:
         value = float(value)
     OmegaConf.update(typed, key, value, merge=False)
 
 
 @cache
 def config_sections() -> dict[str, tuple[str, ...]]:
-    """Dotted names of the sections (`runner`, `actor.optim`, …), each with its leaves' dotted names."""
+    """Return the dotted names of the sections (`runner`, `actor.optim`, …), each with its leaves'
+    dotted names."""
     parents = (accumulate(key.split(".")[:-1], "{}.{}".format) for key in config_keys())
     sections = dict.fromkeys(chain.from_iterable(parents))
-    return {section: tuple(key for key in config_keys() if key.startswith(f"{section}.")) for section in sections}
+    keys_of: dict[str, tuple[str, ...]] = {}
+    for section in sections:
+        keys_of[section] = tuple(key for key in config_keys() if key.startswith(f"{section}."))
+    return keys_of
 
 
 def suggestion(key: str) -> str:
-    """ " did you mean 'runner.seed'?" for a dotted name that isn't a key; the keys there are, if nothing is near.
+    """Return a hint for a dotted name that isn't a key, such as " did you mean 'runner.seed'?".
 
-    What another system calls so comes first, then the same leaf in other sections, what others call nearly so, names that look
-    alike, leaves that do.
+    Candidates, in this order: a key of another system with this name, the same leaf in other
+    sections, a key of another system with a similar name, similar names, similar leaves. Without a
+    candidate the hint lists the keys of the section, or the sections.
     """
-    if theirs := hint(key):
-        return theirs
-    known, sections = config_keys(), config_sections()
+    if foreign_hint := hint(key):
+        return foreign_hint
+    keys, sections = config_keys(), config_sections()
     section, _, leaf = key.rpartition(".")
-    alike = {k: (_likeness(k.rpartition(".")[2], leaf), _likeness(k, key)) for k in known}
-    matches = [k for k, (leaves, _) in alike.items() if leaves == 1]
-    if not matches and (theirs := hint(key, nested=True)):
-        return theirs
-    matches = matches or [k for k, (leaves, names) in alike.items() if leaves > 0.5 and names > 0.7]
-    matches = matches or [k for k, (leaves, _) in alike.items() if leaves > 0.7]
-    matches = matches or [k for k in known if k == section]  # a name below a leaf
+    # (similarity of the leaves, similarity of the whole names)
+    similarity = {k: (_similarity(k.rpartition(".")[2], leaf), _similarity(k, key)) for k in keys}
+    # The right name in the wrong section is the likeliest mistake.
+    matches = [k for k, (leaves, _) in similarity.items() if leaves == 1]
+    if not matches and (foreign_hint := hint(key, nested=True)):
+        return foreign_hint
+    matches = matches or [k for k, (leaves, names) in similarity.items() if leaves > 0.5 and names > 0.7]
+    matches = matches or [k for k, (leaves, _) in similarity.items() if leaves > 0.7]
+    matches = matches or [k for k in keys if k == section]  # a name below a leaf
     if matches:
-        return did_you_mean(sorted(matches, key=lambda k: alike[k], reverse=True)[:2])
+        return did_you_mean(sorted(matches, key=lambda k: similarity[k], reverse=True)[:2])
     if section in sections:
         return f" the keys of '{section}' are {', '.join(k.removeprefix(f'{section}.') for k in sections[section])}"
     return f" the sections are {', '.join(name for name in sections if '.' not in name)}"
 
 
-def _likeness(a: str, b: str) -> float:
+def _similarity(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b).ratio()
 
 
 def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
+    """Yield the leaves of a section, by dotted names."""
     hints, docs = get_type_hints(type(section)), _field_docs(type(section))
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
@@ -86,7 +98,8 @@ def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
 
 
 def _field_docs(section: type) -> dict[str, str]:
-    """Field → the string literal under it, on one line; Python drops it at run time."""
+    """Return the string literal under each field, on one line. It is read from the source, as
+    Python drops it."""
     docs = {}
     (parsed,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(parsed, ast.ClassDef)

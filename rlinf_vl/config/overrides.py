@@ -1,4 +1,5 @@
-"""Overrides of the command line: Hydra's grammar, and what to write where a shell or a habit made something else of them."""
+"""Overrides of the command line in Hydra's grammar, and corrections for those that a shell has
+changed."""
 
 import copy
 import re
@@ -14,24 +15,28 @@ from hydra.errors import HydraException
 from rlinf_vl.config.keys import config_keys, config_sections
 from rlinf_vl.config.presets import PRESETS
 
-#: What to write for Hydra's sweeps.
+#: The hint for Hydra's sweeps.
 ONE_RUN = (
-    "there is no multirun: start one run after the other in a shell, such as "
-    "for seed in 1 2; do rlinf-vl train CONFIG runner.seed=$seed runner.experiment_name=seed-$seed; done"
+    "there is no multirun: start one run after the other in a shell, such as for seed in 1 2; do "
+    "rlinf-vl train CONFIG runner.seed=$seed runner.experiment_name=seed-$seed; done"
 )
 _BEGINS = re.compile(r"[+~]*[\w./@-]+=")
 _DELETES = re.compile(r"~[\w.]+$")
-_PLAIN = re.compile(r"[\w./:+%@-]+", re.ASCII)  # what neither a shell nor Hydra's grammar takes for anything else
+# text that needs no quotes, neither in a shell nor in Hydra's grammar
+_PLAIN = re.compile(r"[\w./:+%@-]+", re.ASCII)
 
 
 def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str, Any]]) -> list[str]:
-    """Apply overrides in place, texts and then those that are (key, value); return the problems, each with the corrected argument
-    where there is one.
+    """Apply overrides in place: first the texts, then the pairs (key, value).
 
-    A section given as a mapping is merged; everything else is replaced. A key that brings others (`presets`) and is changed brings
-    them in place of what the YAML says, too.
+    A section given as a mapping is merged; everything else is replaced. Changing a key that has
+    presets also replaces the YAML's values of the keys that they set.
+
+    Returns:
+        The problems, each with the corrected argument if there is one.
     """
-    problems, given = [], set[str]()
+    problems, set_keys = [], set[str]()
+    # Values before the overrides, to find the choices that they change.
     chosen = {key: written.get(f"algorithm.{key}", config_keys()[f"algorithm.{key}"].default) for key in PRESETS}
     for words in _expanded(list(_groups([text for text in overrides if isinstance(text, str)]))):
         text = words[0]
@@ -40,19 +45,19 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str
             continue
         if len(words) > 1:
             fixed = _corrected(_joined(words))
-            rest = ", ".join(map(repr, words[1:]))
-            way_out = (
+            further_words = ", ".join(map(repr, words[1:]))
+            hint = (
                 f"; write {fixed}" if fixed else "; write key=value, in quotes where a blank, a bracket or a comma is"
             )
-            problems.append(f"override {text!r}: {rest} came as separate arguments{way_out}")
+            problems.append(f"override {text!r}: {further_words} came as separate arguments{hint}")
             continue
         try:
             override = _parsed(text)
         except HydraException as error:
             fixed = _corrected(text)
             reason = str(error).splitlines()[0]
-            way_out = f"write {fixed}" if fixed else "write key=value, and quote '{…}' and '[…]'"
-            problems.append(f"override {text!r}: can't be read ({reason}); {way_out}")
+            hint = f"write {fixed}" if fixed else "write key=value, and quote '{…}' and '[…]'"
+            problems.append(f"override {text!r}: can't be read ({reason}); {hint}")
             continue
         key, value = override.key_or_group, override.value()
         value = _with_function_names(value) if key == "reward.functions" else value
@@ -60,22 +65,26 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str
             problems.append(f"override {text!r}: '{key}' can't be removed; give it a value")
         elif override.is_sweep_override():
             fixed = _corrected(text)
-            way_out = f"write {fixed}" if fixed else f"quote a value with a comma in it; {ONE_RUN}"
-            problems.append(f"override {text!r}: is a sweep; a run takes one value: {way_out}")
+            hint = f"write {fixed}" if fixed else f"quote a value with a comma in it; {ONE_RUN}"
+            problems.append(f"override {text!r}: is a sweep; a run takes one value: {hint}")
         else:
-            given |= _set(written, key, value)
+            set_keys |= _set(written, key, value)
     for pair in overrides:
         if not isinstance(pair, str):
-            given |= _set(written, *pair)
-    for key, before in chosen.items():
-        if (now := written.get(f"algorithm.{key}", before)) != before:
-            for brought in {f"algorithm.{name}" for name in PRESETS[key].get(str(now), {})} - given:
-                written.pop(brought, None)
+            set_keys |= _set(written, *pair)
+    for key, old_value in chosen.items():
+        new_value = written.get(f"algorithm.{key}", old_value)
+        if new_value != old_value:
+            # Without a value in `written`, the preset of the new choice fills the key
+            # (`with_presets`).
+            preset_keys = {f"algorithm.{name}" for name in PRESETS[key].get(str(new_value), {})}
+            for preset_key in preset_keys - set_keys:
+                written.pop(preset_key, None)
     return problems
 
 
 def _with_function_names(value: Any) -> Any:
-    """Return entries of `reward.functions`, those that are bare names as mappings."""
+    """Return the entries of `reward.functions`, with bare names turned into mappings."""
     entries = [value] if isinstance(value, str) else value
     if not isinstance(entries, list):
         return value
@@ -83,12 +92,12 @@ def _with_function_names(value: Any) -> Any:
 
 
 def leaves(written: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested mappings."""
+    """Yield the dotted keys and the values of nested mappings."""
     for name, value in written.items():
         key = RENAMED.get(f"{prefix}{name}", f"{prefix}{name}")
         if isinstance(value, dict) and value and key not in config_keys():
             yield from leaves(value, f"{key}.")
-        elif value or key not in config_sections():  # an empty section says nothing
+        elif value or key not in config_sections():  # an empty section sets nothing
             yield key, value
 
 
@@ -97,14 +106,14 @@ RENAMED = {"rollout.env_files": "runner.code_files"}
 
 
 def _set(written: dict[str, Any], key: str, value: Any) -> set[str]:
-    """Set a key, or those of a section; returns which."""
+    """Set a key, or the keys of a section; return the keys set."""
     if key in config_sections() and isinstance(value, dict):
-        own = dict(leaves(value, f"{key}."))
-        written.update(own)
-        return set(own)
+        section_leaves = dict(leaves(value, f"{key}."))
+        written.update(section_leaves)
+        return set(section_leaves)
     if mapping := next(_under(key), None):
-        before = written.get(mapping)
-        place = written[mapping] = copy.deepcopy(before) if isinstance(before, dict) else {}
+        old_value = written.get(mapping)
+        place = written[mapping] = copy.deepcopy(old_value) if isinstance(old_value, dict) else {}
         *within, name = key.removeprefix(f"{mapping}.").split(".")
         for inner in within:
             place[inner] = place = place[inner] if isinstance(place.get(inner), dict) else {}
@@ -123,9 +132,10 @@ def _parsed(text: str) -> Override:
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:
-    """Words of the command line, those together that are parts of one override: it begins with `key=` or a key."""
+    """Group the words of the command line by override. An override begins with `key=` or a key."""
     group: list[str] = []
     for word in words:
+        # Inside brackets a word continues the override, whatever it looks like.
         is_open = group and _depth(" ".join(group)) > 0
         if group and not is_open and (_BEGINS.match(word) or _DELETES.match(word) or word in config_keys()):
             yield group
@@ -140,7 +150,8 @@ def _depth(text: str) -> int:
 
 
 def _expanded(groups: list[list[str]]) -> Iterator[list[str]]:
-    """The groups, those as one that a shell made of `key={a:1,b:2}`: `key=a:1` and `key=b:2`."""
+    """Yield the groups, joining those that a shell made of `key={a:1,b:2}`: `key=a:1` and
+    `key=b:2`."""
     while groups:
         words = groups.pop(0)
         key, _, value = words[0].partition("=")
@@ -153,9 +164,9 @@ def _expanded(groups: list[list[str]]) -> Iterator[list[str]]:
 
 
 def _joined(words: Sequence[str]) -> str:
-    """One override of what a shell took apart."""
+    """Join the words of an override that a shell has split."""
     key, equals, value = words[0].partition("=")
-    if all(word.startswith(f"{key}=") for word in words):  # its braces
+    if all(word.startswith(f"{key}=") for word in words):  # the shell has expanded braces
         parts = [word.removeprefix(f"{key}=").replace(":", ": ", 1) for word in words]
         bare = [part.strip("[]") for part in parts]
         return f"{key}=[{{{', '.join(bare)}}}]" if parts[0] != bare[0] else f"{key}={{{', '.join(parts)}}}"
@@ -163,7 +174,8 @@ def _joined(words: Sequence[str]) -> str:
 
 
 def _corrected(text: str) -> str | None:
-    """The argument to write for an override, in the quotes that a shell and Hydra's grammar ask for; None: that isn't known."""
+    """Return an override with the quotes that a shell and Hydra's grammar need; None if it can't be
+    corrected."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not (key in config_keys() or key in config_sections() or any(_under(key))):
         return None
@@ -178,6 +190,7 @@ def _corrected(text: str) -> str | None:
         return None
     fixed = f"{key}={_value(read)}"
     try:
+        # Hydra would still read it as a sweep, so it is no correction.
         if _parsed(fixed).is_sweep_override():
             return None
     except HydraException:
@@ -186,12 +199,12 @@ def _corrected(text: str) -> str | None:
 
 
 def _under(key: str) -> Iterator[str]:
-    """Keys that hold mappings in which a dotted name is."""
+    """Yield the keys that hold mappings and that a dotted name leads into."""
     return (k for k in config_keys() if key.startswith(f"{k}.") and _is_mapping(k))
 
 
 def _value(value: Any) -> str:
-    """A value in Hydra's grammar."""
+    """Return a value in Hydra's grammar."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name}: {_value(one)}' for name, one in value.items())}}}"
     if isinstance(value, list):
@@ -205,7 +218,7 @@ def _value(value: Any) -> str:
 
 
 def in_shell(text: str) -> str:
-    """An argument as it is written in a shell."""
+    """Return an argument as it is written in a shell."""
     if re.fullmatch(r"[\w./:+%@=,-]+", text, re.ASCII):
         return text
     if "'" not in text:

@@ -1,14 +1,17 @@
-"""What an advantage, a loss or a KL penalty brings with it: the values of `algorithm.*` keys that are null, from its paper.
+"""Presets: values from its paper that an advantage, a loss or a KL penalty gives to `algorithm.*`
+keys that are null.
 
-docs/algorithms.md has the papers. A value that is written stays, with one exception: an override that chooses anew also replaces
-what the YAML says of these keys, so that one line of override is an algorithm as published.
+docs/algorithms.md has the papers. A value in the config stays, with one exception: an override that
+chooses another algorithm also replaces the YAML's values of these keys, so that one override gives
+an algorithm as published.
 """
 
 from typing import Any
 
 from rlinf_vl.config.schema import AlgorithmConfig
 
-#: Key of `algorithm` → its value → other keys of `algorithm` and theirs. Code from outside brings nothing.
+#: Key of `algorithm` → its value → other keys of `algorithm` and their values. User code has no
+#: presets.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "loss_type": {
         "actor": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
@@ -31,21 +34,24 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "recompute_logprobs": {"false": {"old_policy": "sampler"}},
     "kl_placement": {"loss": {"kl_penalty_type": "k3"}, "reward": {"kl_penalty_type": "k1"}},
 }
-_OTHERWISE = {
+_DEFAULTS = {
     "old_policy": "start",
     "normalize_advantages": True,
     "loss_agg_func": "token-mean",
     "kl_penalty_type": "k3",
 }
-#: Level of `algorithm.rejection` → its bounds: IcePop's, those of masked importance sampling, and of its geometric mean.
+#: Level of `algorithm.rejection` → its bounds: those of IcePop, of masked importance sampling, and
+#: of its geometric mean.
 REJECTION_BOUNDS = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}
 _CLIP_OF_CODE = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 
 
 def with_presets(algorithm: AlgorithmConfig) -> AlgorithmConfig:
-    """Fill the keys that are null, in place; those of `loss_type` come before those of `adv_type`."""
-    brought = [values.get(getattr(algorithm, key), {}) for key, values in PRESETS.items()]
-    for preset in (*brought, _OTHERWISE, {} if algorithm.loss_type in PRESETS["loss_type"] else _CLIP_OF_CODE):
+    """Fill the keys that are null, in place; those of `loss_type` come before those of
+    `adv_type`."""
+    presets = [values.get(getattr(algorithm, key), {}) for key, values in PRESETS.items()]
+    # The first value for a key wins, because later presets find it set.
+    for preset in (*presets, _DEFAULTS, {} if algorithm.loss_type in PRESETS["loss_type"] else _CLIP_OF_CODE):
         for name, value in preset.items():
             if getattr(algorithm, name) is None:
                 setattr(algorithm, name, value)

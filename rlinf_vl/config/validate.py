@@ -1,6 +1,6 @@
-"""Settings that can't work, refused before a GPU is asked for; every problem is reported at once.
+"""Validation: configs that can't work are refused before a GPU is used, with all problems at once.
 
-What one key allows by itself stands in the schema, beside the key. What depends on several keys is a rule here.
+The schema has the limits of single keys, beside each key. The rules here are for several keys.
 """
 
 import importlib.util
@@ -21,13 +21,14 @@ from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError, nearest
 
-#: Yields the problems of a config, each on one line.
+#: A function that yields the problems of a config, each on one line.
 Rule = Callable[[Config], Iterable[str]]
 
 
 def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
-    """Raise `ConfigError` with every problem of a typed, normalised config, those that `further` rules find included."""
-    rules = (
+    """Raise `ConfigError` with every problem of a typed, normalised config. `further`: additional
+    rules."""
+    rules: list[Rule] = [
         _values,
         _code,
         _cluster,
@@ -39,9 +40,10 @@ def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
         algorithm_rules.correction,
         _data,
         _actor_and_reward,
-    )
-    found = (problem for rule in (*rules, *further) for problem in rule(config))
-    problems = list(dict.fromkeys(found))  # data that are trained and validated on are wrong once
+        *further,
+    ]
+    # Each message once: the same data may be both trained and validated on.
+    problems = list(dict.fromkeys(problem for rule in rules for problem in rule(config)))
     if problems:
         raise ConfigError(*problems)
 
@@ -51,8 +53,9 @@ def _values(config: Config) -> Iterator[str]:
         yield from value_problems(name, reduce(getattr, name.split("."), config))
 
 
-#: Algorithms by the names of their papers, where they are no value of a key but several keys together.
+#: Keys for which a name in `ALGORITHM_HINTS` gets a hint.
 ALGORITHM_KEYS = {"algorithm.adv_type", "algorithm.loss_type"}
+#: Hints for names of algorithms, most of which are no value of one key but several keys together.
 ALGORITHM_HINTS = {
     "dapo": "DAPO is grpo with algorithm.clip_ratio_high=0.28 algorithm.loss_agg_func=token-mean "
     "algorithm.dynamic_sampling.enable=true and algorithm.overlong.*; leave adv_type and loss_type as they are",
@@ -68,30 +71,34 @@ ALGORITHM_HINTS = {
 
 
 def value_problems(name: str, value: Any) -> Iterator[str]:
-    """What a key's own limit or list has against a value, or against each of a list's."""
+    """Yield the violations of a key's limit or list by a value, or by the elements of a list."""
     allowed = config_keys()[name].allowed
-    for one in value if isinstance(value, list) else [value]:
+    for element in value if isinstance(value, list) else [value]:
         if isinstance(allowed, tuple):
-            if one not in (None, *allowed) and not (isinstance(allowed, OrCode) and (is_code(one) or not allowed)):
-                own = ", module:Name, path/to/file.py:Name" if isinstance(allowed, OrCode) else ""
-                hint = ALGORITHM_HINTS.get(str(one).lower()) if name in ALGORITHM_KEYS else None
-                hint = f" {hint}" if hint else nearest(one, allowed)
-                yield f"{name}: {one!r} is unknown; allowed: {', '.join(allowed)}{own};{hint}".rstrip(";")
-        elif isinstance(one, float) and not (math.isfinite(one) or (allowed and allowed.may_be_infinite and one > 0)):
-            yield f"{name}: {one} must be a finite number"
-        elif allowed and one is not None and not allowed.holds(one):
-            yield f"{name}: {one} must {allowed.must}"
+            if element not in (None, *allowed) and not (
+                isinstance(allowed, OrCode) and (is_code(element) or not allowed)
+            ):
+                user_code = ", module:Name, path/to/file.py:Name" if isinstance(allowed, OrCode) else ""
+                hint = ALGORITHM_HINTS.get(str(element).lower()) if name in ALGORITHM_KEYS else None
+                hint = f" {hint}" if hint else nearest(element, allowed)
+                yield f"{name}: {element!r} is unknown; allowed: {', '.join(allowed)}{user_code};{hint}".rstrip(";")
+        elif isinstance(element, float) and not (
+            math.isfinite(element) or (allowed and allowed.may_be_infinite and element > 0)
+        ):
+            yield f"{name}: {element} must be a finite number"
+        elif allowed and element is not None and not allowed.holds(element):
+            yield f"{name}: {element} must {allowed.must}"
 
 
 def _code(config: Config) -> Iterator[str]:
-    """What can be said of code without running it."""
+    """Yield the problems of user code that can be found without running it."""
     for name, key in config_keys().items():
         if isinstance(key.allowed, OrCode) and key.allowed.signature:
             value: Any = reduce(getattr, name.split("."), config)
-            for one in filter(is_code, value if isinstance(value, list) else [value]):
+            for name_of_code in filter(is_code, value if isinstance(value, list) else [value]):
                 try:
                     arguments = {"kind": key.allowed.what, "signature": key.allowed.signature}
-                    check_code(one, {}, config.runner.code_files, **arguments)
+                    check_code(name_of_code, {}, config.runner.code_files, **arguments)
                 except CodeError as error:
                     yield f"{name}: {error}"
 
@@ -104,8 +111,9 @@ def _cluster(config: Config) -> Iterator[str]:
         yield from error.problems
     if cluster.num_nodes > 1 and cluster.ray_address in (None, "", "local"):
         yield (
-            f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, but cluster.ray_address is "
-            f"{cluster.ray_address or 'null'} (a private one); start it with ray_utils/start_ray.sh, set cluster.ray_address=auto"
+            f"cluster.num_nodes: {cluster.num_nodes} machines need a running Ray cluster, but "
+            f"cluster.ray_address is {cluster.ray_address or 'null'} (a private one); start it "
+            "with ray_utils/start_ray.sh, set cluster.ray_address=auto"
         )
 
 
@@ -122,13 +130,15 @@ def _rollout(config: Config) -> Iterator[str]:
                 yield f"rollout.{key} is for SGLang, but rollout.rollout_backend is torch; leave it out, or set sglang"
     elif rollout.deterministic and config.cluster.device == "cpu":
         yield (
-            "rollout.deterministic: true needs a GPU (cluster.device is cpu): SGLang's deterministic kernels exist for CUDA "
-            "attention backends, not for torch_native, the only one on a CPU"
+            "rollout.deterministic: true needs a GPU (cluster.device is cpu): SGLang's "
+            "deterministic kernels exist for CUDA attention backends, not for torch_native, the "
+            "only one on a CPU"
         )
     if target := rollout.sglang.server_args.get("rl_on_policy_target"):
         yield (
-            f"rollout.sglang.server_args: rl_on_policy_target={target!r} has SGLang give prompts with images plain positions "
-            "instead of M-RoPE; leave it out: rollout.deterministic has the same kernels without that"
+            f"rollout.sglang.server_args: rl_on_policy_target={target!r} has SGLang give prompts "
+            "with images plain positions instead of M-RoPE; leave it out: rollout.deterministic "
+            "has the same kernels without that"
         )
 
 
@@ -139,11 +149,12 @@ def _thinking(config: Config) -> Iterator[str]:
     if mode == "off":
         yield f"rollout.thinking.budget: {budget} with rollout.thinking.mode=off: nothing thinks; set budget=null"
     names = ("sampling_params", "val_sampling_params")
-    most, name = min((getattr(config.algorithm, name).max_new_tokens, name) for name in names)
-    if budget >= most:
+    # The budget must fit the shorter of training's and validation's answers.
+    answer_tokens, name = min((getattr(config.algorithm, name).max_new_tokens, name) for name in names)
+    if budget >= answer_tokens:
         yield (
-            f"rollout.thinking.budget: {budget} leaves no room for an answer in algorithm.{name}.max_new_tokens={most}; lower it, "
-            "or raise max_new_tokens"
+            f"rollout.thinking.budget: {budget} leaves no room for an answer in "
+            f"algorithm.{name}.max_new_tokens={answer_tokens}; lower it, or raise max_new_tokens"
         )
 
 
@@ -151,21 +162,24 @@ def _runner(config: Config) -> Iterator[str]:
     runner, name = config.runner, config.runner.experiment_name
     if runner.weight_sync_interval > 1 and runner.mismatch_check_interval > 0:
         yield (
-            f"runner.weight_sync_interval: {runner.weight_sync_interval} makes the engine's weights old on purpose, which "
-            "runner.mismatch_check_interval would stop the run for; set runner.mismatch_check_interval=-1"
+            f"runner.weight_sync_interval: {runner.weight_sync_interval} makes the engine's "
+            "weights old on purpose, which runner.mismatch_check_interval would stop the run for; "
+            "set runner.mismatch_check_interval=-1"
         )
     if runner.schedule in ("one_step_off", "async"):
-        with suppress(ConfigError):  # `_cluster` says so
+        with suppress(ConfigError):  # `_cluster` reports it
             if shares_slots(config.cluster.component_placement):
                 yield (
-                    f"runner.schedule: {runner.schedule} generates while it trains, but cluster.component_placement="
-                    f"{dict(config.cluster.component_placement)} has engines and actor ranks take turns on the same slots; give "
-                    "each its own, as in {actor: 0, rollout: 1}, or set runner.schedule=sync"
+                    f"runner.schedule: {runner.schedule} generates while it trains, but "
+                    f"cluster.component_placement={dict(config.cluster.component_placement)} has "
+                    "engines and actor ranks take turns on the same slots; give each its own, as "
+                    f"in {{actor: 0, rollout: 1}}, or set runner.schedule=sync"
                 )
         if runner.weight_sync_interval > runner.max_staleness:
             yield (
-                f"runner.weight_sync_interval: {runner.weight_sync_interval} exceeds runner.max_staleness={runner.max_staleness}: "
-                f"{runner.schedule} could not generate ahead; set it 1, or raise max_staleness"
+                f"runner.weight_sync_interval: {runner.weight_sync_interval} exceeds "
+                f"runner.max_staleness={runner.max_staleness}: {runner.schedule} could not "
+                "generate ahead; set it 1, or raise max_staleness"
             )
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         yield f"runner.experiment_name: {name!r} is not a plain folder name; put folders into runner.output_dir"
@@ -173,25 +187,26 @@ def _runner(config: Config) -> Iterator[str]:
         yield f"runner.experiment_name: {name[:20] + '…'!r} has {size} bytes; shorten it to 230 or fewer"
     if "://" in runner.output_dir:
         yield (
-            f"runner.output_dir: {runner.output_dir!r} is no folder on a disk, which a run's files need; checkpoints alone may "
-            "go to a URL: set runner.checkpoint_dir"
+            f"runner.output_dir: {runner.output_dir!r} is no folder on a disk, which a run's files "
+            "need; checkpoints alone may go to a URL: set runner.checkpoint_dir"
         )
     scored = runner.save_interval > 0 and runner.val_check_interval > 0 and config.data.val_data_paths
     if runner.keep_best and not (scored and runner.save_interval % runner.val_check_interval == 0):
         yield (
-            f"runner.keep_best: {runner.keep_best} needs a validation of each step that is saved, with runner.save_interval "
-            f"{runner.save_interval} and runner.val_check_interval {runner.val_check_interval}; make the former a multiple of the "
-            "latter, and name data.val_data_paths"
+            f"runner.keep_best: {runner.keep_best} needs a validation of each step that is saved, "
+            f"with runner.save_interval {runner.save_interval} and runner.val_check_interval "
+            f"{runner.val_check_interval}; make the former a multiple of the latter, and name "
+            "data.val_data_paths"
         )
     resume_dir = runner.resume_dir
     if resume_dir not in (None, "auto") and "://" not in resume_dir and not os.path.isdir(resume_dir):
         why = why_absent(resume_dir)
-        way_out = "give a checkpoint's path, a run's folder (its newest checkpoint), auto or null"
-        yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; {way_out}"
+        hint = "give a checkpoint's path, a run's folder (its newest checkpoint), auto or null"
+        yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; {hint}"
     for backend in {"wandb", "trackio"}.intersection(runner.logger.logger_backends):
         if importlib.util.find_spec(backend) is None:
-            way_out = f"pip install 'rlinf_vl[{backend}]', or leave it out"
-            yield f"runner.logger.logger_backends: {backend} is not installed; {way_out}"
+            hint = f"pip install 'rlinf_vl[{backend}]', or leave it out"
+            yield f"runner.logger.logger_backends: {backend} is not installed; {hint}"
 
 
 def _lengths(config: Config) -> Iterator[str]:
@@ -203,18 +218,21 @@ def _lengths(config: Config) -> Iterator[str]:
         )
     elif not runner.enable_dynamic_batch_size and micro * runner.seq_length > runner.max_tokens_per_mbs:
         yield (
-            f"actor.micro_batch_size={micro} times {longest} exceeds {budget}; lower micro_batch_size or seq_length, raise "
-            "max_tokens_per_mbs, or set runner.enable_dynamic_batch_size=true"
+            f"actor.micro_batch_size={micro} times {longest} exceeds {budget}; lower "
+            "micro_batch_size or seq_length, raise max_tokens_per_mbs, or set "
+            "runner.enable_dynamic_batch_size=true"
         )
+    # A problem here would be repeated by each of the checks below.
     if prompt >= runner.seq_length:
         yield f"data.max_prompt_length={prompt} leaves no room for a response in {longest}; lower it or raise seq_length"
         return
     for name in ("sampling_params", "val_sampling_params"):
-        most = getattr(config.algorithm, name).max_new_tokens
-        if prompt + most > runner.seq_length:
+        response = getattr(config.algorithm, name).max_new_tokens
+        if prompt + response > runner.seq_length:
             yield (
-                f"data.max_prompt_length={prompt} plus algorithm.{name}.max_new_tokens={most} exceeds {longest}; raise seq_length, "
-                "lower one of them, or set max_new_tokens to null for what is left"
+                f"data.max_prompt_length={prompt} plus algorithm.{name}.max_new_tokens={response} "
+                f"exceeds {longest}; raise seq_length, lower one of them, or set max_new_tokens to "
+                "null for what is left"
             )
 
 
@@ -242,7 +260,7 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _lora(config: Config) -> Iterator[str]:
-    """What goes without saying with adapters, and what they can't have."""
+    """Yield settings that contradict LoRA adapters, or that adapters don't support."""
     model, lora = config.actor.model, config.actor.model.lora
     for key, contradicts in (
         ("freeze_vision_tower: false", not model.freeze_vision_tower),
@@ -251,8 +269,9 @@ def _lora(config: Config) -> Iterator[str]:
     ):
         if contradicts:
             yield (
-                f"actor.model.{key} with actor.model.is_lora=true: only adapters are trained, those in "
-                "actor.model.lora.target_modules (language, vision, projector, …); leave it out"
+                f"actor.model.{key} with actor.model.is_lora=true: only adapters are trained, "
+                "those in actor.model.lora.target_modules (language, vision, projector, …); leave "
+                "it out"
             )
     for key in ("target_modules", "exclude_modules"):
         for entry in getattr(lora, key):
@@ -264,8 +283,9 @@ def _lora(config: Config) -> Iterator[str]:
         yield "actor.model.lora.target_modules: empty; name language, vision, projector, all-linear or modules"
     if config.actor.fsdp_config.gradient_checkpointing_use_reentrant:
         yield (
-            "actor.fsdp_config.gradient_checkpointing_use_reentrant: true with actor.model.is_lora=true: the reentrant variant has "
-            "no gradients behind embeddings that are not trained; set it false"
+            "actor.fsdp_config.gradient_checkpointing_use_reentrant: true with "
+            "actor.model.is_lora=true: the reentrant variant has no gradients behind embeddings "
+            "that are not trained; set it false"
         )
     if lora.quantization == "nf4":
         for contradicts, key, why in (
@@ -280,13 +300,14 @@ def _lora(config: Config) -> Iterator[str]:
                 yield f"actor.model.lora.quantization: nf4 with actor.model.{key}: {why}, or quantization none"
         if config.actor.fsdp_config.cpu_offload:
             yield (
-                "actor.model.lora.quantization: nf4 with actor.fsdp_config.cpu_offload=true: FSDP2 does not move packed weights; "
-                "set cpu_offload=false, or quantization none"
+                "actor.model.lora.quantization: nf4 with actor.fsdp_config.cpu_offload=true: "
+                "FSDP2 does not move packed weights; set cpu_offload=false, or quantization none"
             )
     if lora.sync == "adapters" and config.rollout.rollout_backend == "sglang":
         yield (
-            "actor.model.lora.sync: adapters with rollout.rollout_backend=sglang: SGLang loads adapters by name, for its language "
-            "model only, and no weight sync reaches them; set it to merged, or the backend to torch"
+            "actor.model.lora.sync: adapters with rollout.rollout_backend=sglang: SGLang loads "
+            "adapters by name, for its language model only, and no weight sync reaches them; set "
+            "it to merged, or the backend to torch"
         )
 
 
@@ -295,21 +316,22 @@ def _actor_and_reward(config: Config) -> Iterator[str]:
     vlm = actor.model.vlm
     if (vlm.vision_encoder_attr is None) != (vlm.language_model_attr is None):
         yield (
-            f"actor.model.vlm: vision_encoder_attr={vlm.vision_encoder_attr or 'null'} and language_model_attr="
-            f"{vlm.language_model_attr or 'null'}; set both, or neither"
+            f"actor.model.vlm: vision_encoder_attr={vlm.vision_encoder_attr or 'null'} and "
+            f"language_model_attr={vlm.language_model_attr or 'null'}; set both, or neither"
         )
     if actor.model.is_lora:
         yield from _lora(config)
     elif len(actor.model.frozen_parts) == 3:
         yield (
-            "actor.model: freeze_vision_tower, freeze_projector and freeze_language_model leave nothing to train; set one of "
-            "them false"
+            "actor.model: freeze_vision_tower, freeze_projector and freeze_language_model leave "
+            "nothing to train; set one of them false"
         )
     for key in ("freeze_router", "is_lora"):
         if actor.model.router_aux_loss_coef and getattr(actor.model, key):
             yield (
-                f"actor.model.router_aux_loss_coef: {actor.model.router_aux_loss_coef:g} is a loss for routers, which "
-                f"actor.model.{key} leaves as they are; set {key}=false, or the coefficient 0"
+                f"actor.model.router_aux_loss_coef: {actor.model.router_aux_loss_coef:g} is a loss "
+                f"for routers, which actor.model.{key} leaves as they are; set {key}=false, or the "
+                "coefficient 0"
             )
     for part in ("vision_tower", "projector"):
         if (
@@ -353,7 +375,8 @@ def _reward_functions(reward: RewardConfig) -> Iterator[str]:
 
 
 def why_absent(path: str) -> str:
-    """In brackets, why a path can't be looked at, if not because nothing is there: no permission, a name that is too long."""
+    """Return in brackets why a path can't be read, such as a missing permission; "" if it does not
+    exist."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -143,6 +143,7 @@ class Gymnasium:
         table = self._actions or _action_names(self._env)
         if not table and self._parser is None:
             raise ValueError(f"{self._env.action_space} is not discrete: give a table of actions, or a parser")
+        # YAML has lists only; a continuous action must be an array.
         self._names = {
             str(name).casefold(): np.asarray(action) if isinstance(action, list) else action
             for name, action in table.items()
@@ -201,6 +202,7 @@ class Gymnasium:
         frame = np.asarray(self._env.render())
         if frame.ndim != 3 or frame.dtype != np.uint8:
             raise ValueError(f"render() gave {frame.dtype} of shape {frame.shape}, not uint8 of [height, width, 3]")
+        # Turns with equal frames count as turns in the same state (GiGPO).
         self._state = hashlib.blake2b(frame.tobytes(), digest_size=12).hexdigest()
         self._frames.append(_resized(Image.fromarray(frame), self._size))
         entries = observation if isinstance(observation, Mapping) else {"observation": observation}

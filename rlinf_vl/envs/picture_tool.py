@@ -72,4 +72,5 @@ def _span(begin: float, end: float, length: int, shortest: int) -> tuple[int, in
     """
     first, last = math.floor(begin * length), math.ceil(end * length)
     n = max(last - first, min(shortest, length))
+    # Grow around the middle, but stay inside the picture.
     return min(max((first + last - n) // 2, 0), length - n), n

@@ -140,8 +140,10 @@ class EnvMaker:
         if not isinstance(row_kwargs, dict):
             raise ValueError(f"column 'env_kwargs' holds {row_kwargs!r}; write a mapping of keywords")
         cls = load_env_class(self.name_of(problem), self.files)
+        # Rows are data that may come from anywhere, so they must not choose functions or addresses.
         if refused := sorted(row_kwargs.keys() & set(getattr(cls, "config_only", ()))):
             raise ValueError(f"column 'env_kwargs' gives {', '.join(refused)}, which rollout.env_kwargs alone may say")
+        # rollout.env_kwargs are for the configured class; the class of a row may not know them.
         is_configured_class = problem.env_class is None or cls is load_env_class(self.name, self.files)
         return cls, (dict(self.kwargs) if is_configured_class else {}) | row_kwargs
 

@@ -127,6 +127,7 @@ class Remote:
             "columns": problem.columns,
             "messages": _with_images(problem),
         }
+        # Set before the request, because the app may start the episode and its reply may be lost.
         self._started = True
         reply, parts = await self._ask("POST", "start", self._retry_s, self._facts | {"id": self._id, "problem": row})
         return self._messages(reply, parts)
@@ -134,6 +135,7 @@ class Remote:
     async def step(self, response: str) -> StepResult:
         body = {"id": self._id, "turn": self._turn, "response": response}
         reply, parts = await self._ask("POST", "step", self._retry_s, body)
+        # Only after the reply, because a repeated request must name the same turn.
         self._turn += 1
         reward, done, info = (reply.get(name) for name in ("reward", "done", "info"))
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
@@ -175,6 +177,7 @@ class Remote:
                 status, headers, data = await self._attempt(method, path, content)
                 trouble = f"status {status}"
             except (httpx.TransportError, TimeoutError) as error:
+                # A failed connection is treated like a busy app.
                 status, headers, data, trouble = 503, httpx.Headers(), b"", f"{type(error).__name__} {error}".strip()
             if status not in _BUSY:
                 break
@@ -199,11 +202,13 @@ class Remote:
             asyncio.timeout(self._timeout_s),
             self._client.stream(method, f"{self._url}/{path}", content=content, headers=kind) as reply,
         ):
+            # The bound counts the bytes as they arrive, and compressed ones could expand beyond it.
             if reply.headers.get("content-encoding", "identity") != "identity":
                 raise RemoteError(f"{self._url}/{path} compresses its reply, though it was asked not to")
             length, data = int(reply.headers.get("content-length", 0)), bytearray()
             async for chunk in reply.aiter_raw():
                 data += chunk
+                # The announced length counts, too, so that a large reply is refused at its first chunk.
                 if max(len(data), length) > self._max_bytes:
                     raise RemoteError(f"{self._url}/{path} replies with more than max_reply_bytes={self._max_bytes:,}")
             return reply.status_code, reply.headers, bytes(data)
@@ -242,6 +247,7 @@ class Remote:
         reply = STRICT_JSON.decode(data.decode())
         if not isinstance(reply, dict):
             raise ValueError(f"{shorten(repr(reply))} is no JSON object")
+        # The policy sees the reply and the run records it, so the token must not be in it.
         encoded = json.dumps(reply, ensure_ascii=False).encode()  # raises for half a surrogate pair
         if self._token and any(self._token.encode() in content for content in (encoded, *parts.values())):
             raise ValueError("it sends the token back")
@@ -275,6 +281,7 @@ class Remote:
         match part:
             case {"type": "text", "text": str(text)}:
                 return {"type": "text", "text": text}
+            # No other URLs are accepted, so that nothing is fetched for the app.
             case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:"):
                 image = to_image_ref(url, root=None)
             case {"type": "image_url", "image_url": {"url": str(url)}} if url.removeprefix(_PART) in parts:

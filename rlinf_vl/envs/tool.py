@@ -240,6 +240,7 @@ def parse_tool_calls(response: str) -> list[ToolCall]:
         elif error is None and text[end : tag.start()].strip():
             error = f"not valid JSON: there is more behind the object, at character {end - begin}"
         calls.append(ToolCall(None if error else value, error))
+        # Continue at the tag: a call that is not closed ends where the next one opens.
         position = text.find(OPEN, tag.start() if tag else len(text))
     return calls
 
@@ -263,6 +264,7 @@ def _tool(cls: type, name: str) -> Tool:
             "it is no tool"
         ) from error
     schema["function"].pop("return", None)  # nothing for the policy to write
+    # An unknown argument must fail the check, with a message that names it, not the Python call.
     parameters = schema["function"]["parameters"] | {"additionalProperties": False}
     return Tool(schema, Draft202012Validator(_nullable(parameters)))
 

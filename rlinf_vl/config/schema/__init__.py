@@ -1,7 +1,8 @@
-"""Every configuration key of a run: one typed dataclass per section, and what each key allows by itself.
+"""Every configuration key of a run: one typed dataclass per section, and the allowed values of each
+key.
 
-What Hydra composes from the YAML files under `examples/` is filled into these; a key that is not here is refused
-(`rlinf_vl.config.load`), and a key that is here is read somewhere. The string under a field is its documentation.
+The loader (`rlinf_vl.config.load`) fills these with the values that Hydra composes from YAML files,
+and refuses a key that is not here. The string under a field is its documentation.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ __all__ = [
     "OptimConfig", "PapoConfig", "RewardConfig", "RolloutConfig", "RunnerConfig", "SCHEMA_NAME", "SamplingConfig", "VlmConfig",
 ]  # fmt: skip
 
-#: In the defaults list of a YAML, it says that the file is a config of ours.
+#: An entry in the defaults list of a YAML file that marks it as a config of ours.
 SCHEMA_NAME = "rlinf_vl_schema"
 
 

@@ -23,22 +23,26 @@ class LoraConfig:
     dropout: float = key(0.0, DECAY)
     """Share of an adapter's inputs that is dropped while it trains."""
     target_modules: list[str] = field(default_factory=lambda: ["language"])
-    """Where adapters go, each entry a part (language, vision, projector, or all-linear for all three), the end of a module's
-    path (q_proj, self_attn.q_proj) or a regular expression for the whole path. Experts count as linear modules."""
+    """Where adapters go, each entry a part (language, vision, projector, or all-linear for all
+    three), the end of a module's path (q_proj, self_attn.q_proj) or a regular expression for the
+    whole path. Experts count as linear modules."""
     exclude_modules: list[str] = field(default_factory=list)
     """Which of those have none; written alike."""
     sync: str = key("merged", ("merged", "adapters"))
-    """What engines get: merged (weights with the adapters added) or adapters (which the torch engine applies itself)."""
+    """What engines get: merged (weights with the adapters added) or adapters (which the torch
+    engine applies itself)."""
     quantization: str = key("none", ("none", "nf4"))
-    """How the linear modules that have adapters are stored: none (param_dtype), or nf4 (QLoRA: 4 bits, all of them in every rank),
-    which needs bitsandbytes."""
+    """How the linear modules that have adapters are stored: none (param_dtype), or nf4 (QLoRA: 4
+    bits, all of them in every rank), which needs bitsandbytes."""
     save_lora_only: bool = True
-    """Checkpoints have the adapters only; the model below them is read from rollout.model.model_path."""
+    """Checkpoints have the adapters only; the model below them is read from
+    rollout.model.model_path."""
 
 
 @dataclass
 class VlmConfig:
-    """Where the parts of a checkpoint are whose model type rlinf_vl does not know: both keys, or neither."""
+    """The places of a model's parts, for a model type that rlinf_vl does not know: set both keys,
+    or neither."""
 
     vision_encoder_attr: str | None = None
     """Dotted path of the vision tower in the transformers model, such as model.visual."""
@@ -54,22 +58,25 @@ class VlmConfig:
 @dataclass
 class ActorModelConfig:
     variable_seq_lengths: bool = True
-    """true: micro-batches have the length of what is in them; false: padded to max_tokens_per_mbs (static shapes)."""
+    """true: micro-batches have the length of what is in them; false: padded to max_tokens_per_mbs
+    (static shapes)."""
     is_lora: bool = False
     """Train LoRA adapters (actor.model.lora) and leave every weight of the model as it is."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     freeze_vision_tower: bool = True
     """Leave the vision tower as it is: images are then encoded once per step."""
     freeze_projector: bool | None = None
-    """Leave the projector, which makes tokens of the tower's patches, as it is; null: as the vision tower."""
+    """Leave the projector, which makes tokens of the tower's patches, as it is; null: as the vision
+    tower."""
     freeze_language_model: bool = False
     """Leave the language model, embeddings and head included, as it is."""
     freeze_router: bool = True
-    """Leave the routers of mixtures of experts as they are: experts learn without that, and a router that moves sends more tokens
-    elsewhere than the engine did."""
+    """Leave the routers of mixtures of experts as they are: experts learn without that, and a
+    router that moves sends more tokens elsewhere than the engine did."""
     router_aux_loss_coef: float = key(0.0, NOT_NEGATIVE)
-    """Weight of the load-balancing loss of mixtures of experts (Fedus et al. 2021), over all tokens and layers of a mini-batch as
-    transformers computes it; needs freeze_router: false. 0 is off; above, a pass before each optimizer step counts experts."""
+    """Weight of the load-balancing loss of mixtures of experts (Fedus et al. 2021), over all tokens
+    and layers of a mini-batch as transformers computes it; needs freeze_router: false. 0 is off;
+    above, a pass before each optimizer step counts experts."""
     vlm: VlmConfig = field(default_factory=VlmConfig)
 
     @property
@@ -79,7 +86,8 @@ class ActorModelConfig:
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
-        """Those of `rlinf_vl.models.loading.PARTS` whose own weights are not trained."""
+        """The parts of the model (`rlinf_vl.models.loading.PARTS`) whose own weights are not
+        trained."""
         frozen = {
             "language_model": self.freeze_language_model,
             "projector": self.freeze_vision_tower if self.freeze_projector is None else self.freeze_projector,
@@ -99,15 +107,17 @@ class MixedPrecisionConfig:
 @dataclass
 class FsdpConfig:
     strategy: str = key("fsdp2", ("fsdp2", "hsdp"))
-    """fsdp2: every rank has a share of the weights and of the optimizer's state. hsdp: the ranks of each node have the whole
-    between them, so that weights are gathered inside a node and only gradients cross nodes: faster, for more memory."""
+    """fsdp2: every rank has a share of the weights and of the optimizer's state. hsdp: the ranks of
+    each node have the whole between them, so that weights are gathered inside a node and only
+    gradients cross nodes: faster, for more memory."""
     gradient_checkpointing: bool = True
     """Recompute activations per block in backward."""
     gradient_checkpointing_use_reentrant: bool = False
     """torch.utils.checkpoint's variant."""
     reshard_after_forward: bool = True
-    """Free a block's gathered weights after its forward, and gather them again for its backward (ZeRO-3). false keeps them
-    and the whole gradient through all micro-batches of an optimizer step (ZeRO-2): faster, for more memory."""
+    """Free a block's gathered weights after its forward, and gather them again for its backward
+    (ZeRO-3). false keeps them and the whole gradient through all micro-batches of an optimizer step
+    (ZeRO-2): faster, for more memory."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
@@ -144,22 +154,28 @@ class ActorConfig:
     micro_batch_size: int = key(1, AT_LEAST_1)
     """Trajectories per micro-batch when runner.enable_dynamic_batch_size is false."""
     enable_offload: bool = False
-    """Keep weights and optimizer state in host memory while collocated engines generate (CUDA only)."""
+    """Keep weights and optimizer state in host memory while collocated engines generate (CUDA
+    only)."""
     share_prompts: bool = True
-    """A group's prompt stands once in a micro-batch, for all its responses; false repeats it for each. The loss is the same."""
+    """A group's prompt stands once in a micro-batch, for all its responses; false repeats it for
+    each. The loss is the same."""
     vision_cache_gb: float = key(1.0, NOT_NEGATIVE)
-    """Image features of a frozen vision tower kept on the device, in GiB; what a step needs beyond that is kept in host
-    memory. Each image is then encoded once per step at most, and again only after its features had to go."""
+    """Image features of a frozen vision tower kept on the device, in GiB; what a step needs beyond
+    that is kept in host memory. Each image is then encoded once per step at most, and again only
+    after its features had to go."""
     logprob_chunk_tokens: int | None = key(None, AT_LEAST_1)
-    """Response positions whose logits exist at once; null: as many as fit 16 MiB on the CPU, 1 GiB on CUDA, and 128 at least."""
+    """Response positions whose logits exist at once; null: as many as fit 16 MiB on the CPU, 1 GiB
+    on CUDA, and 128 at least."""
     context_parallel_size: int = key(1, AT_LEAST_1)
-    """Ranks that share each micro-batch's tokens, for trajectories too long for one rank's memory: each has a part of the tokens,
-    and in attention a part of the heads. Divides the ranks of actor in cluster.component_placement and the model's heads; the
-    other ranks share out the trajectories. runner.max_tokens_per_mbs is that of all of them together."""
+    """Ranks that share each micro-batch's tokens, for trajectories too long for one rank's memory:
+    each has a part of the tokens, and in attention a part of the heads. Divides the ranks of actor
+    in cluster.component_placement and the model's heads; the other ranks share out the
+    trajectories. runner.max_tokens_per_mbs is that of all of them together."""
     routing_replay: str = key("off", ("off", "record", "replay"))
-    """Experts that tokens go to, in mixtures. off: those that the trainer's router chooses. record: the engine reports those its
-    router chose, and actor/routing_disagreement compares. replay: the trainer takes the engine's (R3, Ma et al. 2025), for old
-    logprobs and in the loss, and weighs them by its own router; the reference model chooses by itself."""
+    """Experts that tokens go to, in mixtures. off: those that the trainer's router chooses. record:
+    the engine reports those its router chose, and actor/routing_disagreement compares. replay: the
+    trainer takes the engine's (R3, Ma et al. 2025), for old logprobs and in the loss, and weighs
+    them by its own router; the reference model chooses by itself."""
     model: ActorModelConfig = field(default_factory=ActorModelConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

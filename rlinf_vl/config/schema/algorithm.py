@@ -20,10 +20,12 @@ LOSSES = OrCode(
 @dataclass
 class SamplingConfig:
     temperature: float = key(1.0, NOT_NEGATIVE)
-    """Softmax temperature; training wants > 0. The trainer divides its logits by the same number."""
+    """Softmax temperature; training wants > 0. The trainer divides its logits by the same
+    number."""
     top_p: float = key(1.0, Limit("lie in (0, 1]", lambda x: 0 < x <= 1))
-    """Nucleus mass; below 1 tokens are drawn from a truncated distribution, which TIS can't correct for. Logprobs, and with
-    them the mismatch guard, are of the whole one, in engine and trainer alike."""
+    """Nucleus mass; below 1 tokens are drawn from a truncated distribution, which TIS can't correct
+    for. Logprobs, and with them the mismatch guard, are of the whole one, in engine and trainer
+    alike."""
     top_k: int = key(0, NOT_NEGATIVE)
     """Most likely tokens kept; 0 keeps all."""
     max_new_tokens: int | None = key(None, AT_LEAST_1)
@@ -33,83 +35,96 @@ class SamplingConfig:
 @dataclass
 class DynamicSamplingConfig:
     enable: bool = False
-    """Replace groups whose rewards all tie, which teach nothing, by groups of further rows (DAPO)."""
+    """Replace groups whose rewards all tie, which teach nothing, by groups of further rows
+    (DAPO)."""
     max_rounds: int = key(4, AT_LEAST_1)
-    """Rollouts of one step, the first included. Each asks for as many rows as should fill what is missing; after the last one, tied
-    groups fill it."""
+    """Rollouts of one step, the first included. Each asks for as many rows as should fill what is
+    missing; after the last one, tied groups fill it."""
 
 
 @dataclass
 class OverlongConfig:
     buffer: int = key(0, NOT_NEGATIVE)
-    """DAPO's soft punishment: the last so many tokens before max_new_tokens cost ever more of the reward; 0 is off."""
+    """DAPO's soft punishment: the last so many tokens before max_new_tokens cost ever more of the
+    reward; 0 is off."""
     penalty: float = key(1.0, NOT_NEGATIVE)
     """What a response of max_new_tokens costs."""
     filter: bool = False
-    """Leave responses that max_new_tokens has cut out of the loss; their rewards stay in their groups' baselines."""
+    """Leave responses that max_new_tokens has cut out of the loss; their rewards stay in their
+    groups' baselines."""
 
 
 @dataclass
 class RejectionConfig:
     level: str | None = key(None, ("token", "sequence", "geometric"))
-    """Whose ratio ρ = exp(train - rollout logprob) must lie between low and high, or it is left out of the loss: token; sequence, by
-    the product of its tokens' ratios, as a whole; or geometric, by their geometric mean, as a whole. Counts below the loss stay
-    those of all tokens and sequences. null: none."""
+    """Whose ratio ρ = exp(train - rollout logprob) must lie between low and high, or it is left out
+    of the loss: token; sequence, by the product of its tokens' ratios, as a whole; or geometric, by
+    their geometric mean, as a whole. Counts below the loss stay those of all tokens and sequences.
+    null: none."""
     low: float | None = key(None, NOT_NEGATIVE)
-    """Least ratio; 0 is no bound. null: as level says (token 0.5, sequence 0.5, geometric 0.999)."""
+    """Least ratio; 0 is no bound. null: as level says (token 0.5, sequence 0.5, geometric
+    0.999)."""
     high: float | None = key(None, POSITIVE_OR_INFINITE)
-    """Largest ratio; .inf is no bound. null: as level says (token 5, sequence 2, geometric 1.001)."""
+    """Largest ratio; .inf is no bound. null: as level says (token 5, sequence 2, geometric
+    1.001)."""
     veto: float | None = key(None, Limit("lie in (0, 1), or be null for none", lambda x: 0 < x < 1))
-    """A sequence with a token whose ratio is below this is left out, with or without a level; usually 1e-4. null: none."""
+    """A sequence with a token whose ratio is below this is left out, with or without a level;
+    usually 1e-4. null: none."""
 
 
 @dataclass
 class AlgorithmConfig:
     adv_type: str = key("grpo", ADVANTAGES)
-    """grpo: reward minus the group's mean, over its standard deviation. dr_grpo: without that division, and with a constant length
-    below the loss. rloo: reward minus the mean of the group's others. reinforce_plus_plus: reward, normalised over all tokens of
-    the rollout; reinforce_plus_plus_baseline: the same of reward minus the group's mean. docs/algorithms.md has formulas, and what
-    each sets of the keys that are null."""
+    """grpo: reward minus the group's mean, over its standard deviation. dr_grpo: without that
+    division, and with a constant length below the loss. rloo: reward minus the mean of the group's
+    others. reinforce_plus_plus: reward, normalised over all tokens of the rollout;
+    reinforce_plus_plus_baseline: the same of reward minus the group's mean. docs/algorithms.md has
+    formulas, and what each sets of the keys that are null."""
     loss_type: str = key("actor", LOSSES)
-    """actor: the clipped policy-gradient loss of PPO, dual-clipped when clip_ratio_c is set. gspo: the same with one ratio for a
-    whole sequence, the geometric mean of its tokens'. cispo: REINFORCE weighted by the clipped ratio. sapo: a soft gate in place of
-    the clip. docs/algorithms.md has formulas, and what each sets of the keys that are null."""
+    """actor: the clipped policy-gradient loss of PPO, dual-clipped when clip_ratio_c is set. gspo:
+    the same with one ratio for a whole sequence, the geometric mean of its tokens'. cispo:
+    REINFORCE weighted by the clipped ratio. sapo: a soft gate in place of the clip.
+    docs/algorithms.md has formulas, and what each sets of the keys that are null."""
     loss_agg_func: str | None = key(
         None, ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
     )
-    """token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm (that divided by max_new_tokens), over the
-    whole mini-batch. null: as loss_type or adv_type says, else token-mean."""
+    """token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm (that divided
+    by max_new_tokens), over the whole mini-batch. null: as loss_type or adv_type says, else
+    token-mean."""
     group_size: int = key(8, AT_LEAST_1)
     """Responses sampled per problem (G)."""
     n_minibatches: int = key(1, AT_LEAST_1)
     """Optimizer steps per rollout batch."""
     normalize_advantages: bool | None = None
-    """Divide by the sample standard deviation (n - 1): of the group, or of all tokens (reinforce_plus_plus). null: as adv_type
-    says."""
+    """Divide by the sample standard deviation (n - 1): of the group, or of all tokens
+    (reinforce_plus_plus). null: as adv_type says."""
     credit: str = key("trajectory", ("trajectory", "turn"))
-    """What is compared within a group. trajectory: whole episodes by their reward; each turn has its trajectory's advantage. turn:
-    equal turn numbers by what was paid from there on; each turn then is a sequence of its own, also in loss_agg_func, gspo and
-    importance_sampling_level."""
+    """What is compared within a group. trajectory: whole episodes by their reward; each turn has
+    its trajectory's advantage. turn: equal turn numbers by what was paid from there on; each turn
+    then is a sequence of its own, also in loss_agg_func, gspo and importance_sampling_level."""
     turn_discount: float = key(1.0, Limit("lie in [0, 1]", lambda x: 0 <= x <= 1))
     """What is paid n turns later counts this to the n-th power in a turn's return."""
     state_advantage_weight: float = key(0.0, NOT_NEGATIVE)
-    """GiGPO's ω: adds so much of a turn's advantage among those of its group that answered to the same state, by its return; each
-    turn then is a sequence of its own. For environments that name states; 0 is off."""
+    """GiGPO's ω: adds so much of a turn's advantage among those of its group that answered to the
+    same state, by its return; each turn then is a sequence of its own. For environments that name
+    states; 0 is off."""
     clip_ratio_low: float | None = key(None, NOT_NEGATIVE)
-    """The probability ratio is clipped below at 1 - this. null: as loss_type says (0.2; gspo 3e-4; cispo 1, that is never)."""
+    """The probability ratio is clipped below at 1 - this. null: as loss_type says (0.2; gspo 3e-4;
+    cispo 1, that is never)."""
     clip_ratio_high: float | None = key(None, NOT_NEGATIVE)
-    """The probability ratio is clipped above at 1 + this. null: as loss_type says (0.2; gspo 4e-4; cispo 4); DAPO has 0.28."""
+    """The probability ratio is clipped above at 1 + this. null: as loss_type says (0.2; gspo 4e-4;
+    cispo 4); DAPO has 0.28."""
     clip_ratio_c: float | None = key(None, Limit("be > 1, or null for no dual clip", lambda x: x > 1))
     """Dual clip (> 1): bounds the loss of negative advantages at -c·A; null is off."""
     kl_beta: float = key(0.0, NOT_NEGATIVE)
     """Weight of KL(policy‖reference); 0 loads no reference model."""
     kl_placement: str = key("loss", ("loss", "reward"))
-    """Where that KL counts. loss: added to it. reward: subtracted from it, token by token, before advantages are computed, by the
-    logprobs of the weights before the step."""
+    """Where that KL counts. loss: added to it. reward: subtracted from it, token by token, before
+    advantages are computed, by the logprobs of the weights before the step."""
     kl_penalty_type: str | None = key(None, ("k1", "k2", "k3", "abs"))
-    """Estimator of that KL; null is k3 in the loss, k1 in the reward. In the loss, by what its gradient descends on: k2 (mse)
-    KL(policy‖reference), k3 (low_var_kl) KL(reference‖policy), abs their total variation; k1 (kl) has an expected gradient of zero
-    there, and is refused."""
+    """Estimator of that KL; null is k3 in the loss, k1 in the reward. In the loss, by what its
+    gradient descends on: k2 (mse) KL(policy‖reference), k3 (low_var_kl) KL(reference‖policy), abs
+    their total variation; k1 (kl) has an expected gradient of zero there, and is refused."""
     tau_pos: float = key(1.0, POSITIVE)
     """SAPO's temperature where the advantage is positive: the higher, the narrower its gate."""
     tau_neg: float = key(1.05, POSITIVE)
@@ -117,17 +132,19 @@ class AlgorithmConfig:
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy, subtracted from the loss."""
     recompute_logprobs: str = key("auto", ("auto", "true", "false"))
-    """Where the old logprobs of the ratio come from. true: a pass of the trainer before the first optimizer step.
-    auto: the same numbers, that pass made only for the mini-batches after the first. false: old_policy=sampler, a pass
-    for algorithm.rejection only."""
+    """Where the old logprobs of the ratio come from. true: a pass of the trainer before the first
+    optimizer step. auto: the same numbers, that pass made only for the mini-batches after the
+    first. false: old_policy=sampler, a pass for algorithm.rejection only."""
     old_policy: str | None = key(None, ("start", "sampler", "interpolated"))
-    """Whose probability is below the line of the ratio that is clipped. start: the weights before the step (decoupled PPO; TIS then
-    leads from those that sampled each token to these). sampler: those that sampled each token, by the engine's logprob (plain PPO,
-    without TIS). interpolated: between the sampler's and the current ones, the closer to these the staler the token (A-3PO). Both
-    make a pass of their own for algorithm.rejection only. null: start, or sampler where recompute_logprobs is false.
-    docs/corrections.md has formulas and presets."""
+    """Whose probability is below the line of the ratio that is clipped. start: the weights before
+    the step (decoupled PPO; TIS then leads from those that sampled each token to these). sampler:
+    those that sampled each token, by the engine's logprob (plain PPO, without TIS). interpolated:
+    between the sampler's and the current ones, the closer to these the staler the token (A-3PO).
+    Both make a pass of their own for algorithm.rejection only. null: start, or sampler where
+    recompute_logprobs is false. docs/corrections.md has formulas and presets."""
     importance_sampling_fix: bool = True
-    """Truncated importance sampling: weigh tokens by min(exp(old - rollout logprob), importance_sampling_clip)."""
+    """Truncated importance sampling: weigh tokens by min(exp(old - rollout logprob),
+    importance_sampling_clip)."""
     importance_sampling_clip: float = key(2.0, POSITIVE_OR_INFINITE)
     """Upper bound of those weights."""
     importance_sampling_level: str = key("token", ("token", "sequence", "geometric"))
@@ -144,5 +161,6 @@ class AlgorithmConfig:
 
     @property
     def turns_are_sequences(self) -> bool:
-        """Whether each turn is a sample of its own: turns of a trajectory then have different advantages."""
+        """Whether each turn is a sample of its own: turns of a trajectory then have different
+        advantages."""
         return self.credit == "turn" or self.state_advantage_weight > 0

@@ -10,28 +10,32 @@ from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, OFF_OR_POSIT
 @dataclass
 class DataConfig:
     train_data_paths: list[str] = MISSING
-    """Files (parquet, json, jsonl, csv, tsv), HF dataset folders, folders of images, or hub names (hf://owner/name[:split]); or an
-    embedded task (`toy`). `seeds://N` is N rows of nothing but a number, for an environment that makes its tasks from seeds."""
+    """Files (parquet, json, jsonl, csv, tsv), HF dataset folders, folders of images, or hub names
+    (hf://owner/name[:split]); or an embedded task (`toy`). `seeds://N` is N rows of nothing but a
+    number, for an environment that makes its tasks from seeds."""
     val_data_paths: list[str] = field(default_factory=list)
     """The same, for validation."""
     weights: list[float] = key([], POSITIVE)
-    """Shares of the training sources in every batch, one for each of train_data_paths and independent of their sizes; they need
-    not sum to 1. []: all rows once an epoch."""
+    """Shares of the training sources in every batch, one for each of train_data_paths and
+    independent of their sizes; they need not sum to 1. []: all rows once an epoch."""
     format: str = key("auto", ("auto", "rlinf", "verl", "openai", "trl", "openrlhf", "folder"))
-    """Whose columns rows have: rlinf (problem, answer, images; EasyR1's, too), verl, openai (SkyRL's, too), trl, openrlhf, folder
-    (pictures in folders named after what they show). auto recognises them by the columns. It names what prompt_key, answer_key
-    and image_keys leave at their defaults."""
+    """Whose columns rows have: rlinf (problem, answer, images; EasyR1's, too), verl, openai
+    (SkyRL's, too), trl, openrlhf, folder (pictures in folders named after what they show). auto
+    recognises them by the columns. It names what prompt_key, answer_key and image_keys leave at
+    their defaults."""
     prompt_key: str = "problem"
-    """Column of the question: a text, `<image>` in it marks where an image stands, or chat messages, which may hold images."""
+    """Column of the question: a text, `<image>` in it marks where an image stands, or chat
+    messages, which may hold images."""
     answer_key: str = "answer"
-    """Column of the reference answer, with or without \\boxed{}; a name with dots leads into a mapping
-    (reward_model.ground_truth)."""
+    """Column of the reference answer, with or without \\boxed{}; a name with dots leads into a
+    mapping (reward_model.ground_truth)."""
     image_keys: list[str] = field(default_factory=lambda: ["images"])
     """Columns that hold images, in order; [] for text only, or for images in chat messages."""
     image_root: str | None = None
     """Folder that image paths are relative to and may not leave; null: the data set's own."""
     max_images_per_message: int | None = key(None, AT_LEAST_1)
-    """Images shown of each message, the first so many; the others are left out, and counted (data/dropped_images). null: all."""
+    """Images shown of each message, the first so many; the others are left out, and counted
+    (data/dropped_images). null: all."""
     max_images_per_sample: int | None = key(None, AT_LEAST_1)
     """Images shown of each prompt, all messages together; as max_images_per_message."""
     image_only_mode: bool = False
@@ -41,17 +45,19 @@ class DataConfig:
     prompt_suffix: str = ""
     """Text appended to every question, such as the answer format asked for."""
     prompt_variants: list[str] = field(default_factory=list)
-    """Texts around the question, with {problem} where it stands. Training draws one for each group of answers, from runner.seed, the
-    step and the row; validation always shows the first."""
+    """Texts around the question, with {problem} where it stands. Training draws one for each group
+    of answers, from runner.seed, the step and the row; validation always shows the first."""
     max_prompt_length: int = key(1024, AT_LEAST_1)
     """Longest prompt in tokens, image placeholders expanded."""
     overlong: str = key("drop", ("drop", "cut", "error"))
-    """Longer prompts. drop: the row is left out. cut: the prompt is cut from its beginning to what fits, images and earlier messages
-    whole; system messages and the end of the last message stay. error: the run stops before training. And an observation that
-    leaves no room in runner.seq_length. drop: the episode ends before it. cut: it is cut alike, to leave room for a whole answer.
-    error: the trajectory is one of a bad row."""
+    """Longer prompts. drop: the row is left out. cut: the prompt is cut from its beginning to what
+    fits, images and earlier messages whole; system messages and the end of the last message stay.
+    error: the run stops before training. And an observation that leaves no room in
+    runner.seq_length. drop: the episode ends before it. cut: it is cut alike, to leave room for a
+    whole answer. error: the trajectory is one of a bad row."""
     filter_prompt_by_length: bool = True
-    """With overlong: drop, leave rows with longer prompts out before training; false counts them as bad (max_bad_rows)."""
+    """With overlong: drop, leave rows with longer prompts out before training; false counts them as
+    bad (max_bad_rows)."""
     rollout_batch_size: int = key(32, AT_LEAST_1)
     """Problems per training step."""
     val_samples: int = key(-1, OFF_OR_POSITIVE)
@@ -61,20 +67,25 @@ class DataConfig:
     seed: int = key(1234, NOT_NEGATIVE)
     """Seeds the order."""
     curriculum_key: str | None = None
-    """Column of numbers, such as a difficulty: every epoch goes from small to large ones, equal ones shuffled (data.shuffle). A name
-    with dots leads into a mapping."""
+    """Column of numbers, such as a difficulty: every epoch goes from small to large ones, equal
+    ones shuffled (data.shuffle). A name with dots leads into a mapping."""
     image_min_pixels: int | None = key(None, AT_LEAST_1)
-    """Smallest image area after resizing; null is the checkpoint's own. One setting for engine and trainer."""
+    """Smallest image area after resizing; null is the checkpoint's own. One setting for engine and
+    trainer."""
     image_max_pixels: int | None = key(None, AT_LEAST_1)
     """Largest image area after resizing; null is the checkpoint's own."""
     blank_images: bool = False
-    """Diagnostic: replace every image by a blank one of its size. What is still learned is not seen."""
+    """Diagnostic: replace every image by a blank one of its size. What is still learned is not
+    seen."""
     image_hosts: list[str] = field(default_factory=list)
-    """Hosts that images given as http(s) URLs are fetched from, redirects included, by name without port; each is kept in the
-    cache folder (RLINF_VL_CACHE) from then on. [] fetches nothing: such a row is bad."""
+    """Hosts that images given as http(s) URLs are fetched from, redirects included, by name without
+    port; each is kept in the cache folder (RLINF_VL_CACHE) from then on. [] fetches nothing: such a
+    row is bad."""
     max_bad_rows: float = key(0.05, SHARE)
-    """Share of a split's rows, 0 to 1, that may be unusable (each is listed with its reason in bad_rows.jsonl of the run
-    folder); beyond it the run stops and says why. 0 stops at the first, 1 never."""
+    """Share of a split's rows, 0 to 1, that may be unusable (each is listed with its reason in
+    bad_rows.jsonl of the run folder); beyond it the run stops and says why. 0 stops at the first, 1
+    never."""
     max_row_faults: int = key(3, Limit("be at least 2", lambda x: x >= 2))
-    """Rollout workers, one after the other, that may die or hang while they answer a row, the last with nothing else to do; then the
-    row is quarantined: it is not answered again before the run is resumed, but masked, and listed in bad_rows.jsonl."""
+    """Rollout workers, one after the other, that may die or hang while they answer a row, the last
+    with nothing else to do; then the row is quarantined: it is not answered again before the run is
+    resumed, but masked, and listed in bad_rows.jsonl."""

@@ -1,4 +1,4 @@
-"""What one value of a configuration may be by itself."""
+"""Limits on single values of a configuration."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition on one value: `must` ends the sentence "key: value must …". A null value meets every limit."""
+    """A condition on one value: `must` ends the sentence "key: value must …". A null value meets
+    every limit."""
 
     must: str
     holds: Callable[[Any], bool]
@@ -20,7 +21,8 @@ class Limit:
 
 
 POSITIVE = Limit("be > 0", lambda x: x > 0)
-POSITIVE_OR_INFINITE = Limit("be > 0", lambda x: x > 0, may_be_infinite=True)  # infinity takes the bound away
+# infinity switches the bound off
+POSITIVE_OR_INFINITE = Limit("be > 0", lambda x: x > 0, may_be_infinite=True)
 NOT_NEGATIVE = Limit("be >= 0", lambda x: x >= 0)
 AT_LEAST_1 = Limit("be at least 1", lambda x: x >= 1)
 OFF_OR_POSITIVE = Limit("be -1 or at least 1", lambda x: x == -1 or x >= 1)
@@ -31,30 +33,32 @@ DECAY = Limit("lie in [0, 1)", lambda x: 0 <= x < 1)
 STORE_BYTES = Limit("be at least 78643200, Ray's minimum of 75 MiB", lambda x: x >= 75 * 2**20)
 
 DTYPES = ("fp32", "bf16", "fp16")
-#: Model types of `rlinf_vl.models.families`, which imports torch.
+#: Model types of `rlinf_vl.models.families`, repeated here because that imports torch.
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3")
-#: Those without a vision tower.
+#: Model types without a vision tower.
 TEXT_FAMILIES = ("qwen3",)
-#: Those with mixtures of experts.
+#: Model types with mixtures of experts.
 MIXTURE_FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")
 
 
 class OrCode(tuple[str, ...]):
-    """Strings that a value may be, beside `module:Name` and `path/to/file.py:Name`; empty where another table has the names.
+    """The strings that a value may be, beside `module:Name` and `path/to/file.py:Name`.
 
-    In a list of mappings, each one's `function` is such a name. `what` and `signature`: see `rlinf_vl.code.load_code`; without
-    them, whoever loads the code checks it.
+    It is empty where another table has the names. In a list of mappings, the `function` of each is
+    such a name. `what` and `signature`: see `rlinf_vl.code.load_code`; without them, the code is
+    checked when it is loaded.
     """
 
     what: str
     signature: Signature
 
     def __new__(cls, names: Iterable[str] = (), what: str = "", signature: Signature = "") -> "OrCode":
-        made = super().__new__(cls, names)
-        made.what, made.signature = what, signature
-        return made
+        allowed = super().__new__(cls, names)
+        allowed.what, allowed.signature = what, signature
+        return allowed
 
 
 def key(default: T, allowed: Limit | tuple[str, ...]) -> T:
-    """A field whose value, or each of whose values, must meet the limit or be one of the strings."""
+    """Return a field whose value, or each of whose values, must meet the limit or be one of the
+    strings."""
     return field(default_factory=lambda: copy.copy(default), metadata={"allowed": allowed})

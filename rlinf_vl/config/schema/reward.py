@@ -1,4 +1,4 @@
-"""Keys of `reward`: what an answer is worth."""
+"""Keys of `reward`: functions that score answers, and the scale of rewards."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,28 +9,34 @@ from rlinf_vl.config.schema.limits import AT_LEAST_1, POSITIVE, OrCode, key
 @dataclass
 class RewardConfig:
     reward_type: str = key("math", OrCode())
-    """What scores an answer: a name in docs/rewards.md (math, exact, choice, …), or a function of yours, as module:name or
-    path/to/file.py:name. The short form of reward.functions with one entry, which replaces it."""
+    """What scores an answer: a name in docs/rewards.md (math, exact, choice, …), or a function of
+    yours, as module:name or path/to/file.py:name. The short form of reward.functions with one
+    entry, which replaces it."""
     functions: list[dict[str, Any]] = key([], OrCode())
-    """Several of them, added up: a list of {function, weight: 1.0, kwargs: {}}, such as [{function: math}, {function: format,
-    weight: 0.1}]. kwargs are further keywords of the function. The first that judges answers says what is correct (val/accuracy)."""
+    """Several of them, added up: a list of {function, weight: 1.0, kwargs: {}}, such as [{function:
+    math}, {function: format, weight: 0.1}]. kwargs are further keywords of the function. The first
+    that judges answers says what is correct (val/accuracy)."""
     reward_max_val: float = 1.0
-    """Reward of a score of 1, such as that of a right answer; reward_min_val + (reward_max_val - reward_min_val) · score."""
+    """Reward of a score of 1, such as that of a right answer; reward_min_val + (reward_max_val -
+    reward_min_val) · score."""
     reward_min_val: float = 0.0
     """Reward of a score of 0, such as that of a wrong answer."""
 
     timeout: float = key(10.0, POSITIVE)
-    """Seconds that a function of yours has for an answer (for a group's, if it takes a list). Its process is then ended, and the
-    answer has no verdict: the function scores 0, and it counts in reward/ungradable."""
+    """Seconds that a function of yours has for an answer (for a group's, if it takes a list). Its
+    process is then ended, and the answer has no verdict: the function scores 0, and it counts in
+    reward/ungradable."""
     memory_gb: float = key(4.0, POSITIVE)
-    """Memory that a process with functions of yours may take beyond what it has when they are imported."""
+    """Memory that a process with functions of yours may take beyond what it has when they are
+    imported."""
     workers: int = key(4, AT_LEAST_1)
-    """Most processes with functions of yours, per rollout worker; each is started when it is needed."""
+    """Most processes with functions of yours, per rollout worker; each is started when it is
+    needed."""
 
     judge_hosts: list[str] = field(default_factory=list)
     """Hosts that the reward function `judge` may ask, by name without port. [] asks nobody."""
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        """What scores answers, in the form of `functions`."""
+        """The reward functions, in the form of `functions`."""
         return self.functions or [{"function": self.reward_type}]

@@ -24,26 +24,30 @@ TRACKERS = OrCode(("tensorboard", "wandb", "trackio"), "tracker", "open_tracker(
 @dataclass
 class ClusterConfig:
     num_nodes: int = key(1, AT_LEAST_1)
-    """Machines that the Ray cluster must have when the run starts; ray_utils/check_ray.sh waits for them."""
+    """Machines that the Ray cluster must have when the run starts; ray_utils/check_ray.sh waits for
+    them."""
     component_placement: dict[str, Any] = field(default_factory=lambda: {"actor,rollout": "all"})
-    """Slots (accelerators; on CPU, processes) of each component: `actor,rollout: 0-7` shares them, `actor: 0-3` with `rollout: 4-7`
-    splits them; `all`, `nodes 0-1` and `nodes all slots 0-3` name them by node, `4-7:0,8-11:1-2` gives engine 0 four slots and
-    engines 1 and 2 two each. Or one mode for both: collocated, disaggregated, single_node_split (docs/cluster.md)."""
+    """Slots (accelerators; on CPU, processes) of each component: `actor,rollout: 0-7` shares them,
+    `actor: 0-3` with `rollout: 4-7` splits them; `all`, `nodes 0-1` and `nodes all slots 0-3` name
+    them by node, `4-7:0,8-11:1-2` gives engine 0 four slots and engines 1 and 2 two each. Or one
+    mode for both: collocated, disaggregated, single_node_split (docs/cluster.md)."""
     elastic_rollout: bool = False
-    """Nodes that join the Ray cluster in mid-run get rollout workers on all of their slots, with the weights that the others have;
-    the workers of a node that is lost leave, and others do their work. Engines need slots of their own."""
+    """Nodes that join the Ray cluster in mid-run get rollout workers on all of their slots, with
+    the weights that the others have; the workers of a node that is lost leave, and others do their
+    work. Engines need slots of their own."""
     on_node_loss: str = key("wait", ("wait", "shrink"))
-    """What a run does that has lost a node. wait: until Ray has its slots again, there or elsewhere. shrink: rollout workers leave
-    and others do their work; the actor ranks that are left go on from the last checkpoint, and take the others back the next time
-    that ranks start."""
+    """What a run does that has lost a node. wait: until Ray has its slots again, there or
+    elsewhere. shrink: rollout workers leave and others do their work; the actor ranks that are left
+    go on from the last checkpoint, and take the others back the next time that ranks start."""
     device: str = key("auto", ("auto", "cpu", "cuda"))
     """auto, cpu or cuda."""
     cpu_threads: int | None = key(None, AT_LEAST_1)
-    """Threads of every actor process (OMP_NUM_THREADS, and those of torch); null: 1 on CPUs, and beside GPUs a fair share of the
-    host's cores, half a GPU's each, 16 at most."""
+    """Threads of every actor process (OMP_NUM_THREADS, and those of torch); null: 1 on CPUs, and
+    beside GPUs a fair share of the host's cores, half a GPU's each, 16 at most."""
     ray_address: str | None = "auto"
-    """host:port of a running Ray cluster; `auto` is RAY_ADDRESS if set, else the cluster that ray_utils/start_ray.sh started on
-    this node, else a private one for this run; null is always private."""
+    """host:port of a running Ray cluster; `auto` is RAY_ADDRESS if set, else the cluster that
+    ray_utils/start_ray.sh started on this node, else a private one for this run; null is always
+    private."""
     object_store_memory: int | None = key(None, STORE_BYTES)
     """Bytes of shared memory for a private cluster's object store; null lets Ray decide."""
 
@@ -51,18 +55,20 @@ class ClusterConfig:
 @dataclass
 class LoggerConfig:
     logger_backends: list[str] = key(["tensorboard"], TRACKERS)
-    """Trackers beside metrics.jsonl, which is always written: tensorboard, wandb, trackio; or path/to/file.py:function, which is
-    given a `TrackedRun`."""
+    """Trackers beside metrics.jsonl, which is always written: tensorboard, wandb, trackio; or
+    path/to/file.py:function, which is given a `TrackedRun`."""
     project_name: str = "rlinf_vl"
     """Project name given to wandb and trackio."""
     send_code: bool = False
-    """Send the texts of runner.code_files (your rewards, environments and whatever they import) to trackers with the config."""
+    """Send the texts of runner.code_files (your rewards, environments and whatever they import) to
+    trackers with the config."""
 
 
 @dataclass
 class TrajectoriesConfig:
     interval: int = key(1, OFF_OR_POSITIVE)
-    """Record training trajectories every so many steps, validation's every time; -1 records none."""
+    """Record training trajectories every so many steps, validation's every time; -1 records
+    none."""
     train_groups: int = key(4, ALL_OR_NOT_NEGATIVE)
     """Groups recorded of a training step, chosen at random; -1 records all."""
     val_groups: int = key(64, ALL_OR_NOT_NEGATIVE)
@@ -74,7 +80,8 @@ class TrajectoriesConfig:
 @dataclass
 class ProfileConfig:
     steps: list[int] = field(default_factory=list)
-    """Training steps of which torch.profiler writes a trace (profile/step_N-rank_R.json.gz in the run's folder)."""
+    """Training steps of which torch.profiler writes a trace (profile/step_N-rank_R.json.gz in the
+    run's folder)."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Actor ranks that are profiled."""
 
@@ -86,15 +93,18 @@ class RunnerConfig:
     experiment_name: str = MISSING
     """Name of the run's folder."""
     seed: int = key(1234, Limit("lie in [0, 2^63)", lambda x: 0 <= x < 2**63))  # as torch takes it
-    """Seeds weights' initialisation, sampling and everything else but the data order (data.seed)."""
+    """Seeds weights' initialisation, sampling and everything else but the data order
+    (data.seed)."""
     seq_length: int = key(2048, AT_LEAST_1)
     """Longest trajectory in tokens: prompt with expanded image placeholders, and response."""
     enable_dynamic_batch_size: bool = True
-    """Pack trajectories into micro-batches under max_tokens_per_mbs; false puts actor.micro_batch_size in each."""
+    """Pack trajectories into micro-batches under max_tokens_per_mbs; false puts
+    actor.micro_batch_size in each."""
     max_tokens_per_mbs: int = key(8192, AT_LEAST_1)
     """Hard upper bound of tokens in one micro-batch of one rank."""
     max_epochs: int = key(1, AT_LEAST_1)
-    """Passes over the training rows; the run ends at max_steps or max_epochs, whichever comes first."""
+    """Passes over the training rows; the run ends at max_steps or max_epochs, whichever comes
+    first."""
     max_steps: int = key(-1, OFF_OR_POSITIVE)
     """Training steps; -1 leaves it to max_epochs."""
     val_check_interval: int = key(10, OFF_OR_POSITIVE)
@@ -102,47 +112,58 @@ class RunnerConfig:
     val_before_train: bool = True
     """Validate before the first step, too, unless val_check_interval is -1."""
     schedule: str = key("sync", ("sync", "one_step_off", "async"))
-    """sync generates and trains in turn; one_step_off generates the next step's groups while it trains; async generates all the
-    time, as far ahead as max_staleness allows. All but sync need engines that share no slot with actor ranks."""
+    """sync generates and trains in turn; one_step_off generates the next step's groups while it
+    trains; async generates all the time, as far ahead as max_staleness allows. All but sync need
+    engines that share no slot with actor ranks."""
     max_staleness: int = key(1, AT_LEAST_1)
-    """Most steps that the weights which sampled a token may be behind those that sync would have sampled it with; for all
-    schedules but sync. Above 1, groups with long answers carry over, and a step does not wait for them."""
+    """Most steps that the weights which sampled a token may be behind those that sync would have
+    sampled it with; for all schedules but sync. Above 1, groups with long answers carry over, and a
+    step does not wait for them."""
     stale_groups: str = key("wait", ("wait", "drop"))
-    """What becomes of a group that the next step could not train on within max_staleness: the step waits for it, or trains without
-    it, which leaves out long answers."""
+    """What becomes of a group that the next step could not train on within max_staleness: the step
+    waits for it, or trains without it, which leaves out long answers."""
     weight_sync_interval: int = key(1, AT_LEAST_1)
-    """Training steps between weight syncs. Above 1 the engine samples from older weights, which TIS corrects for. A step that is
-    validated is synced, too: validation is always of the step's own weights."""
+    """Training steps between weight syncs. Above 1 the engine samples from older weights, which TIS
+    corrects for. A step that is validated is synced, too: validation is always of the step's own
+    weights."""
     mismatch_check_interval: int = key(20, OFF_OR_POSITIVE)
-    """Compare engine and trainer logprobs, with images and with blank ones, on the first step and every so many; a blind
-    or stale engine stops the run. -1 never checks."""
+    """Compare engine and trainer logprobs, with images and with blank ones, on the first step and
+    every so many; a blind or stale engine stops the run. -1 never checks."""
     save_interval: int = key(-1, OFF_OR_POSITIVE)
-    """Checkpoint every so many steps, and after the last; -1 saves only a run that is told to stop."""
+    """Checkpoint every so many steps, and after the last; -1 saves only a run that is told to
+    stop."""
     keep_last: int = key(2, OFF_OR_POSITIVE)
     """Complete checkpoints kept; older ones are deleted. -1 keeps all."""
     keep_best: int = key(0, NOT_NEGATIVE)
-    """Checkpoints with the highest val/accuracy kept beside the last ones; of steps that are validated and saved."""
+    """Checkpoints with the highest val/accuracy kept beside the last ones; of steps that are
+    validated and saved."""
     async_save: bool = True
-    """Write checkpoints while training goes on, from a copy in host memory of their size; false waits for the disk."""
+    """Write checkpoints while training goes on, from a copy in host memory of their size; false
+    waits for the disk."""
     checkpoint_dir: str | None = None
-    """Folder or URL that fsspec knows (s3://bucket/folder, gs://…) for checkpoints, CHECKPOINT_DIR/EXPERIMENT_NAME/checkpoints/; the
-    ranks write there themselves. null: the run's folder."""
+    """Folder or URL that fsspec knows (s3://bucket/folder, gs://…) for checkpoints,
+    CHECKPOINT_DIR/EXPERIMENT_NAME/checkpoints/; the ranks write there themselves. null: the run's
+    folder."""
     resume_dir: str | None = None
-    """null starts afresh (a used folder of this name is set aside first), `auto` takes the newest complete checkpoint of this
-    run, a path or URL that checkpoint. What the config says now counts, the optimizer's settings included."""
+    """null starts afresh (a used folder of this name is set aside first), `auto` takes the newest
+    complete checkpoint of this run, a path or URL that checkpoint. What the config says now counts,
+    the optimizer's settings included."""
     grace_period: float | None = key(None, POSITIVE)
-    """Seconds from SIGTERM or Ctrl-C to the end of the run, such as a scheduler gives before it kills: a run whose checkpoint isn't
-    written by then ends without; null waits for it."""
+    """Seconds from SIGTERM or Ctrl-C to the end of the run, such as a scheduler gives before it
+    kills: a run whose checkpoint isn't written by then ends without; null waits for it."""
     heartbeat_timeout: float = key(120.0, POSITIVE)
-    """Seconds without an answer after which a rollout worker or an actor rank is taken for hung, and replaced."""
+    """Seconds without an answer after which a rollout worker or an actor rank is taken for hung,
+    and replaced."""
     max_restarts: int = key(3, NOT_NEGATIVE)
-    """Times that a run starts its actor ranks again, from the last complete checkpoint, when one of them dies or hangs; counted anew
-    from each checkpoint on."""
+    """Times that a run starts its actor ranks again, from the last complete checkpoint, when one of
+    them dies or hangs; counted anew from each checkpoint on."""
     max_bad_steps: int = key(3, AT_LEAST_1)
-    """Steps in a row with a gradient that is not finite, each of them skipped, after which the run stops."""
+    """Steps in a row with a gradient that is not finite, each of them skipped, after which the run
+    stops."""
     code_files: dict[str, str] = field(default_factory=dict)
-    """Path → text of the files that names of code lead to (rollout.env_class, …), and of those beside them that they import. Filled
-    in when a config is loaded, so that workers and a resumed run need no such file: leave it out."""
+    """Path → text of the files that names of code lead to (rollout.env_class, …), and of those
+    beside them that they import. Filled in when a config is loaded, so that workers and a resumed
+    run need no such file: leave it out."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     trajectories: TrajectoriesConfig = field(default_factory=TrajectoriesConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

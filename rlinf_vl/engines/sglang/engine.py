@@ -132,8 +132,9 @@ class SglangEngine:
         settings = self.settings
         if settings.deterministic and settings.device == "cpu":
             raise ValueError(
-                "rollout.deterministic: true needs a GPU: SGLang's deterministic kernels exist for the attention backends"
-                " flashinfer, fa3 and triton, not for the CPU's (torch_native)"
+                "rollout.deterministic: true needs a GPU: SGLang's deterministic kernels exist "
+                "for the attention backends flashinfer, fa3 and triton, not for the CPU's "
+                "(torch_native)"
             )
         require_sglang()
         config = AutoConfig.from_pretrained(settings.model_path, trust_remote_code=settings.trust_remote_code)

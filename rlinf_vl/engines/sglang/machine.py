@@ -32,8 +32,8 @@ PLATFORM = "rlinf_vl_cpu"
 def require_sglang() -> None:
     """Raise ImportError, with a remedy, if SGLang is not installed or too old."""
     remedy = (
-        f"run 'bash requirements/install.sh --sglang {OLDEST}' and use its environment (.venv-sglang), or set "
-        "rollout.rollout_backend=torch"
+        f"run 'bash requirements/install.sh --sglang {OLDEST}' and use its environment "
+        "(.venv-sglang), or set rollout.rollout_backend=torch"
     )
     try:
         installed = version("sglang")
@@ -49,8 +49,9 @@ def require_platform() -> None:
     """Raise RuntimeError if SGLang will not find our CPU platform."""
     if not any(e.name == PLATFORM for e in entry_points(group=PLATFORM_GROUP)):
         raise RuntimeError(
-            f"SGLang on the CPU needs the entry point {PLATFORM!r} of {PLATFORM_GROUP}, which an older installation of"
-            " rlinf_vl lacks; `bash requirements/install.sh --sglang` registers it"
+            f"SGLang on the CPU needs the entry point {PLATFORM!r} of {PLATFORM_GROUP}, which an "
+            "older installation of rlinf_vl lacks; `bash requirements/install.sh --sglang` "
+            "registers it"
         )
 
 
@@ -118,19 +119,21 @@ def missing_tools() -> list[str]:
     missing = []
     if shutil.which("ninja", path=_path()) is None:
         missing.append(
-            f"ninja, with which SGLang compiles kernels on first use, is neither in {Path(sys.executable).parent} nor on PATH;"
-            f" `{sys.executable} -m pip install ninja` puts it there"
+            "ninja, with which SGLang compiles kernels on first use, is neither in "
+            f"{Path(sys.executable).parent} nor on PATH; `{sys.executable} -m pip install ninja` "
+            "puts it there"
         )
     compiler = os.environ.get("CXX") or "c++"  # may have a launcher in front, as in "ccache g++"
     if shutil.which(compiler.split()[0], path=_path()) is None:
         missing.append(
-            f"a C++ compiler, with which SGLang compiles kernels on first use: {compiler!r} is not on PATH; install one"
-            " (Debian and Ubuntu: apt install g++), or name yours with CXX=/path/to/c++"
+            f"a C++ compiler, with which SGLang compiles kernels on first use: {compiler!r} is not "
+            "on PATH; install one (Debian and Ubuntu: apt install g++), or name yours with "
+            "CXX=/path/to/c++"
         )
     nvcc, release = _nvcc()
     remedy = (
-        f"install the CUDA {CUDA_MAJOR} toolkit (the image in docker/Dockerfile.cuda has it) and name its folder with"
-        " CUDA_HOME=/usr/local/cuda-13.0"
+        f"install the CUDA {CUDA_MAJOR} toolkit (the image in docker/Dockerfile.cuda has it) and "
+        "name its folder with CUDA_HOME=/usr/local/cuda-13.0"
     )
     if release is None:
         missing.append(f"nvcc, with which SGLang compiles kernels on first use, is not at {nvcc}; {remedy}")

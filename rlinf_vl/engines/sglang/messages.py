@@ -75,8 +75,8 @@ def placeholder_runs(request: Request, image_token_id: int, merge_size: int) -> 
         expected = grid[0] * grid[1] * grid[2] // merge_size**2
         if last - first + 1 != expected:
             raise ValueError(
-                f"{description}: image {i} ({request.images[i].hash[:12]}) of grid {grid} takes {expected} placeholders, but the"
-                f" run at {first} to {last} has {last - first + 1}"
+                f"{description}: image {i} ({request.images[i].hash[:12]}) of grid {grid} takes "
+                f"{expected} placeholders, but the run at {first} to {last} has {last - first + 1}"
             )
     return runs
 

@@ -98,8 +98,8 @@ class Requests:
         n, prompt, new = len(request.seeds), len(request.ids), request.sampling.max_new_tokens
         if prompt + new > self.settings.context_length:
             raise ValueError(
-                f"a prompt of {prompt} tokens and max_new_tokens {new} do not fit the engine's context of"
-                f" {self.settings.context_length} tokens (runner.seq_length)"
+                f"a prompt of {prompt} tokens and max_new_tokens {new} do not fit the engine's "
+                f"context of {self.settings.context_length} tokens (runner.seq_length)"
             )
         runs = messages.placeholder_runs(request, self.image_token_id, self.merge_size)
         async with self._room:
@@ -122,8 +122,9 @@ class Requests:
             return completion
         except TimeoutError:  # leaving its coroutine has aborted it in SGLang
             raise TimeoutError(
-                f"rollout request not answered within {self.timeout_s} s and aborted: a prompt of {prompt}"
-                f" tokens with {len(request.images)} images, {n} samples of at most {new} tokens"
+                f"rollout request not answered within {self.timeout_s} s and aborted: a prompt of "
+                f"{prompt} tokens with {len(request.images)} images, {n} samples of at most {new} "
+                "tokens"
             ) from None
         finally:
             self.in_flight -= n
