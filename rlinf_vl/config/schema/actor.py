@@ -23,14 +23,14 @@ class LoraConfig:
     dropout: float = key(0.0, DECAY)
     """Share of an adapter's inputs that is dropped while it trains."""
     target_modules: list[str] = field(default_factory=lambda: ["language"])
-    """Where adapters go, each entry a part (language, vision, projector, or all-linear for all
-    three), the end of a module's path (q_proj, self_attn.q_proj) or a regular expression for the
-    whole path. Experts count as linear modules."""
+    """Modules with adapters. Each entry is a part (language, vision, projector, or all-linear for
+    all three), the end of a module's path (q_proj, self_attn.q_proj) or a regular expression for
+    the whole path. Experts count as linear modules."""
     exclude_modules: list[str] = field(default_factory=list)
-    """Which of those have none; written alike."""
+    """Modules among them without adapters, written in the same form."""
     sync: str = key("merged", ("merged", "adapters"))
-    """What engines get: merged (weights with the adapters added) or adapters (which the torch
-    engine applies itself)."""
+    """Weights sent to engines: merged (weights with the adapters added) or adapters (which the
+    torch engine applies itself)."""
     quantization: str = key("none", ("none", "nf4"))
     """How the linear modules that have adapters are stored: none (param_dtype), or nf4 (QLoRA: 4
     bits, all of them in every rank), which needs bitsandbytes."""

@@ -48,7 +48,7 @@ class OverlongConfig:
     """DAPO's soft punishment: the last so many tokens before max_new_tokens cost ever more of the
     reward; 0 is off."""
     penalty: float = key(1.0, NOT_NEGATIVE)
-    """What a response of max_new_tokens costs."""
+    """Reward subtracted for a response of max_new_tokens."""
     filter: bool = False
     """Leave responses that max_new_tokens has cut out of the loss; their rewards stay in their
     groups' baselines."""
@@ -57,10 +57,10 @@ class OverlongConfig:
 @dataclass
 class RejectionConfig:
     level: str | None = key(None, ("token", "sequence", "geometric"))
-    """Whose ratio ρ = exp(train - rollout logprob) must lie between low and high, or it is left out
-    of the loss: token; sequence, by the product of its tokens' ratios, as a whole; or geometric, by
-    their geometric mean, as a whole. Counts below the loss stay those of all tokens and sequences.
-    null: none."""
+    """Unit that is left out of the loss unless its ratio ρ = exp(train - rollout logprob) lies
+    between low and high. token: each token. sequence: the whole sequence, by the product of its
+    tokens' ratios. geometric: the whole sequence, by their geometric mean. Counts below the loss
+    stay those of all tokens and sequences. null: none."""
     low: float | None = key(None, NOT_NEGATIVE)
     """Least ratio; 0 is no bound. null: as level says (token 0.5, sequence 0.5, geometric
     0.999)."""
@@ -99,11 +99,11 @@ class AlgorithmConfig:
     """Divide by the sample standard deviation (n - 1): of the group, or of all tokens
     (reinforce_plus_plus). null: as adv_type says."""
     credit: str = key("trajectory", ("trajectory", "turn"))
-    """What is compared within a group. trajectory: whole episodes by their reward; each turn has
-    its trajectory's advantage. turn: equal turn numbers by what was paid from there on; each turn
+    """Units compared within a group. trajectory: whole episodes by their reward; each turn has its
+    trajectory's advantage. turn: turns of equal number by the rewards from there on; each turn
     then is a sequence of its own, also in loss_agg_func, gspo and importance_sampling_level."""
     turn_discount: float = key(1.0, Limit("lie in [0, 1]", lambda x: 0 <= x <= 1))
-    """What is paid n turns later counts this to the n-th power in a turn's return."""
+    """A reward n turns later counts with this factor to the n-th power in a turn's return."""
     state_advantage_weight: float = key(0.0, NOT_NEGATIVE)
     """GiGPO's ω: adds so much of a turn's advantage among those of its group that answered to the
     same state, by its return; each turn then is a sequence of its own. For environments that name
@@ -119,7 +119,7 @@ class AlgorithmConfig:
     kl_beta: float = key(0.0, NOT_NEGATIVE)
     """Weight of KL(policy‖reference); 0 loads no reference model."""
     kl_placement: str = key("loss", ("loss", "reward"))
-    """Where that KL counts. loss: added to it. reward: subtracted from it, token by token, before
+    """Place of that KL. loss: added to it. reward: subtracted from it, token by token, before
     advantages are computed, by the logprobs of the weights before the step."""
     kl_penalty_type: str | None = key(None, ("k1", "k2", "k3", "abs"))
     """Estimator of that KL; null is k3 in the loss, k1 in the reward. In the loss, by what its

@@ -19,7 +19,7 @@ class DataConfig:
     """Shares of the training sources in every batch, one for each of train_data_paths and
     independent of their sizes; they need not sum to 1. []: all rows once an epoch."""
     format: str = key("auto", ("auto", "rlinf", "verl", "openai", "trl", "openrlhf", "folder"))
-    """Whose columns rows have: rlinf (problem, answer, images; EasyR1's, too), verl, openai
+    """Layout of the columns of rows: rlinf (problem, answer, images; EasyR1's, too), verl, openai
     (SkyRL's, too), trl, openrlhf, folder (pictures in folders named after what they show). auto
     recognises them by the columns. It names what prompt_key, answer_key and image_keys leave at
     their defaults."""

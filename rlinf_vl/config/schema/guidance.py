@@ -23,9 +23,9 @@ class ImageCorruptionConfig:
     schedule: str = key("sigmoid", ("constant", "linear", "sigmoid"))
     """How the strength falls over the run's steps: not at all, evenly to 0, or around midpoint."""
     midpoint: float = key(2 / 3, SHARE)
-    """Of sigmoid: the share of the run after which half of the strength is left."""
+    """For sigmoid: the share of the run after which half of the strength is left."""
     steepness: float = key(30.0, POSITIVE)
-    """Of sigmoid: how sudden the fall is."""
+    """For sigmoid: how sudden the fall is."""
 
 
 @dataclass
@@ -54,4 +54,4 @@ class DistillationConfig:
     KL over the policy's K likeliest tokens and the rest as one is added to the loss; more exact,
     for a larger head."""
     reward_weight: float = key(1.0, NOT_NEGATIVE)
-    """What the reward's advantages are multiplied by; 0 learns from the teacher alone."""
+    """Factor of the reward's advantages; 0 learns from the teacher alone."""

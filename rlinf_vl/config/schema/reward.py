@@ -9,9 +9,9 @@ from rlinf_vl.config.schema.limits import AT_LEAST_1, POSITIVE, OrCode, key
 @dataclass
 class RewardConfig:
     reward_type: str = key("math", OrCode())
-    """What scores an answer: a name in docs/rewards.md (math, exact, choice, …), or a function of
-    yours, as module:name or path/to/file.py:name. The short form of reward.functions with one
-    entry, which replaces it."""
+    """Function that scores an answer: a name in docs/rewards.md (math, exact, choice, …), or a
+    function of yours, as module:name or path/to/file.py:name. The short form of reward.functions
+    with one entry, which replaces it."""
     functions: list[dict[str, Any]] = key([], OrCode())
     """Several of them, added up: a list of {function, weight: 1.0, kwargs: {}}, such as [{function:
     math}, {function: format, weight: 0.1}]. kwargs are further keywords of the function. The first

@@ -62,7 +62,7 @@ class RolloutConfig:
     of the same node). auto: shared_memory where every engine has an actor rank on its slots;
     otherwise on CUDA broadcast if no engine has one; otherwise delta."""
     kv_after_update: str = key("recompute", ("recompute", "keep"))
-    """What becomes of the keys and values of responses under way when weights arrive. recompute:
+    """Treatment of the keys and values of running responses when weights arrive. recompute:
     the new weights compute them again, so that every logprob is what the trainer computes for the
     weights that sampled the token. keep: they stay; nothing is computed twice, and no single
     version of the weights gives these logprobs (SGLang then decodes without its overlap schedule).
@@ -100,7 +100,7 @@ class RolloutConfig:
     """Seconds that an episode may take, waiting for the engine included; one that takes longer is
     an error. null: no limit."""
     faults: str = key("mask", ("mask", "penalize"))
-    """What a trajectory counts whose environment failed or ran out of time. mask: it is left out,
+    """Treatment of a trajectory whose environment failed or ran out of time. mask: it is left out,
     also of its group's baseline. Longer episodes fail more often, so this favours short ones.
     penalize: it gets reward.reward_min_val and is trained on with the turns that it has, so the
     policy learns to avoid what fails, its own doing or not. Faults of the engine, of rows and of

@@ -36,7 +36,7 @@ class ClusterConfig:
     the weights that the others have; the workers of a node that is lost leave, and others do their
     work. Engines need slots of their own."""
     on_node_loss: str = key("wait", ("wait", "shrink"))
-    """What a run does that has lost a node. wait: until Ray has its slots again, there or
+    """Reaction of a run to the loss of a node. wait: until Ray has its slots again, there or
     elsewhere. shrink: rollout workers leave and others do their work; the actor ranks that are left
     go on from the last checkpoint, and take the others back the next time that ranks start."""
     device: str = key("auto", ("auto", "cpu", "cuda"))
@@ -120,8 +120,8 @@ class RunnerConfig:
     sampled it with; for all schedules but sync. Above 1, groups with long answers carry over, and a
     step does not wait for them."""
     stale_groups: str = key("wait", ("wait", "drop"))
-    """What becomes of a group that the next step could not train on within max_staleness: the step
-    waits for it, or trains without it, which leaves out long answers."""
+    """Treatment of a group that the next step could not train on within max_staleness. wait: the
+    step waits for it. drop: the step trains without it, which leaves out long answers."""
     weight_sync_interval: int = key(1, AT_LEAST_1)
     """Training steps between weight syncs. Above 1 the engine samples from older weights, which TIS
     corrects for. A step that is validated is synced, too: validation is always of the step's own
