@@ -1,4 +1,4 @@
-"""What an answer is worth: reward functions by name (`named`) or of one's own, weighted and added up (`scoring`)."""
+"""Reward functions: built in (`named`) or a user's own, weighted and added up (`scoring`)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,10 @@ __all__ = ["GradingError", "GradingTimeout", "grade", "grade_math", "math_verdic
 
 
 def __getattr__(name: str) -> Any:
-    """Import `grade` when it is asked for: the grading processes, which import this room, need no images and no judge."""
+    """Import `grade` on first use.
+
+    Grading processes import this package and need neither images nor a judge, so they start faster.
+    """
     if name == "grade":
         from rlinf_vl.rewards.grading import grade
 

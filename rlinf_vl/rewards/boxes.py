@@ -1,4 +1,4 @@
-"""Rewards for places in a picture: a box (GIoU), a point in a box."""
+"""Rewards for locations in an image: a box (GIoU), a point in a box."""
 
 import math
 import re
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlinf_vl.rewards.grading_pool import GradingError
-from rlinf_vl.rewards.texts import LONGEST, final_answer
+from rlinf_vl.rewards.texts import MAX_TEXT_LENGTH, final_answer
 
+#: x1, y1, x2, y2 with x1 ≤ x2 and y1 ≤ y2.
 Box = tuple[float, float, float, float]
+# Digits are bounded, so that no number is infinite.
 _N = r"\s*([-+]?[0-9]{1,9}(?:\.[0-9]{0,9})?|[-+]?\.[0-9]{1,9})\s*"
 _BOX = re.compile(rf"[\[(]{_N},{_N},{_N},{_N}[\])]|[\[(]{_N},{_N}[\])]\s*,?\s*[\[(]{_N},{_N}[\])]")
 _POINT = re.compile(rf"[\[(]{_N},{_N}[\])]|x\d?\s*=\s*\"{_N}\"\s*y\d?\s*=\s*\"{_N}\"")
@@ -16,24 +18,30 @@ _NUMBER = re.compile(_N)
 
 
 def bbox_giou(said: str, answer: str, *, relative: float | None = None, images: Sequence[Any] = ()) -> dict[str, float]:
-    """GIoU of the last box that is said and the reference, -1 to 1: IoU − (hull − union) / hull (Rezatofighi et al. 2019,
-    "Generalized Intersection over Union", algorithm 1); -1 without a box. Correct from an IoU of 0.5 on.
+    """Return the GIoU of the reply's last box and the reference box, -1 to 1; -1 without a box.
 
-    A box is x1, y1, x2, y2: `[10, 20, 30, 40]`, `(10,20),(30,40)`, in JSON or Qwen's marks. Corners may come in any order.
+    GIoU is IoU − (hull − union) / hull (Rezatofighi et al. 2019, "Generalized Intersection over
+    Union", algorithm 1). The answer is correct from an IoU of 0.5 on.
+
+    A box is x1, y1, x2, y2: `[10, 20, 30, 40]`, `(10,20),(30,40)`, in JSON or Qwen's marks. Its
+    corners may come in any order.
 
     Args:
-        relative: coordinates that are said run from 0 to this over the first image (Qwen3-VL: 1000), the reference's are pixels.
+        relative: the reply's coordinates run from 0 to this over the first image (Qwen3-VL: 1000);
+            the reference's are pixels.
     """
-    given, wanted = _last_box(said), reference_box(answer)
-    if given is None:
+    reply_box, target_box = _last_box(said), reference_box(answer)
+    if reply_box is None:
         return {"score": -1.0, "iou": 0.0}
-    iou, giou = overlap(_scaled(given, relative, images), wanted)
+    iou, giou = overlap(_scaled(reply_box, relative, images), target_box)
     return {"score": giou, "iou": iou, "correct": float(iou >= 0.5)}
 
 
 def point_in_box(said: str, answer: str, *, relative: float | None = None, images: Sequence[Any] = ()) -> bool:
-    """Whether the last point that is said lies in the reference box, its border included: `(15, 25)`, `[15, 25]`, or the middle of a
-    box. `relative`: as `bbox_giou`."""
+    """Return whether the reply's last point lies in the reference box, its border included.
+
+    A point is `(15, 25)`, `[15, 25]`, or the middle of a box. `relative` is that of `bbox_giou`.
+    """
     point = _last_point(said)
     if point is None:
         return False
@@ -43,7 +51,7 @@ def point_in_box(said: str, answer: str, *, relative: float | None = None, image
 
 
 def overlap(a: Box, b: Box) -> tuple[float, float]:
-    """IoU and GIoU of two boxes with x1 ≤ x2 and y1 ≤ y2."""
+    """Return IoU and GIoU of two boxes with x1 ≤ x2 and y1 ≤ y2."""
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     shared = max(0.0, width) * max(0.0, height)
     union = _area(a) + _area(b) - shared
@@ -53,7 +61,7 @@ def overlap(a: Box, b: Box) -> tuple[float, float]:
 
 
 def reference_box(answer: str) -> Box:
-    """The box that a reference is. Raises GradingError: it is none."""
+    """Return the box of a reference answer. Raises GradingError: the answer is no box."""
     box = _last_box(answer)
     if box is None:
         raise GradingError(f"the reference answer {answer[:80]!r} is no box of four numbers")
@@ -61,37 +69,48 @@ def reference_box(answer: str) -> Box:
 
 
 def _last_box(text: str) -> Box | None:
-    text = _text(text)
-    found = [[float(n) for n in groups if n] for groups in _BOX.findall(text)]
-    if not found and len(bare := _NUMBER.findall(text)) == 4:  # nothing but four numbers, as in 10 20 30 40
-        found = [[float(n) for n in bare]]
-    if not found:
+    """Return the last box of a text, or its only four numbers, as in `10 20 30 40`; None without."""
+    coordinates = _last_numbers(_BOX, _text(text), 4)
+    if coordinates is None:
         return None
-    x1, y1, x2, y2 = found[-1]
+    x1, y1, x2, y2 = coordinates
     return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
 
 
 def _last_point(text: str) -> tuple[float, float] | None:
+    """Return the last point of a text, the middle of its last box, or its only two numbers."""
     box = _last_box(text)
     if box is not None:
         return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
-    text = _text(text)
-    found = [[float(n) for n in groups if n] for groups in _POINT.findall(text)]
-    if not found and len(bare := _NUMBER.findall(text)) == 2:
-        found = [[float(n) for n in bare]]
-    return (found[-1][0], found[-1][1]) if found else None
+    coordinates = _last_numbers(_POINT, _text(text), 2)
+    return None if coordinates is None else (coordinates[0], coordinates[1])
+
+
+def _last_numbers(pattern: re.Pattern[str], text: str, count: int) -> list[float] | None:
+    """Return the numbers in the last match of a pattern.
+
+    Without a match return all numbers of the text where there are `count` of them, else None.
+    """
+    matches = pattern.findall(text)
+    if matches:
+        # The pattern's alternatives have groups of their own; those that did not match are "".
+        return [float(number) for number in matches[-1] if number]
+    bare_numbers = _NUMBER.findall(text)
+    return [float(number) for number in bare_numbers] if len(bare_numbers) == count else None
 
 
 def _text(text: str) -> str:
+    """Return the end of the final answer, or of the whole text without one."""
     final = final_answer(text)
-    return (text if final is None else final)[-LONGEST:]
+    return (text if final is None else final)[-MAX_TEXT_LENGTH:]
 
 
 def _scaled(numbers: Sequence[float], relative: float | None, images: Sequence[Any]) -> Any:
-    """Pixels of the first image, for x, y, x, y, … from 0 to `relative`."""
+    """Return pixels of the first image for x, y, x, y, … that run from 0 to `relative`."""
     if relative is None or not images:
         return tuple(numbers)
-    return tuple(n * images[0].size[place % 2] / relative for place, n in enumerate(numbers))
+    # PIL's size is (width, height), so even positions are x and odd ones y.
+    return tuple(n * images[0].size[index % 2] / relative for index, n in enumerate(numbers))
 
 
 def _area(box: Box) -> float:

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from rlinf_vl.rewards.text_key import text_key
-from rlinf_vl.rewards.texts import LONGEST, exact_alnum, final_answer, references
+from rlinf_vl.rewards.texts import MAX_TEXT_LENGTH, exact_alnum, final_answer, references
 
 #: Characters before a letter in which it may be denied or joined to another; four times as many behind an announcement.
 NEAR = 60
@@ -164,12 +164,12 @@ class Reader:
         said = _DELIMITERS.sub(" ", said.translate(_FULL_WIDTH))
         explicit = final_answer(said)
         if explicit is not None:
-            return self._stated(explicit[:LONGEST]) or self._announced(explicit[:LONGEST])
+            return self._stated(explicit[:MAX_TEXT_LENGTH]) or self._announced(explicit[:MAX_TEXT_LENGTH])
         text = said.strip()
-        lines = [line for line in text[-LONGEST:].splitlines() if line.strip()]
+        lines = [line for line in text[-MAX_TEXT_LENGTH:].splitlines() if line.strip()]
         if not lines:
             return None
-        if len(lines) == 1 and len(text) <= LONGEST and (letter := self._stated(text)) is not None:
+        if len(lines) == 1 and len(text) <= MAX_TEXT_LENGTH and (letter := self._stated(text)) is not None:
             return letter
         whole_lines = {self._bare(line) or self._of_text(line) for line in lines} - {None}
         letter = self._bare(lines[-1]) or self._of_text(lines[-1])
@@ -180,11 +180,11 @@ class Reader:
         if last_letter is not None and led_letters <= {last_letter}:
             return last_letter
         first_letter = self.option(lines[0]) if led_letters == {self.option(lines[0])} else None
-        claims = self._claims(text[-LONGEST:])
+        claims = self._claims(text[-MAX_TEXT_LENGTH:])
         if all(claim.is_denied for claim in claims) and first_letter is None:
-            letter = self._mentioned(text[-LONGEST:])
+            letter = self._mentioned(text[-MAX_TEXT_LENGTH:])
             return None if letter in {claim.letter for claim in claims} else letter
-        return self._announced(text[-LONGEST:], first_letter)
+        return self._announced(text[-MAX_TEXT_LENGTH:], first_letter)
 
     def option(self, text: str) -> str | None:
         """Return the letter of the option that a text is, if it is one and nothing else."""
@@ -453,7 +453,7 @@ def _options(given: Any) -> dict[str, str]:
 def _listed(prompt: str) -> dict[str, str]:
     """Return the options that a question lists, from A on."""
     known: dict[str, str] = {}
-    for letter, text in _LISTED.findall(prompt[-4 * LONGEST :]):
+    for letter, text in _LISTED.findall(prompt[-4 * MAX_TEXT_LENGTH :]):
         if letter == "A":
             known = {}
         if letter == string.ascii_uppercase[len(known) % 26]:

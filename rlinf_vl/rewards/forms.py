@@ -1,7 +1,8 @@
-"""How reward functions are called: ours, and those written for other systems, recognised by the names of their parameters.
+"""The calling conventions of reward functions: ours, and those of other systems.
 
-A form is a row of `FORMS`. Whatever it is called, a function gets what it would get where it comes from, and what it returns is read
-as it is read there: a number, or a mapping with one under `score`, `overall` or `reward` (otherwise the sum of its numbers).
+A convention is a row of `FORMS`, chosen by the names of a function's parameters. A function gets
+the arguments that its own system gives it, and its return value is read as there: a number, or a
+mapping with one under `score`, `overall` or `reward` (otherwise the sum of its numbers).
 """
 
 import asyncio
@@ -21,21 +22,26 @@ from rlinf_vl.errors import nearest
 from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.types import Problem
 
-#: Names under which a mapping has its score, and says whether the answer is right: the first that is there.
-SCORES, VERDICTS = ("score", "overall", "reward"), ("correct", "acc", "accuracy")
-#: Names of parameters that mean the reference answer, or the question, where no column of the row is called so.
+#: Keys of a returned mapping for the score; the first that is there counts.
+SCORES = ("score", "overall", "reward")
+#: Keys of a returned mapping for whether the answer is right; the first that is there counts.
+VERDICTS = ("correct", "acc", "accuracy")
+#: Parameters that get the reference answer, and those that get the question, unless the row has a
+#: column of this name.
 ANSWERS = ("answer", "ground_truth", "solution", "label", "reference")
 QUESTIONS = ("prompt", "problem", "question")
 Arguments = Mapping[str, Any]
 
 
 class Form(NamedTuple):
-    """
+    """A calling convention.
+
     Attributes:
-        call: how it is written, for messages.
-        fits: whether a function with these parameters is of this form.
-        of_group: whether it takes a list of answers; otherwise one.
-        arguments: what it is offered for a problem and its answers, as keywords; one under "" is positional.
+        call: the signature as messages show it.
+        fits: returns whether a function with these parameters has this form.
+        of_group: whether one call takes a list of answers; otherwise it takes one.
+        arguments: returns the keyword arguments that are available for a problem and its answers;
+            the one under "" is positional.
     """
 
     call: str
@@ -45,6 +51,7 @@ class Form(NamedTuple):
 
 
 def _ours(problem: Problem, answers: Sequence[Answer]) -> Arguments:
+    """Return the arguments of our own form, for one answer."""
     (answer,) = answers
     return _facts(problem) | {
         "response": answer.response,
@@ -56,6 +63,7 @@ def _ours(problem: Problem, answers: Sequence[Answer]) -> Arguments:
 
 
 def _trl(problem: Problem, answers: Sequence[Answer]) -> Arguments:
+    """Return TRL's arguments: a list with one entry per answer for each column."""
     n = len(answers)
     columns = {name: [value] * n for name, value in ({"answer": problem.answer} | problem.columns).items()}
     hooks = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
@@ -69,6 +77,7 @@ def _trl(problem: Problem, answers: Sequence[Answer]) -> Arguments:
 
 
 def _verl(problem: Problem, answers: Sequence[Answer]) -> Arguments:
+    """Return the arguments of verl's `compute_score`, for one answer."""
     (answer,) = answers
     return {
         "data_source": problem.columns.get("data_source", ""),
@@ -79,11 +88,16 @@ def _verl(problem: Problem, answers: Sequence[Answer]) -> Arguments:
 
 
 def _verl_batch(problem: Problem, answers: Sequence[Answer]) -> Arguments:
-    each = [_verl(problem, [answer]) for answer in answers]
-    return {f"{name}s": [one[name] for one in each] for name in each[0]}
+    """Return the arguments of verl's batched `compute_score`: lists under plural names."""
+    arguments_by_answer = [_verl(problem, [answer]) for answer in answers]
+    batch: dict[str, list[Any]] = {}
+    for name in arguments_by_answer[0]:
+        batch[f"{name}s"] = [arguments[name] for arguments in arguments_by_answer]
+    return batch
 
 
 def _easyr1_batch(problem: Problem, answers: Sequence[Answer]) -> Arguments:
+    """Return EasyR1's only argument, a list with a mapping per answer."""
     truth = _ground_truth(problem)
     return {
         "": [
@@ -94,21 +108,32 @@ def _easyr1_batch(problem: Problem, answers: Sequence[Answer]) -> Arguments:
 
 
 def _easyr1(problem: Problem, answers: Sequence[Answer]) -> Arguments:
-    (one,) = _easyr1_batch(problem, answers)[""]
-    return {"": one}
+    """Return the only argument of EasyR1's sequential form, the mapping of one answer."""
+    (reward_input,) = _easyr1_batch(problem, answers)[""]
+    return {"": reward_input}
 
 
 def _only_parameter(parameters: Mapping[str, inspect.Parameter], name: str, annotation: str) -> bool:
-    """Whether the one argument that must be given is called so, or said to be so."""
+    """Return whether a function's only required argument has this name, or this annotation.
+
+    Args:
+        parameters: the function's parameters.
+        name: the name that its system gives the argument.
+        annotation: a regular expression for the annotation in lower case.
+    """
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if not positional or positional[0].name != name and any(p.default is p.empty for p in positional[1:]):
         return False
-    said = positional[0].annotation
-    said = said if isinstance(said, str) else getattr(said, "__name__", "") if isinstance(said, type) else str(said)
-    return positional[0].name == name or re.match(annotation, said.removeprefix("typing.").lower()) is not None
+    hint = positional[0].annotation
+    # A text under `from __future__ import annotations`, a class such as dict, or list[dict].
+    if isinstance(hint, type):
+        hint_text = getattr(hint, "__name__", "")
+    else:
+        hint_text = hint if isinstance(hint, str) else str(hint)
+    return positional[0].name == name or re.match(annotation, hint_text.removeprefix("typing.").lower()) is not None
 
 
-#: Of several forms that fit, the first counts.
+#: All forms by name. The first that fits a function is its form.
 FORMS: dict[str, Form] = {
     # TRL: docs, "Using a custom reward function" of the GRPO trainer
     "trl": Form(
@@ -144,21 +169,22 @@ FORMS: dict[str, Form] = {
         _ours,
     ),
 }  # fmt: skip
-#: What `load_code` asks for, before `reward_function` looks closer.
+#: The signature in `load_code`'s messages; `RewardFunction` checks it closer.
 SIGNATURE = "score(response, answer, **row) or score(completions, **columns) or score(reward_inputs)"
-WANTED = " or ".join(FORMS[name].call for name in ("ours", "trl", "verl", "easyr1"))
+ACCEPTED_CALLS = " or ".join(FORMS[name].call for name in ("ours", "trl", "verl", "easyr1"))
 
 
 def _takes_two(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Return whether a function can be called with a response and a reference by position."""
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
 
 
 class RewardFunction:
-    """A function of any form, with keywords of its own.
+    """A reward function of any form, with the keywords of its entry in the config.
 
     Raises:
-        CodeError: its form is none of `FORMS`, or it doesn't take the keywords.
+        CodeError: the function has none of the `FORMS`, or doesn't take the keywords.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
@@ -166,19 +192,19 @@ class RewardFunction:
         self.parameters = inspect.signature(function).parameters
         form = next((form for form in FORMS.values() if form.fits(self.parameters)), None)
         if form is None:
-            raise CodeError(f"{name!r}: {self._shown()} is called as none of {WANTED}")
+            raise CodeError(f"{name!r}: {self._signature()} is called as none of {ACCEPTED_CALLS}")
         self.form = form
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         if unknown := [key for key in kwargs if key not in self.parameters and not takes_any]:
-            raise CodeError(f"{name!r}: {self._shown()} takes no keyword {unknown[0]!r} (kwargs); leave it out")
+            raise CodeError(f"{name!r}: {self._signature()} takes no keyword {unknown[0]!r} (kwargs); leave it out")
         self.wants_images = "images" in self.parameters
         call = function.func if isinstance(function, functools.partial) else function
         self.is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
-        said = self.parameters.get("completions")
-        self._completions = str(said.annotation).replace("typing.", "").lower() if said else ""
+        completions = self.parameters.get("completions")
+        self._completions_type = str(completions.annotation).replace("typing.", "").lower() if completions else ""
 
     def needed(self) -> set[str]:
-        """Parameters without a default that nothing but a column or `kwargs` gives."""
+        """Return the required parameters that only a column or `kwargs` can fill."""
         empty = {name for name, p in self.parameters.items() if p.default is p.empty}
         return empty - {
             *ANSWERS,
@@ -192,107 +218,124 @@ class RewardFunction:
         }
 
     def together(self) -> bool:
-        """Whether a group's answers go to one call: a list, or coroutines side by side."""
+        """Return whether a group's answers go to one call: as a list, or as concurrent coroutines."""
         return self.form.of_group or self.is_async
 
     def results(self, problem: Problem, answers: Sequence[Answer], timeout_s: float) -> list[Result | Exception]:
-        """What it says of each answer, or raises; a coroutine ends after `timeout_s`."""
+        """Return the result of each answer, or its error; a coroutine ends after `timeout_s`."""
         groups = [answers] if self.form.of_group else [[answer] for answer in answers]
-        called: list[Any] = []
+        outcomes: list[Any] = []  # what each call returned, or its error
         if self.is_async:
-            called = asyncio.run(self._gather(problem, groups, timeout_s))
+            outcomes = asyncio.run(self._gather(problem, groups, timeout_s))
         else:
             for group in groups:
-                called.append(self._tried(lambda group=group: self._call(problem, group)))
+                outcomes.append(self._try(lambda group=group: self._call(problem, group)))
         if not self.form.of_group:
-            return [
-                one if isinstance(one, Exception) else self._tried(lambda one=one: result_of(one)) for one in called
-            ]
-        (returned,) = called
+            return [self._result_or_error(outcome) for outcome in outcomes]
+        (returned,) = outcomes
         if isinstance(returned, Exception):
             return [returned] * len(answers)
-        found = list(returned) if isinstance(returned, Sequence) or hasattr(returned, "__iter__") else [returned]
-        if isinstance(returned, str | Mapping) or len(found) != len(answers):
-            shown = type(returned).__name__ if len(found) == len(answers) else f"{len(found)} results"
+        values = list(returned) if isinstance(returned, Sequence) or hasattr(returned, "__iter__") else [returned]
+        if isinstance(returned, str | Mapping) or len(values) != len(answers):
+            description = type(returned).__name__ if len(values) == len(answers) else f"{len(values)} results"
             return [
-                TypeError(f"it returned {shown} for {len(answers)} answers; return a list with one for each")
+                TypeError(f"it returned {description} for {len(answers)} answers; return a list with one for each")
             ] * len(answers)
-        return [self._tried(lambda one=one: result_of(one)) for one in found]
+        return [self._try(lambda value=value: result_of(value)) for value in values]
+
+    def _result_or_error(self, outcome: Any) -> Result | Exception:
+        """Return an error as it is, and the result in any other return value."""
+        return outcome if isinstance(outcome, Exception) else self._try(lambda: result_of(outcome))
 
     async def _gather(self, problem: Problem, groups: Sequence[Sequence[Answer]], timeout_s: float) -> list[Any]:
-        async def one(group: Sequence[Answer]) -> Any:
+        """Await the calls of all groups at once; return what each returned, or its error."""
+
+        async def call_group(group: Sequence[Answer]) -> Any:
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self._call(problem, group)
             except Exception as error:
                 return error
 
-        return await asyncio.gather(*map(one, groups))
+        return await asyncio.gather(*map(call_group, groups))
 
-    def _tried(self, call: Callable[[], Any]) -> Any:
+    def _try(self, call: Callable[[], Any]) -> Any:
+        """Return what a call returns, or its error."""
         try:
             return call()
         except Exception as error:
             return error
 
     def _call(self, problem: Problem, answers: Sequence[Answer]) -> Any:
-        """Of TRL's functions some read completions as texts and some as messages, which depends on the row's prompt there. What an
-        annotation says goes before that; and where one fails, the other is tried."""
+        """Call the function.
+
+        Some functions for TRL read completions as texts and some as messages; in TRL the row's
+        prompt decides. Here an annotation decides first, and if the call fails without one, the
+        other kind is tried.
+        """
         if self.form is not FORMS["trl"]:
-            return self._with(problem, answers)
-        chat = "dict" in self._completions if "list[" in self._completions else problem.chat
+            return self._call_with_arguments(problem, answers)
+        chat = "dict" in self._completions_type if "list[" in self._completions_type else problem.chat
         try:
-            return self._with(_asked_as(problem, chat), answers)
+            return self._call_with_arguments(_with_chat(problem, chat), answers)
         except (TypeError, KeyError, AttributeError, IndexError):
-            if self.is_async or "list[" in self._completions:
+            if self.is_async or "list[" in self._completions_type:
                 raise
             with suppress(Exception):
-                return self._with(_asked_as(problem, not chat), answers)
+                return self._call_with_arguments(_with_chat(problem, not chat), answers)
             raise
 
-    def _with(self, problem: Problem, answers: Sequence[Answer]) -> Any:
+    def _call_with_arguments(self, problem: Problem, answers: Sequence[Answer]) -> Any:
+        """Call the function with those arguments that its parameters name.
+
+        Raises:
+            KeyError: a parameter without a default has no argument.
+        """
         offered = dict(self.form.arguments(problem, answers))
         if self.wants_images and "images" not in offered:
-            from PIL import Image  # which a look at a config does without
+            from PIL import Image  # imported late: checking a config needs no images
 
-            shown = [Image.open(io.BytesIO(image.data)) for image in problem.images]
-            offered["images"] = [shown] * len(answers) if self.form.of_group else shown
+            images = [Image.open(io.BytesIO(image.data)) for image in problem.images]
+            offered["images"] = [images] * len(answers) if self.form.of_group else images
         positional = [offered.pop("")] if "" in offered else []
         named = {name for name, p in self.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        if self.form is FORMS["ours"] and not {"response", "said"} & named:  # other names: by place
+        if self.form is FORMS["ours"] and not {"response", "said"} & named:
+            # The parameters have other names, so response and reference are given by position.
             positional = [offered["response"], offered["answer"]]
         named -= set(list(self.parameters)[: len(positional)])
         for names, value in ((ANSWERS, problem.answer), (QUESTIONS, prompt_text(problem))):
             for name in named.intersection(names) - offered.keys():
                 offered[name] = [value] * len(answers) if self.form.of_group else value
-        known_names = {*offered, *problem.columns, "answer", "prompt", "images"}
+        available_names = {*offered, *problem.columns, "answer", "prompt", "images"}
         if not any(p.kind is p.VAR_KEYWORD for p in self.parameters.values()):
             offered = {name: value for name, value in offered.items() if name in named}
-        given = offered | self.kwargs
-        for name in named - given.keys():
+        arguments = offered | self.kwargs
+        for name in named - arguments.keys():
             if self.parameters[name].default is inspect.Parameter.empty:
-                listed = ", ".join(sorted(known_names))
+                listed = ", ".join(sorted(available_names))
                 raise KeyError(
-                    f"it asks for {name!r}, which is no column of the row, and nothing that functions get; there are {listed};"
-                    f"{nearest(name, known_names)}".rstrip(";")
+                    f"it asks for {name!r}, which is no column of the row, and nothing that "
+                    f"functions get; there are {listed};"
+                    f"{nearest(name, available_names)}".rstrip(";")
                 )
-        return self.function(*positional, **given)
+        return self.function(*positional, **arguments)
 
-    def _shown(self) -> str:
+    def _signature(self) -> str:
+        """Return the function's name and parameters, for messages."""
         return f"{self.name.rpartition(':')[2]}{inspect.signature(self.function)}"
 
 
 def prompt_text(problem: Problem) -> str:
-    """The texts of the last message."""
+    """Return the text of the last message, its text parts joined."""
     content = problem.messages[-1]["content"] if problem.messages else ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def result_of(returned: Any) -> Result:
-    """Read what a function returned for one answer.
+    """Return the result in a function's return value for one answer.
 
     Raises:
-        TypeError, ValueError: it is no finite number, and no mapping that has some.
+        TypeError, ValueError: the value is neither a finite number nor a mapping with one.
     """
     if returned is None:
         return Result(None)
@@ -305,6 +348,7 @@ def result_of(returned: Any) -> Result:
     verdict = next((numbers[name] for name in VERDICTS if name in numbers), None)
     correct = None if verdict is None else verdict >= RIGHT
     if score is None:
+        # `correct` is a verdict and no reward, unless it is all there is.
         value = sum(number for name, number in numbers.items() if name != VERDICTS[0] or len(numbers) == 1)
     else:
         value = numbers.pop(score)
@@ -312,12 +356,14 @@ def result_of(returned: Any) -> Result:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, or an array or tensor of a single one."""
     if isinstance(value, Real):
         return True
     return hasattr(value, "item") and getattr(value, "size", None) in (1, ()) or getattr(value, "shape", None) == ()
 
 
 def _number(value: Any) -> float:
+    """Return a value as a finite float. Raises TypeError or ValueError: it is none."""
     if isinstance(value, str | bytes) or value is None:
         raise TypeError(f"it returned {type(value).__name__} {value!r:.60}; return a number")
     try:
@@ -329,12 +375,16 @@ def _number(value: Any) -> float:
     return number
 
 
-def _asked_as(problem: Problem, chat: bool) -> Problem:
+def _with_chat(problem: Problem, chat: bool) -> Problem:
+    """Return the problem with a prompt of messages (`chat`) or of text."""
     return problem if problem.chat == chat else replace(problem, chat=chat)
 
 
 def _facts(problem: Problem) -> dict[str, Any]:
-    """The row, and the reference answer and the question by our names."""
+    """Return the row's columns, with the question and the reference under our names.
+
+    A column goes before one of ours with the same name.
+    """
     return {
         "prompt": prompt_text(problem),
         "messages": list(problem.messages),
@@ -343,7 +393,7 @@ def _facts(problem: Problem) -> dict[str, Any]:
 
 
 def _ground_truth(problem: Problem) -> Any:
-    """The reference as verl's rows have it, which may be no text."""
+    """Return the reference in the place where verl's rows have it; it may be no text."""
     for spec in (problem.columns.get("reward_model"), problem.columns.get("reward_spec")):
         if isinstance(spec, Mapping) and "ground_truth" in spec:
             return spec["ground_truth"]
@@ -351,4 +401,4 @@ def _ground_truth(problem: Problem) -> Any:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """In place of what logs for TRL's trainer."""
+    """Take the place of the logging callbacks of TRL's trainer, and do nothing."""

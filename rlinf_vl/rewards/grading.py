@@ -16,41 +16,44 @@ from rlinf_vl.rewards.processes import load_function
 from rlinf_vl.rewards.result import Answer
 from rlinf_vl.types import ImageRef, Problem
 
-#: Names in `row` that are facts of the response instead of columns.
-_OF_RESPONSE = ("response_tokens", "response_ids", "truncated")
+#: Names in `row` that describe the response and are no columns of the data set.
+_RESPONSE_FACTS = ("response_tokens", "response_ids", "truncated")
 
 
 def grade(name: str, /, response: str, answer: Any, **row: Any) -> float:
-    """Return what a reward function pays for a response: its score, without weight, and before reward_min_val and reward_max_val.
+    """Return a reward function's score of a response.
 
-    `grade("choice", "so (B)", "B", options=["red", "blue"])` is 1.0. A function of `module:name` or `path/to/file.py:name` runs
-    in this process, without the limits of a run.
+    Neither weight nor reward_min_val and reward_max_val are applied.
+    `grade("choice", "so (B)", "B", options=["red", "blue"])` is 1.0. A function of `module:name` or
+    `path/to/file.py:name` runs in this process, without the limits of a run.
 
     Args:
         name: as in `reward.functions`.
         response: the whole response, thoughts included.
         answer: the reference, of any type that a row may have.
-        row: the row's other columns, and keywords of the function (`kwargs` of its entry). `prompt` is the question as
-            text or messages, `images` a list of PIL images, bytes or paths within the working folder; functions that pay
-            for length want `response_tokens` or `response_ids`.
+        row: the row's other columns, and keywords of the function (`kwargs` of its entry). `prompt`
+            is the question as text or messages, `images` a list of PIL images, bytes or paths
+            within the working folder. Functions that score length need `response_tokens` or
+            `response_ids`.
 
     Returns:
-        The score; 0.0 where a named function comes to no verdict, as in a run, and where the score is None.
+        The score; 0.0 where a built-in function reaches no verdict, as in a run, and where the
+        score is None.
 
     Raises:
-        CodeError: there is no such function, or it can't be called so.
-        ValueError: the answer is none that a row may have, or `response_tokens` is missing.
-        Exception: what a function of one's own raises, and what `judge` does where its model can't be asked.
+        CodeError: the function does not exist, or its parameters are of no known form.
+        ValueError: a row cannot have such an answer, or `response_tokens` is missing.
+        Exception: any error of a user's function, and `judge`'s where its model can't be reached.
     """
     reference = answer_text(answer)
     if reference is None:
         raise ValueError(f"answer: {answer!r:.80} is no text, finite number, boolean or list of these")
     function, keywords = _function(name, row)
-    columns = {key: value for key, value in row.items() if key not in (*keywords, *_OF_RESPONSE, "prompt", "images")}
+    columns = {key: value for key, value in row.items() if key not in (*keywords, *_RESPONSE_FACTS, "prompt", "images")}
     ids = _response_ids(function, row)
-    said = response.rpartition("</think>")[2]
+    reply = response.rpartition("</think>")[2]
     problem = _problem(row.get("prompt", ""), reference, row.get("images") or (), columns)
-    (result,) = function.results(problem, [Answer(response, said, ids, bool(row.get("truncated")))], 60.0)
+    (result,) = function.results(problem, [Answer(response, reply, ids, bool(row.get("truncated")))], 60.0)
     if isinstance(result, GradingError):
         return 0.0
     if isinstance(result, Exception):
@@ -70,11 +73,11 @@ def _function(name: str, row: dict[str, Any]) -> tuple[RewardFunction, dict[str,
     keywords = {
         key: row[key]
         for key, parameter in parameters.items()
-        if key in row and parameter.kind is parameter.KEYWORD_ONLY and key not in (*_OF_RESPONSE, *offered)
+        if key in row and parameter.kind is parameter.KEYWORD_ONLY and key not in (*_RESPONSE_FACTS, *offered)
     }
-    if isinstance(named.function, type):
+    if isinstance(named.function, type):  # a judge; its keyword names also mean columns of a row
         hosts = keywords.pop("hosts", None) or [urlsplit(str(row.get("url", ""))).hostname or ""]
-        if not isinstance(keywords.get("images", False), bool):  # of the row, not whether they are shown
+        if not isinstance(keywords.get("images", False), bool):  # the row's images, not the judge's switch
             del keywords["images"]
         if "{response}" not in str(keywords.get("prompt", "{response}")):  # the question, not the judge's prompt
             del keywords["prompt"]
@@ -83,7 +86,11 @@ def _function(name: str, row: dict[str, Any]) -> tuple[RewardFunction, dict[str,
 
 
 def _response_ids(function: RewardFunction, row: dict[str, Any]) -> tuple[int, ...]:
-    """Return the response's token ids. Raises ValueError: the function wants them, and `row` has neither them nor their number."""
+    """Return the response's token ids, zeros where `row` has only their number.
+
+    Raises:
+        ValueError: the function needs them, and `row` has neither them nor their number.
+    """
     if "response_ids" in row:
         return tuple(row["response_ids"])
     if "response_tokens" not in row and {"response_tokens", "response_ids"} & function.parameters.keys():
@@ -92,6 +99,7 @@ def _response_ids(function: RewardFunction, row: dict[str, Any]) -> tuple[int, .
 
 
 def _problem(prompt: Any, answer: str, images: Sequence[Any], columns: dict[str, Any]) -> Problem:
+    """Return the row as a problem; a text prompt becomes the only message, of a user."""
     refs = tuple(image if isinstance(image, ImageRef) else to_image_ref(image, root=Path.cwd()) for image in images)
     is_chat = isinstance(prompt, list)
     messages = prompt if is_chat else [{"role": "user", "content": [{"type": "text", "text": str(prompt)}]}]

@@ -1,9 +1,14 @@
 """Compare formulas in worker processes with limits of time and memory.
 
-A server, a fresh interpreter that imports math-verify and nothing of the caller's, forks one worker for each question: callers
-don't wait for each other's questions, and a worker inherits nothing from the questions before. A question is one packet on the
-server's standard input: [response, answer] as JSON, and the socket for the reply: "1", "0", or "m" (out of memory). Kernel
-timers end a worker, even inside one big-number operation. The server ends with its caller; one that hangs is replaced.
+A server, a fresh interpreter that imports math-verify and nothing of the caller's, forks one worker
+for each question. So callers don't wait for each other's questions, and a worker inherits nothing
+from earlier questions.
+
+Protocol: a question is one packet on the server's standard input, [response, answer] as JSON and
+the socket for the reply. The reply is "1" (the same), "0" (not the same) or "m" (out of memory).
+
+Kernel timers end a worker, even inside one big-number operation. The server ends with its caller; a
+server that hangs is replaced.
 """
 
 import gc
@@ -19,40 +24,41 @@ import time
 
 from rlinf_vl.rewards.comparison import same
 
+#: Address space of a worker beyond the server's (some 60 MiB of it resident).
 MEMORY_BYTES = 100 << 20
-"""Address space of a worker beyond the server's (some 60 MiB of it resident)."""
 
 
 class GradingError(Exception):
-    """There is no verdict."""
+    """The grading reached no verdict."""
 
 
 class GradingTimeout(GradingError):
-    """There is no verdict, since the worker reached a limit of time or memory."""
+    """The grading reached no verdict within the limits of time and memory."""
 
 
 class GradingPool:
-    """A server, started on first use and replaced after a crash.
+    """The client of a grading server, which starts on first use and is replaced after a crash.
 
     Args:
-        limit_s: a worker's processor time.
-        wall_limit_s: its time on the clock, whatever else the machine does.
-        start_limit_s: time for the server to start (imports), not counted in the others.
+        limit_s: a worker's processor time, in seconds.
+        wall_limit_s: a worker's time on the clock, however busy the machine is.
+        start_limit_s: time for the server to start (imports), not counted in the other limits.
     """
 
     def __init__(self, limit_s: float = 0.5, wall_limit_s: float = 5.0, start_limit_s: float = 120.0) -> None:
         self.limit_s = limit_s
         self.wall_limit_s = wall_limit_s
         self.start_limit_s = start_limit_s
-        self._room = threading.Semaphore(
-            (os.cpu_count() or 1) + 4
-        )  # questions at once: wall_limit_s is for a worker that runs
+        # Few questions run at once: wall_limit_s is meant for a worker that gets a processor.
+        self._slots = threading.Semaphore((os.cpu_count() or 1) + 4)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._questions: socket.socket | None = None
 
     def same(self, response: str, answer: str) -> bool:
-        """Whether two normalised answers are the same by `rlinf_vl.rewards.comparison`; safe in any thread.
+        """Return whether two normalised answers are the same by `rlinf_vl.rewards.comparison`.
+
+        It is safe in any thread.
 
         Raises:
             GradingTimeout: the worker was ended by its limits, or the server hangs.
@@ -72,24 +78,26 @@ class GradingPool:
             if reply:
                 return reply == b"1"
             seconds = time.monotonic() - begin
-            late = seconds > self.limit_s / 2  # the kernel's timers are not exact
-            if reply is None or not late:
+            # A worker that died early crashed and is tried again; one that died late hit a limit.
+            # Half of the limit tells them apart, since the kernel's timers are not exact.
+            is_timeout = seconds > self.limit_s / 2
+            if reply is None or not is_timeout:
                 self.close(questions)
-            if late:
+            if is_timeout:
                 raise GradingTimeout(f"no verdict in {seconds:.1f} s: {response[:80]!r}")
         raise GradingError(f"the grading worker died twice: {response[:80]!r}")
 
     def _ask(self, questions: socket.socket, question: bytes) -> bytes:
-        """The worker's reply; empty if it died without one."""
+        """Return the worker's reply; b"" if it died without one."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with self._room, ours:
+        with self._slots, ours:
             with theirs:
                 socket.send_fds(questions, [question], [theirs.fileno()])
-            ours.settimeout(self.wall_limit_s + 0.5)  # the worker's own timer goes first
+            ours.settimeout(self.wall_limit_s + 0.5)  # longer, so that the worker's timer ends first
             return ours.recv(1)
 
     def _server(self) -> socket.socket:
-        """The socket that takes questions, with a live server behind it."""
+        """Return the socket for questions; start the server first if none is alive."""
         if self._questions is not None and self._process is not None and self._process.poll() is None:
             return self._questions
         self._kill()
@@ -115,8 +123,12 @@ class GradingPool:
         return self._questions
 
     def close(self, questions: socket.socket | None = None) -> None:
-        """End the server, or the one behind `questions` unless it is replaced already; the next question starts another."""
+        """End the server; the next question starts a new one.
+
+        With `questions` end only the server of that socket: another thread may have replaced it.
+        """
         with self._lock:
+            # A thread that saw a server fail must not kill the new one of another thread.
             if questions in (None, self._questions):
                 self._kill()
 
@@ -130,9 +142,9 @@ class GradingPool:
 
 
 def serve(limit_s: float, wall_limit_s: float) -> None:
-    """Answer the questions on standard input until its other end is closed."""
+    """Answer the questions on standard input until the caller closes its end."""
     questions = socket.socket(fileno=0)
-    try:  # imports, and fills the parser's caches
+    try:  # import math-verify and fill the parser's caches, so that workers find both done
         same(r"\sqrt{12}+\sin(\frac{30\pi}{180})", r"\frac{1}{2}+2\cdot3^{1/2}", algebra=True)
         same("2(x+1)=y", "y=2x+2", algebra=True)
         same("2x+2y=1", "0.5=x+y", algebra=True)
@@ -143,11 +155,13 @@ def serve(limit_s: float, wall_limit_s: float) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     questions.send(b"ready")
     while True:
-        question, sockets, *_ = socket.recv_fds(questions, 1 << 16, 1)  # two boxes, all escaped, are shorter
+        # Two boxes of the greatest length with every character escaped fit into 64 KiB.
+        question, sockets, *_ = socket.recv_fds(questions, 1 << 16, 1)
         if not sockets:
             return
         if os.fork() == 0:
-            questions.close()  # or the server's death would go unnoticed while a worker lives
+            # An open copy would hide the server's death from the caller while a worker lives.
+            questions.close()
             limit(limit_s, wall_limit_s)
             os.write(sockets[0], reply_to(question))
             os._exit(0)
@@ -155,26 +169,30 @@ def serve(limit_s: float, wall_limit_s: float) -> None:
 
 
 def limit(limit_s: float, wall_limit_s: float) -> None:
-    """End this process after so much processor time or time on the clock; bound its memory."""
+    """End this process after its limits of processor time and time on the clock; bound its memory.
+
+    A fork inherits the signal mask, so blocked timer signals are unblocked first.
+    """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     signal.setitimer(signal.ITIMER_REAL, wall_limit_s)
     limit_memory(MEMORY_BYTES)
 
 
-def limit_memory(more: int) -> None:
-    """Bound this process's address space to so many bytes beyond what it has now; it leaves no core file."""
+def limit_memory(extra_bytes: int) -> None:
+    """Bound this process's address space to `extra_bytes` above its present size; write no core."""
     with open("/proc/self/statm") as f:
-        memory = int(f.read().split()[0]) * resource.getpagesize() + more
+        memory = int(f.read().split()[0]) * resource.getpagesize() + extra_bytes
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def reply_to(question: bytes) -> bytes:
+    """Return the reply of one question: b"1", b"0" or b"m"; any error but of memory is b"0"."""
     try:
         return b"1" if same(*json.loads(question), algebra=True) else b"0"
     except MemoryError:
         return b"m"
-    except Exception:  # RecursionError too: what can't be understood is wrong
+    except Exception:  # RecursionError too: an answer that can't be parsed is wrong
         return b"0"

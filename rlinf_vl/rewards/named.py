@@ -1,4 +1,4 @@
-"""The reward functions that have names, one a row."""
+"""The table of built-in reward functions, by name."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ from rlinf_vl.code import CodeError
 from rlinf_vl.errors import nearest
 from rlinf_vl.rewards.boxes import bbox_giou, point_in_box, reference_box
 from rlinf_vl.rewards.choices import choice
-from rlinf_vl.rewards.forms import WANTED, RewardFunction
+from rlinf_vl.rewards.forms import ACCEPTED_CALLS, RewardFunction
 from rlinf_vl.rewards.judge import Judge
 from rlinf_vl.rewards.latex import last_boxed
 from rlinf_vl.rewards.math_grader import MAX_LENGTH, check_reference, math_verdict
@@ -17,10 +17,12 @@ from rlinf_vl.rewards.texts import anls, exact, exact_alnum, format_reward, leng
 
 
 class Named(NamedTuple):
-    """
+    """A built-in reward function, a row of `NAMED`.
+
     Attributes:
-        function: of (response, answer) and of those keywords that it names; see docs/rewards.md. A class is made with the entry's
-            kwargs, and with `hosts`, and then called.
+        function: a callable of (response, answer) and of the keywords in its signature; see
+            docs/rewards.md. A class is instantiated with the entry's kwargs and with `hosts`, and
+            its instance is called.
         judges: whether it judges answers, and not just their form.
         check: raises `GradingError` if no response can be compared with this reference answer.
     """
@@ -31,19 +33,21 @@ class Named(NamedTuple):
 
 
 def math(said: str, answer: str) -> bool:
-    r"""Return whether the last `\boxed{…}` is the reference answer, or one of several: `rlinf_vl.rewards.math_grader`.
+    r"""Return whether the last `\boxed{…}` is the reference answer, or one of several.
 
-    The brackets of a reference that is a list of three numbers or more may be left out: `\boxed{1, 2, 3}`. Two numbers in
+    `rlinf_vl.rewards.math_grader` compares. The brackets of a reference that is a list of three
+    numbers or more may be left out: `\boxed{1, 2, 3}`. Those of two numbers may not: a pair in
     brackets may be an interval.
     """
-    wanted = references(answer) if answer.startswith('["') else [answer]
-    if any(math_verdict(said, one) for one in with_truths(wanted)):
+    reference_texts = references(answer) if answer.startswith('["') else [answer]
+    if any(math_verdict(said, reference) for reference in with_truths(reference_texts)):
         return True
+    # Retry with the brackets of the reference around a box that has no brackets itself.
     box = last_boxed(said, MAX_LENGTH) if _NUMBERS.fullmatch(answer) else None
     return box is not None and not re.search(r"[()\[\]]", box) and math_verdict(f"\\boxed{{[{box}]}}", answer)
 
 
-#: A list of three numbers or more, as rows have it.
+#: A list of three numbers or more, as data sets write it: "[1, 2.5, -3]".
 _NUMBERS = re.compile(r"\[-?[0-9.]+(?:, -?[0-9.]+){2,}\]")
 NAMED: dict[str, Named] = {
     "math": Named(math, check=check_reference),
@@ -61,16 +65,22 @@ NAMED: dict[str, Named] = {
 
 
 def named_function(name: str, kwargs: Mapping[str, Any], hosts: Sequence[str] = ()) -> tuple[RewardFunction, bool]:
-    """A function of the table with its keywords, and whether it judges answers; `hosts`: those that may be asked.
+    """Return a built-in function with its keywords, and whether it judges answers.
+
+    Args:
+        name: the function's name in `NAMED`.
+        kwargs: the keywords of its entry in `reward.functions`.
+        hosts: hosts that a judge may send requests to.
 
     Raises:
-        CodeError: there is none of this name, or it doesn't take the keywords.
+        CodeError: no function has this name, or it doesn't take the keywords.
     """
     if name not in NAMED:
-        known = ", ".join(sorted(NAMED))
+        names = ", ".join(sorted(NAMED))
         raise CodeError(
-            f"no reward function {name!r}; there are {known}; write module:name or path/to/file.py:name for one of yours "
-            f"({WANTED});{nearest(name, NAMED)}".rstrip(";")
+            f"no reward function {name!r}; there are {names}; write module:name or "
+            f"path/to/file.py:name for one of yours ({ACCEPTED_CALLS});"
+            f"{nearest(name, NAMED)}".rstrip(";")
         )
     named = NAMED[name]
     if isinstance(named.function, type):
@@ -79,6 +89,6 @@ def named_function(name: str, kwargs: Mapping[str, Any], hosts: Sequence[str] = 
         except (TypeError, ValueError) as error:
             raise CodeError(f"{name!r}: {error}; kwargs are {inspect.signature(named.function)}") from error
     function = RewardFunction(named.function, name, kwargs)
-    for missing in function.needed() - kwargs.keys():
-        raise CodeError(f"{name!r} needs kwargs: {{{missing}: …}}")
+    for missing_key in function.needed() - kwargs.keys():
+        raise CodeError(f"{name!r} needs kwargs: {{{missing_key}: …}}")
     return function, named.judges

@@ -1,8 +1,11 @@
-"""Reward functions of users, in processes of their own with limits of time and memory.
+"""The processes in which users' reward functions run, with limits of time and memory.
 
-A process is a fresh interpreter that imports the functions once and then answers calls, one at a time, so that what a function keeps
-(a model, a cache) stays. A call that takes too long, a process that dies, an exception: the answer has no verdict (`GradingError`),
-the process is replaced if need be, and everybody else goes on. Requests are pickled (by us), replies are JSON (of users' processes).
+A process is a fresh interpreter that imports the functions once and then answers calls, one at a
+time, so that a function may keep state (a model, a cache). After a call that takes too long, a dead
+process or an exception the answer has no verdict (`GradingError`); a dead process is replaced, and
+all other calls go on.
+
+Requests are pickled. Replies are JSON, since unpickling data of a user's process could run code.
 """
 
 import atexit
@@ -30,32 +33,41 @@ from rlinf_vl.rewards.grading_pool import GradingError, GradingTimeout, limit_me
 from rlinf_vl.rewards.result import Answer, Result
 from rlinf_vl.types import Problem
 
-#: Seconds for a process to start: to import what the functions' files import.
-START_S = 300.0
-#: Tracebacks of functions that are printed, each error once for all processes of a pool.
-MOST_TRACEBACKS = 10
-#: Seconds of processor time, on each core, after which a process ends itself although nobody has ended it: its parent is dead.
+#: Seconds for a process to start, which imports the functions' files and all that they import.
+START_TIMEOUT_S = 300.0
+#: Largest number of tracebacks that a pool prints; equal errors are printed once.
+MAX_TRACEBACKS = 10
+#: Seconds of processor time per core beyond a call's limit, after which the kernel ends a process:
+#: its parent, which should have done so, is dead.
 ORPHAN_S = 60.0
 
 
 @dataclass(frozen=True)
 class Limits:
+    """The limits of users' functions.
+
+    Attributes:
+        timeout_s: seconds for one call.
+        memory_gb: address space of a process beyond its imports, in GiB.
+        processes: largest number of processes.
+    """
+
     timeout_s: float
     memory_gb: float
     processes: int
 
 
 def load_function(name: str, kwargs: Mapping[str, Any], files: Mapping[str, str]) -> RewardFunction:
-    """A user's function. Raises CodeError."""
-    found = load_code(name, {}, files, kind="reward function", signature=SIGNATURE)
-    return RewardFunction(found, name, kwargs)
+    """Return a user's function with its keywords. Raises CodeError: it can't be loaded or called."""
+    function = load_code(name, {}, files, kind="reward function", signature=SIGNATURE)
+    return RewardFunction(function, name, kwargs)
 
 
 class ProcessPool:
-    """Processes with the same functions; started when there is work for one more.
+    """A pool of processes with the same functions, each started when it is first needed.
 
     Args:
-        functions: (name, kwargs) of each.
+        functions: the (name, kwargs) of each function.
         files: `runner.code_files`.
     """
 
@@ -63,35 +75,47 @@ class ProcessPool:
         self._setup = pickle.dumps((list(functions), dict(files), limits))
         self._limits = limits
         self._threads = ThreadPoolExecutor(limits.processes, thread_name_prefix="reward process")
-        self._own = threading.local()
+        self._thread_state = threading.local()  # `process`: the one process of a thread
         self._processes: weakref.WeakSet[_Process] = weakref.WeakSet()
-        self._shown: set[str] = set()  # errors whose tracebacks were printed
-        self._shown_lock = threading.Lock()
+        self._printed_errors: set[str] = set()  # errors whose tracebacks were printed
+        self._printed_lock = threading.Lock()
         _pools.add(self)
 
     def submit(
         self, function: int, problem: Problem, answers: Sequence[Answer], *, images: bool, together: bool
     ) -> "list[Future[Result]]":
-        """What a function says of each answer; its future raises GradingError where it comes to no verdict."""
+        """Start to score answers; return the future of each.
+
+        A future raises GradingError where the function reaches no verdict.
+
+        Args:
+            function: the function's position in `functions`.
+            problem: the problem that was answered.
+            answers: its answers.
+            images: whether the function takes images; they are not sent otherwise.
+            together: whether one call takes all answers.
+        """
         problem = problem if images else replace(problem, images=())
         jobs = [answers] if together else [[answer] for answer in answers]
         futures: list[Future[Result]] = [Future() for _ in answers]
         for start, job in enumerate(jobs):
-            mine = futures if together else futures[start : start + 1]
-            self._threads.submit(self._run, pickle.dumps((function, problem, list(job))), mine)
+            job_futures = futures if together else futures[start : start + 1]
+            self._threads.submit(self._run, pickle.dumps((function, problem, list(job))), job_futures)
         return futures
 
     def close(self) -> None:
+        """End all processes and drop calls that have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in list(self._processes):
             process.end()
 
     def _run(self, request: bytes, futures: "Sequence[Future[Result]]") -> None:
+        """Call a process and put its replies, or the error, into the futures."""
         futures = [future for future in futures if future.set_running_or_notify_cancel()]
         if not futures:
             return
         try:
-            replies = self._ask(request)
+            replies = self._call(request)
         except Exception as error:
             replies = [error] * len(futures)
         for future, reply in zip(futures, replies, strict=True):
@@ -100,63 +124,77 @@ class ProcessPool:
             else:
                 future.set_result(reply)
 
-    def _ask(self, request: bytes) -> list[Result | Exception]:
-        process = getattr(self._own, "process", None)
+    def _call(self, request: bytes) -> list[Result | Exception]:
+        """Send a request to this thread's process, started or replaced first if need be."""
+        process = getattr(self._thread_state, "process", None)
         if process is None or not process.alive:
-            process = self._own.process = _Process(self._setup, self._show_once)
+            process = self._thread_state.process = _Process(self._setup, self._show_once)
             self._processes.add(process)
-        return process.ask(request, self._limits)
+        return process.call(request, self._limits)
 
     def _show_once(self, error_text: str, trace: str) -> None:
-        """Print the traceback of an error to the log, the first time that any of the processes meets it."""
-        with self._shown_lock:
-            if error_text in self._shown or len(self._shown) >= MOST_TRACEBACKS:
+        """Print an error's traceback to the log unless a process of this pool has met it before."""
+        with self._printed_lock:
+            if error_text in self._printed_errors or len(self._printed_errors) >= MAX_TRACEBACKS:
                 return
-            self._shown.add(error_text)
+            self._printed_errors.add(error_text)
         print(trace, end="", file=sys.stderr, flush=True)
 
 
+# Weak, so that a scorer that nobody uses any more can be freed with its pool.
 _pools: "weakref.WeakSet[ProcessPool]" = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
+    """End the processes of all pools with this process."""
     for pool in list(_pools):
         pool.close()
 
 
 class _Process:
-    """One process, from this side. Raises RuntimeError if it doesn't start."""
+    """The parent's handle of one process. Raises RuntimeError: the process doesn't start."""
 
     def __init__(self, setup: bytes, show_once: Callable[[str, str], None]) -> None:
         self._show_once = show_once
-        self._pipe, theirs = Pipe()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from rlinf_vl.rewards.processes import serve; serve({theirs.fileno()})"
-        with theirs:
+        self._pipe, child_end = Pipe()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from rlinf_vl.rewards.processes import serve; serve({child_end.fileno()})"
+        )
+        with child_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a function prints goes to the log
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the parent; and what it starts ends with it
+                stdout=2,  # a function's prints go to stderr, the log
+                pass_fds=[child_end.fileno()],
+                start_new_session=True,  # Ctrl-C reaches only the parent; `end` kills the group
             )
         self.alive = True
-        said = b"it died"
+        first_reply = b"it died"
         try:
             self._pipe.send_bytes(setup)
-            said = self._pipe.recv_bytes() if self._pipe.poll(START_S) else b"nothing within %d s" % START_S
+            if self._pipe.poll(START_TIMEOUT_S):
+                first_reply = self._pipe.recv_bytes()
+            else:
+                first_reply = b"nothing within %d s" % START_TIMEOUT_S
         except (EOFError, OSError):
             pass
-        if said != b"ready":
+        if first_reply != b"ready":
             self.end()
-            raise RuntimeError(f"the process of reward functions doesn't start: {said.decode(errors='replace')}")
+            raise RuntimeError(f"the process of reward functions doesn't start: {first_reply.decode(errors='replace')}")
 
-    def ask(self, request: bytes, limits: Limits) -> list[Result | Exception]:
-        """Raises GradingError: it took too long, or died."""
+    def call(self, request: bytes, limits: Limits) -> list[Result | Exception]:
+        """Return the reply to each answer of a request.
+
+        Raises:
+            GradingError: the call took too long, or the process died.
+        """
         begin = time.monotonic()
         try:
             self._pipe.send_bytes(request)
-            if not self._pipe.poll(limits.timeout_s + 1.0):  # coroutines end by themselves
+            # One second more, so that coroutines reach their own timeout first.
+            if not self._pipe.poll(limits.timeout_s + 1.0):
                 self.end()
                 raise GradingTimeout(f"no result within reward.timeout={limits.timeout_s:g} s")
             replies, tracebacks = json.loads(self._pipe.recv_bytes())
@@ -168,10 +206,11 @@ class _Process:
         for error_text, trace in tracebacks.items():
             self._show_once(error_text, trace)
         if any(isinstance(reply, str) and reply.startswith("MemoryError") for reply in replies):
-            self.end()  # it may have kept something
+            self.end()  # the function may still hold the memory
         return [GradingError(reply) if isinstance(reply, str) else Result(*reply) for reply in replies]
 
     def end(self) -> None:
+        """Kill the process, and all processes that the function started."""
         self.alive = False
         self._pipe.close()
         try:
@@ -182,23 +221,25 @@ class _Process:
 
 
 def _status(code: int | None) -> str:
+    """Return the words for an exit code; a negative one is a signal."""
     if code is not None and code < 0:
         return f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"signal {-code}"
     return f"exit status {code}"
 
 
 def serve(descriptor: int) -> None:
-    """Answer calls until the other end is closed."""
+    """Answer calls until the parent closes its end of the pipe."""
     pipe: Connection = Connection(descriptor)
-    (named, files, limits) = pickle.loads(pipe.recv_bytes())
+    (entries, files, limits) = pickle.loads(pipe.recv_bytes())
     try:
-        functions = [load_function(name, kwargs, files) for name, kwargs in named]
+        functions = [load_function(name, kwargs, files) for name, kwargs in entries]
     except Exception as error:
         pipe.send_bytes(f"{type(error).__name__}: {error}".encode())
         return
+    # After the imports, so that memory_gb is for the calls alone.
     limit_memory(int(limits.memory_gb * 2**30))
     pipe.send_bytes(b"ready")
-    sent: set[str] = set()
+    sent_errors: set[str] = set()
     while True:
         try:
             number, problem, answers = pickle.loads(pipe.recv_bytes())
@@ -206,31 +247,36 @@ def serve(descriptor: int) -> None:
             return
         _limit_time(limits.timeout_s)
         try:
-            found: list[Any] = functions[number].results(problem, answers, limits.timeout_s)
-        except BaseException as error:  # SystemExit
-            found = [error] * len(answers)
-        replies = [_said(one, limits) if isinstance(one, BaseException) else one for one in found]
+            results: list[Any] = functions[number].results(problem, answers, limits.timeout_s)
+        except BaseException as error:  # SystemExit, which a function must not end the process with
+            results = [error] * len(answers)
+        replies = [_error_text(r, limits) if isinstance(r, BaseException) else r for r in results]
         tracebacks: dict[str, str] = {}
-        for one, reply in zip(found, replies, strict=True):
-            if isinstance(one, BaseException) and reply not in sent and len(sent) < MOST_TRACEBACKS:
-                sent.add(reply)
-                tracebacks[reply] = _trace_of(one)
+        for result, reply in zip(results, replies, strict=True):
+            is_error = isinstance(result, BaseException)
+            if is_error and reply not in sent_errors and len(sent_errors) < MAX_TRACEBACKS:
+                sent_errors.add(reply)
+                tracebacks[reply] = _trace_of(result)
         pipe.send_bytes(json.dumps([replies, tracebacks]).encode())
 
 
-def _said(error: BaseException, limits: Limits) -> str:
+def _error_text(error: BaseException, limits: Limits) -> str:
+    """Return an error's name and message, with the config key of a limit that was reached."""
     if isinstance(error, MemoryError):
         return f"MemoryError: more than reward.memory_gb={limits.memory_gb:g}"
     if isinstance(error, TimeoutError) and not str(error):
         return f"TimeoutError: no result within reward.timeout={limits.timeout_s:g} s"
     try:
         return f"{type(error).__name__}: {error}"[:500]
-    except Exception:  # it can't say it
+    except Exception:  # the error's own __str__ fails
         return type(error).__name__
 
 
 def _trace_of(error: BaseException) -> str:
-    """Return the traceback of an error from the user's function on; "" of one that is ours, whose message says all."""
+    """Return an error's traceback from the user's function on.
+
+    Return "" for an error of this package, whose message is enough.
+    """
     package = str(Path(__file__).resolve().parents[1])
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(package):
@@ -239,7 +285,7 @@ def _trace_of(error: BaseException) -> str:
 
 
 def _limit_time(timeout_s: float) -> None:
-    """Processor time for the next call, for the case that nobody is left to end it."""
+    """Bound the processor time of the next call, in case that the parent died and can't end it."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    most = int(time.process_time() + (timeout_s + ORPHAN_S) * (os.cpu_count() or 1))
-    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    max_s = int(time.process_time() + (timeout_s + ORPHAN_S) * (os.cpu_count() or 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (max_s if hard == resource.RLIM_INFINITY else min(max_s, hard), hard))

@@ -1,4 +1,4 @@
-"""What goes into a reward function, and what comes out."""
+"""The input (`Answer`) and the output (`Result`) of a reward function."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,21 +7,34 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is scored: the last response of an episode."""
+    """The last response of an episode, which is scored.
 
-    response: str  # whole, thoughts included
-    said: str  # what it says behind its thoughts
-    ids: tuple[int, ...] = ()  # token ids that were sampled for it
-    truncated: bool = False  # it ended at the limit of tokens
+    Attributes:
+        response: the whole text, thoughts included.
+        said: the text after the thoughts; users' reward functions take it by this name.
+        ids: the token ids that were sampled for the response.
+        truncated: whether the response ended at the token limit.
+    """
+
+    response: str
+    said: str
+    ids: tuple[int, ...] = ()
+    truncated: bool = False
 
 
 class Result(NamedTuple):
-    """What a function says of an answer."""
+    """The outcome of one reward function for one answer.
 
-    value: float | None  # None: it says nothing, and weighs nothing
-    parts: Mapping[str, float] = {}  # what else it gave, by name
-    correct: bool | None = None  # whether it finds the answer right; None: see `RIGHT`
+    Attributes:
+        value: the score; None is no score, and adds nothing to the reward.
+        parts: further numbers that the function returned, by name.
+        correct: whether the function finds the answer right; None: `value` decides, see `RIGHT`.
+    """
+
+    value: float | None
+    parts: Mapping[str, float] = {}
+    correct: bool | None = None
 
 
-#: A function's value from which on it finds an answer correct, unless it says so itself.
+#: The smallest value that means a correct answer, unless the function itself returns a verdict.
 RIGHT = 0.5

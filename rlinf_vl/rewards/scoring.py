@@ -1,7 +1,8 @@
-"""From the answers of a group to their rewards: several functions, weighted and added up, each kept by name.
+"""The rewards of a group's answers: several functions, weighted and added up, each logged by name.
 
-A function comes to a `Result` for each answer, or to none: a `GradingError` is a verdict of 0, and counted; any other error (a judge
-that can't be reached) is no fault of the answer, whose trajectory is then not trained on.
+A function returns a `Result` for each answer or fails. A `GradingError` is a score of 0, and
+counted. Any other error (a judge that can't be reached) is no fault of the answer, whose trajectory
+is then not trained on.
 """
 
 import asyncio
@@ -20,19 +21,22 @@ from rlinf_vl.rewards.processes import Limits, ProcessPool, load_function
 from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.types import Problem
 
-#: Answers that a function which computes, and waits for nothing, scores in one go: handing one to a thread takes longer than most.
-TOGETHER = 8
+#: Answers that one task of a thread scores, for functions that compute and don't wait: handing a
+#: task to a thread takes longer than most of them.
+ANSWERS_PER_TASK = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """
+    """The reward of one answer, and its parts.
+
     Attributes:
-        reward: on the scale of reward_min_val … reward_max_val.
-        parts: each function's value, unweighted, by the function's name; what else it gave as `function.name`.
-        correct: as the first function that judges answers says.
-        ungraded: why functions came to no verdict.
-        fault: why there is no score at all.
+        reward: the sum on the scale of reward_min_val … reward_max_val.
+        parts: each function's value, unweighted, by the function's name; its further numbers by
+            `function.name`.
+        correct: the verdict of the first function that judges answers.
+        ungraded: reasons of functions that reached no verdict.
+        fault: the reason why there is no score at all; None if there is one.
     """
 
     reward: float
@@ -44,16 +48,23 @@ class Score:
 
 @dataclass(frozen=True)
 class Part:
-    """A function in its place among the others; `begin` scores the answers to a problem without being waited for."""
+    """A reward function with its name and weight.
+
+    Attributes:
+        name: its name in metrics, unique in a run.
+        weight: the factor of its value in the sum.
+        judges: whether it judges answers, and not just their form.
+        begin: starts to score the answers to a problem, and returns a future for each at once.
+    """
 
     name: str
     weight: float
-    judges: bool  # whether it judges answers, and not just their form
+    judges: bool
     begin: Callable[[Problem, Sequence[Answer]], Sequence["Future[Result]"]]
 
 
 class Scorer:
-    """The reward functions of a run. `close` ends their processes; closing twice is fine."""
+    """The reward functions of a run. `close` ends their processes and may be called twice."""
 
     def __init__(
         self, parts: Sequence[Part], reward_max: float, reward_min: float, close: Callable[[], None] = lambda: None
@@ -63,23 +74,27 @@ class Scorer:
         self._max, self._min = reward_max, reward_min
 
     async def __call__(self, problem: Problem, answers: Sequence[Answer]) -> list[Score]:
-        """The scores of a group's answers, in their order."""
-        begun = [part.begin(problem, answers) for part in self.parts]
+        """Return the scores of a group's answers, in their order."""
+        futures_by_part = [part.begin(problem, answers) for part in self.parts]
         try:
-            for future in chain.from_iterable(begun):
-                if not future.done():  # while one is waited for, most of the others are
+            for future in chain.from_iterable(futures_by_part):
+                # Most futures finish during the wait for an earlier one; wrapping those costs time.
+                if not future.done():
                     await asyncio.gather(asyncio.wrap_future(future), return_exceptions=True)
         except asyncio.CancelledError:
-            for future in chain.from_iterable(begun):
+            for future in chain.from_iterable(futures_by_part):
                 future.cancel()
             raise
-        return [self._combine(of_answer) for of_answer in zip(*begun, strict=True)]
+        futures_by_answer = zip(*futures_by_part, strict=True)
+        return [self._combine(futures) for futures in futures_by_answer]
 
     def grade(self, problem: Problem, response: str) -> bool:
-        """Whether a response is correct, for an environment that has to know it at once; in any thread but an event loop's.
+        """Return whether a response is correct, for an environment that needs it at once.
+
+        It blocks, so no thread with an event loop may call it.
 
         Raises:
-            GradingError: a function came to no verdict.
+            GradingError: a function reached no verdict.
             RuntimeError: there is no score.
         """
         score = self._combine([part.begin(problem, [Answer(response, response)])[0] for part in self.parts])
@@ -90,6 +105,7 @@ class Scorer:
         return score.correct
 
     def _combine(self, futures: Sequence["Future[Result]"]) -> Score:
+        """Return the score of one answer from its futures, one for each part."""
         total, parts, correct, ungraded = 0.0, dict[str, float](), None, list[str]()
         for part, future in zip(self.parts, futures, strict=True):
             try:
@@ -119,15 +135,25 @@ def make_scorer(
     limits: Limits,
     hosts: Sequence[str] = (),
 ) -> Scorer:
-    """The scorer of `reward.functions`; `files` is `runner.code_files`, `hosts` is `reward.judge_hosts`. Neither a process nor a
-    thread is started yet.
+    """Return the scorer of `reward.functions`; neither a process nor a thread is started yet.
+
+    Args:
+        functions: the entries of `reward.functions`.
+        reward_max: `reward.reward_max_val`, the reward of a weighted sum of 1.
+        reward_min: `reward.reward_min_val`, the reward of a weighted sum of 0.
+        files: `runner.code_files`.
+        limits: limits of the processes in which users' functions run.
+        hosts: `reward.judge_hosts`.
 
     Raises:
-        CodeError, ValueError: there is no such function, or it can't be called.
+        CodeError, ValueError: a function does not exist, or can't be called.
     """
-    own = [(entry["function"], entry.get("kwargs") or {}) for entry in functions if is_code(entry["function"])]
-    pool = ProcessPool(own, files, limits)
-    numbers = count()
+    user_functions = [
+        (entry["function"], entry.get("kwargs") or {}) for entry in functions if is_code(entry["function"])
+    ]
+    pool = ProcessPool(user_functions, files, limits)
+    function_numbers = count()  # positions in `user_functions`
+    # Thread pools by their size; functions without a limit share the one of None.
     threads: dict[int | None, ThreadPoolExecutor] = {}
     parts: list[Part] = []
     for entry in functions:
@@ -136,7 +162,7 @@ def make_scorer(
             function, judges = load_function(name, kwargs, files), True
             begin = partial(
                 pool.submit,
-                next(numbers),
+                next(function_numbers),
                 images=function.wants_images,
                 together=function.together(),
             )
@@ -145,41 +171,41 @@ def make_scorer(
             at_once = getattr(function.function, "at_once", None)
             if at_once not in threads:
                 threads[at_once] = ThreadPoolExecutor(at_once, thread_name_prefix="rewards")
-            begin = partial(_begin, threads[at_once], function, 1 if at_once else TOGETHER)
-        taken = {part.name for part in parts}
+            begin = partial(_begin, threads[at_once], function, 1 if at_once else ANSWERS_PER_TASK)
+        used_names = {part.name for part in parts}
         attribute = name.rpartition(":")[2]
         numbered = (attribute if n == 1 else f"{attribute}_{n}" for n in count(1))
-        unique = next(name for name in numbered if name not in taken)
+        unique = next(name for name in numbered if name not in used_names)
         parts.append(Part(unique, float(entry.get("weight", 1.0)), judges, begin))
 
     def close() -> None:
         pool.close()
-        for room in threads.values():
-            room.shutdown(wait=False, cancel_futures=True)
+        for executor in threads.values():
+            executor.shutdown(wait=False, cancel_futures=True)
 
     return Scorer(parts, reward_max, reward_min, close)
 
 
 def _begin(
-    threads: ThreadPoolExecutor, function: RewardFunction, together: int, problem: Problem, answers: Sequence[Answer]
+    threads: ThreadPoolExecutor, function: RewardFunction, task_size: int, problem: Problem, answers: Sequence[Answer]
 ) -> "list[Future[Result]]":
-    """Score the answers in threads, so many of them in one after the other."""
+    """Start to score the answers in threads, `task_size` of them one after the other in a task."""
     futures: list[Future[Result]] = [Future() for _ in answers]
 
-    def some(first: int) -> None:
-        part = slice(first, first + together)
+    def score_task(first: int) -> None:
+        part = slice(first, first + task_size)
         for answer, future in zip(answers[part], futures[part], strict=True):
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 (result,) = function.results(problem, [answer], 0.0)
-            except BaseException as error:
+            except BaseException as error:  # an uncaught one would leave the future waiting for ever
                 result = error
             if isinstance(result, BaseException):
                 future.set_exception(result)
             else:
                 future.set_result(result)
 
-    for first in range(0, len(answers), together):
-        threads.submit(some, first)
+    for first in range(0, len(answers), task_size):
+        threads.submit(score_task, first)
     return futures

@@ -1,11 +1,13 @@
-r"""Read the unit behind, or before, an answer's value: `12 square inches`, `9.8 m/s^2`, `€12`, `5 apples`.
+r"""The unit after or before an answer's value: `12 square inches`, `9.8 m/s^2`, `€12`, `5 apples`.
 
-A unit is one canonical text, so two spellings of a unit are equal texts: `km/h`, `kph` and `kilometers per hour` are all
-`h^-1 km`. Units are compared and never converted. The case of a symbol counts: mW is no MW.
+A unit is one canonical text, so two spellings of a unit are equal texts: `km/h`, `kph` and
+`kilometers per hour` are all `h^-1 km`. Units are compared and never converted. The case of a
+symbol counts: mW is no MW.
 """
 
 import re
 
+#: Unit → its spellings, separated by spaces.
 _SPELLINGS = {
     "cm": "cm centimeter centimetre", "mm": "mm millimeter millimetre", "km": "km kilometer kilometre",
     "m": "m meter metre", "dm": "dm decimeter decimetre", "µm": "µm um micrometer micron", "nm": "nm nanometer",
@@ -29,6 +31,7 @@ _SYMBOLS = {
     for unit, spellings in _SPELLINGS.items()
     for spelling in spellings.split()
 }  # fmt: skip
+#: Spellings of compound units, each with the powers of its units.
 _COMPOUNDS = {
     "mph": {"mi": 1, "h": -1},
     "kph": {"km": 1, "h": -1},
@@ -43,6 +46,8 @@ _POWER_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed"
 
 _WORD = r"(?:[A-Za-zµΩ]{1,20}|[$€£¥₹¢])"
 _FACTOR = rf"{_WORD}\.?(?: ?\^ ?(?:\{{ ?-?[1-4] ?\}}|-?[1-4]))?"
+#: A product or quotient of up to six words at the end of an answer. Repetitions are bounded, so that
+#: the search takes bounded time on hostile answers.
 _TAIL = re.compile(
     rf"(?<![A-Za-z\\µΩ_^]) ?((?:1 ?/ ?)?{_FACTOR}(?:(?: ?(?:/|\\cdot|\\times|\*) ?| ){_FACTOR}){{0,5}})$"
 )
@@ -52,15 +57,16 @@ _QUOTIENT = re.compile(r"\\frac ?\{ ?([^{}0-9]{1,20}) ?\} ?\{ ?([A-Za-zµΩ ]{1,
 _CURRENCY = re.compile(r"([+-]?) ?(?:US ?)?([$€£¥₹]) ?([+-]?)(?=[0-9.\\(])")
 _PRIMES = re.compile(r"(?<=[0-9])(?:'{1,2}|\")$")
 _TEMPERATURE = re.compile(r" ?\^\\circ ?(C|F|Celsius|Fahrenheit)$")
-_LONGEST = 60
-"""Characters at the end of an answer in which a unit is looked for."""
+#: Characters at the end of an answer that may hold a unit.
+_MAX_TAIL = 60
 
+#: LaTeX commands of a numeric value, and exponents as in 1e5, whose letters are no variables.
 _COMMANDS = re.compile(
     r"\\(?:frac|sqrt|pi|times|cdot|pm|mp|log|ln|overline|infty)(?![a-zA-Z])|[0-9.][eE](?=[+-]?[0-9])"
 )
 _ARGUMENT = re.compile(r"\\(?:sin|cos|tan)(?![a-zA-Z])")
 _DEGREES = re.compile(r"([0-9]+(?:\.[0-9]*)?) ?\^\\circ ?")
-#: Words behind a number that change it, deny it or ask for another: "5 thousand" is not 5.
+#: Words after a number that change it, deny it or mean another: "5 thousand" is not 5.
 _NO_NOUN = frozenset(
     "hundred hundreds thousand thousands thousandth thousandths hundredth hundredths million millions billion billions "
     "trillion trillions dozen dozens gross score couple couples pair pairs lakh lakhs crore crores tens ten half halves "
@@ -69,15 +75,18 @@ _NO_NOUN = frozenset(
     "cube root choose mod modulo over under plus minus divided multiplied power raised pi sqrt sin cos tan log exp or and "
     "xor nor not isn is are was were no none never nor wrong incorrect false impossible undefined more less fewer greater "
     "larger smaller than least most above below between from through until out off per each negative positive remainder "
-    "but except without unknown unless maybe perhaps guess approximately about roughly around almost nearly to of by at in if "
-    "when where for base infinity inf zero one two three four five six seven eight nine eleven twelve thirteen fourteen "
+    "but except without unknown unless maybe perhaps guess approximately about roughly around almost nearly to of by at "
+    "in if when where for base infinity inf zero one two three four five six seven eight nine eleven twelve thirteen fourteen "
     "fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety max min abs gcd "
     "lcm true lambda import exec open print the other another instead actually wait".split()
 )
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    r"""Split a normalised answer: `12 square inches` → ("12", "inch^2"), `25%` → ("25", "%"); `12 units` → ("12", None)."""
+    r"""Return the value and the unit of a normalised answer; None for no unit.
+
+    `12 square inches` → ("12", "inch^2"), `25%` → ("25", "%"), `12 units` → ("12", None).
+    """
     if text.isdigit():
         return text, None
     if text.endswith("%"):
@@ -92,7 +101,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
         return text[: match.start()].strip(), "celsius" if match[1][0] == "C" else "fahrenheit"
     if match := _CURRENCY.match(text):
         return match[1] + match[3] + text[match.end() :], _SYMBOLS[match[2]]
-    head, tail = text[:-_LONGEST], text[-_LONGEST:]
+    head, tail = text[:-_MAX_TAIL], text[-_MAX_TAIL:]
     match = _TAIL.search(_QUOTIENT.sub(lambda quotient: f" {quotient[1].strip()}/{quotient[2].strip()}", tail))
     if match is None:
         return text, None
@@ -102,9 +111,11 @@ def split_unit(text: str) -> tuple[str, str | None]:
     if not value or value[-1] in "+-*/=<>,;:(":
         return text, None
     powers = _powers(unit_text)
+    # A single letter right behind a value, 6t, may be a factor; behind a space it is a unit.
     is_single = len(unit_text) == 1 and unit_text.isalpha() and unit_text not in "µΩ"
     if powers is not None and not (is_attached and is_single) and (_is_numeric(value) or not is_single):
         return value, _canonical(powers)
+    # No known unit: words after a number may be things that were counted, as in "5 apples".
     nouns = unit_text.split()
     if not is_attached and _is_numeric(value) and len(nouns) <= 3 and all(map(_is_noun, nouns)):
         return value, " ".join(_singular(noun) for noun in nouns)
@@ -112,10 +123,13 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def _powers(text: str) -> dict[str, int] | None:
-    """Return the power of each unit of a product or quotient; None if one of its words is no unit."""
+    """Return the power of each unit in a product or quotient; None if one of its words is no unit.
+
+    After the first slash or "per" all units have negative powers.
+    """
     powers: dict[str, int] = {}
-    sign, pending = 1, 1
-    last_unit: str | None = None  # "" is that of "units", which has no dimension
+    sign, next_power = 1, 1  # next_power: of "square" or "cubic" before a unit
+    last_unit: str | None = None  # "" stands for "units", which has no dimension
     for slash, word, power_text in _TOKEN.findall(_PRODUCT.sub(" ", text)):
         if slash or word == "per":
             sign = -1
@@ -127,13 +141,13 @@ def _powers(text: str) -> dict[str, int] | None:
             powers[last_unit] *= word_power
             continue
         if word_power:
-            pending = word_power
+            next_power = word_power
             continue
         factor = _unit(word)
         if factor is None:
             return None
-        exponent = sign * pending * int(power_text or 1)
-        pending, last_unit = 1, None
+        exponent = sign * next_power * int(power_text or 1)
+        next_power, last_unit = 1, None
         for unit, unit_power in factor.items():
             powers[unit] = powers.get(unit, 0) + exponent * unit_power
             last_unit = unit
@@ -141,7 +155,10 @@ def _powers(text: str) -> dict[str, int] | None:
 
 
 def _unit(word: str) -> dict[str, int] | None:
-    """Return the units that a word names, each with its power; none for "units", None for a word that names no unit."""
+    """Return the powers of the units that a word names; None for a word that names no unit.
+
+    "units" has no dimension: its only unit is "".
+    """
     if word.lower() in _DIMENSIONLESS:
         return {"": 1}
     if word.lower() in _COMPOUNDS:
@@ -152,21 +169,24 @@ def _unit(word: str) -> dict[str, int] | None:
 
 
 def _canonical(powers: dict[str, int]) -> str | None:
+    """Return the units in alphabetical order with their powers; None if all cancel."""
     factors = sorted((unit, power) for unit, power in powers.items() if power and unit)
     return " ".join(unit if power == 1 else f"{unit}^{power}" for unit, power in factors) or None
 
 
 def _singular(word: str) -> str:
+    """Return a regular English plural's singular; short words and those with -ss stay."""
     if word.endswith(("ches", "shes", "xes", "sses")):
         return word[:-2]
     return word[:-1] if word.endswith("s") and len(word) > 3 and not word.endswith("ss") else word
 
 
 def _is_noun(word: str) -> bool:
+    """Return whether a word after a number may be what was counted."""
     is_word = len(word) >= 3 and word.isalpha() and word[1:].islower()
     return is_word and word.lower() not in _NO_NOUN
 
 
 def _is_numeric(value: str) -> bool:
-    """Whether no variable stands in a value, so that a letter behind it is a unit and no factor."""
+    """Return whether a value has no variable, so that a letter behind it is a unit and no factor."""
     return not re.search("[A-Za-z]", _COMMANDS.sub("", value))
