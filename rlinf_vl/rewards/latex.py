@@ -1,8 +1,9 @@
-r"""Read an answer: the last `\boxed{…}`, one spelling for what LaTeX can spell in many, its names, its elements."""
+r"""The reading of an answer: its last `\boxed{…}`, one spelling for many of LaTeX, its elements."""
 
 import re
 from itertools import accumulate
 
+#: Character → its spelling in ASCII or LaTeX. A command ends with a space, so that no letter joins it.
 _SPELLINGS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "―": "-", "﹣": "-",
     "π": r"\pi ", "×": r"\times ", "✕": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "•": r"\cdot ",
@@ -28,10 +29,11 @@ _MATRIX = re.compile(
     r"(?:\\left)?[\[(]? ?\\begin ?\{(?P<kind>[pb]?matrix|array)\} ?(?:\{[lcr| ]{1,20}\})?"
     r"(?P<cells>(?:(?!\\(?:begin|end)(?![a-z])).)*)\\end ?\{(?P=kind)\} ?(?:\\right)?[\])]?"
 )
-#: (text without which the pattern can't match, pattern, replacement), in this order.
+#: (substring, pattern, replacement), applied in this order. A pattern can't match a text without the
+#: substring, and a search for the substring is much faster.
 _REWRITES = [
-    (needed, re.compile(pattern), to)
-    for needed, pattern, to in (
+    (substring, re.compile(pattern), replacement)
+    for substring, pattern, replacement in (
         ("*", r"\*\*([^*]+)\*\*", r"\1"),
         ("√", r"√ ?(?:\(([^()]*)\)|\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?)", r"\\sqrt{\1\2}"),
         ("sqrt", r"(?<![\\a-zA-Z])sqrt ?(?:\(([^()]*)\)|\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?)", r"\\sqrt{\1\2}"),
@@ -89,14 +91,17 @@ _INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![a-zA-Z])")
 _RELATION = re.compile(r"(<=?|>=?|\\[lg]e(?![a-zA-Z]))")
 _SIGNS = {"<": "<", ">": ">", "<=": "<=", ">=": ">=", "\\le": "<=", "\\ge": ">="}
 _VARIABLE = re.compile(r"[a-zA-Z](?:_[0-9a-z])?|\\(?:theta|alpha|beta)")
+#: Digits in groups of three, with commas or spaces, at the start of a value.
 _THOUSANDS = re.compile(r"(?:^|=|[$€£¥₹]) ?[+-]?[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9,]| [0-9])")
 
 _BOX = re.compile(r"\\boxed\s{0,9}\{")
 _ANGLE = re.compile(r"(?:m ?)?\\(?:measured)?angle(?![a-zA-Z])")
+#: Marks around or above the letters of a name, which don't tell one name from another.
 _DECORATION = re.compile(
     r"\\(?:overline|widehat|overarc|overset|frown|arc|overrightarrow|vec|triangle|mathcal|operatorname)(?![a-zA-Z])"
     r"|\\(?=(?:alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu|sin|cos|tan)(?![a-zA-Z]))|[{}()|' ]"
 )
+#: A name of a quantity: `AB`, `x_1`, `A,B`, `∠ABC`, `sin30`.
 _NAME = re.compile(
     r"[A-Za-z]{1,40}(?:_[0-9A-Za-z]{1,4})?|[A-Za-z](?:,[A-Za-z]){1,3}|∠[A-Za-z0-9]{1,9}|(?:sin|cos|tan)[0-9^\\]+(?:circ)?"
 )
@@ -105,22 +110,27 @@ _COMMA = re.compile(r"[,;](?![^(\[{]*[)\]}])")  # outside of brackets
 
 
 def last_boxed(text: str, max_length: int) -> str | None:
-    r"""The content of the last `\boxed{…}`; None if it is missing, unbalanced, empty or longer than `max_length`."""
+    r"""Return the content of the last `\boxed{…}`.
+
+    Return None if it is missing, unbalanced, empty or longer than `max_length` characters.
+    """
     head = _BOX.match(text, max(0, text.rfind("\\boxed")))
     if head is None:
         return None
-    depth, rest = 1, text[head.end() : head.end() + max_length + 1]
-    for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # an escaped brace is no brace
+    depth, content = 1, text[head.end() : head.end() + max_length + 1]
+    for brace in re.finditer(r"\\.|[{}]", content, re.DOTALL):  # an escaped brace does not count
         depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
-            box = rest[: brace.start()]
+            box = content[: brace.start()]
             return box if box.strip() else None
     return None
 
 
 def normalise(text: str) -> str:
-    r"""One spelling: typesetting gone, `\frac12` → `\frac{1}{2}`, √ → `\sqrt`, 1,440 → 1440, text unwrapped, `\$` → `$`.
+    r"""Return an answer in one spelling.
 
+    Typesetting is removed and text unwrapped; `\frac12` → `\frac{1}{2}`, √ → `\sqrt`,
+    1,440 → 1440, `\$` → `$`.
     A matrix becomes `\matrix{a&b;c&d}`, whatever its brackets.
     """
     if _PLAIN_NUMBER.fullmatch(text):
@@ -134,12 +144,13 @@ def normalise(text: str) -> str:
     if "\\begin" in text:
         text = _MATRIX.sub(_matrix, text)
     text = _without_math_mode(text)
-    for needed, pattern, to in _REWRITES:
-        if needed in text:
-            text = pattern.sub(to, text)
-    if " and " in text and not _INEQUALITY.search(text):  # "x > 1 and x < 2" is one answer, no list of two
+    for substring, pattern, replacement in _REWRITES:
+        if substring in text:
+            text = pattern.sub(replacement, text)
+    if " and " in text and not _INEQUALITY.search(text):  # "x > 1 and x < 2" is one answer
         text = re.sub(",? and ", " , ", text)
     text = text.strip().removesuffix(".").strip()
+    # Braces around all of the text: no bracket closes the first one before the end.
     while text.startswith("{") and 0 not in depths(text)[:-1]:
         text = text[1:-1].strip()
     if "," in text or " " in text:
@@ -148,16 +159,20 @@ def normalise(text: str) -> str:
 
 
 def _matrix(match: re.Match[str]) -> str:
+    """Return a matrix environment in our spelling; a final row break is dropped."""
     rows = [row.strip() for row in re.split(r"\\\\|\\cr(?![a-z])", match["cells"])]
     rows = rows[:-1] if len(rows) > 1 and not rows[-1] else rows
     return rf"\matrix{{{';'.join(rows)}}}"
 
 
 def _without_math_mode(text: str) -> str:
-    r"""Take out the dollar signs of math mode; those of money stay: `\$5`, and one alone in front of a number."""
+    r"""Return a text without the dollar signs of math mode.
+
+    Those of money stay: `\$5`, and a single one before or after a number.
+    """
     if "$" not in text or "\x01" in text:
         return text
-    text = text.replace("\\$", "\x01")
+    text = text.replace("\\$", "\x01")  # \x01 stands for a dollar of money until the end
     if text.count("$") == 1:
         text = re.sub(r"^(\s*[+-]?\s*(?:US ?)?)\$(?=\s*[+-]?[0-9.])", "\\1\x01", text)
         text = re.sub(r"(?<=[0-9])\s*\$\s*$", "\x01", text)
@@ -165,24 +180,37 @@ def _without_math_mode(text: str) -> str:
 
 
 def split_matrix(text: str) -> list[list[str]] | None:
-    r"""The cells of a normalised matrix, row by row: `\matrix{1&2;3&4}`; None for anything else."""
+    r"""Return the cells of a normalised matrix row by row; None for anything else.
+
+    `\matrix{1&2;3&4}` → [["1", "2"], ["3", "4"]].
+    """
     if not text.startswith("\\matrix{") or not text.endswith("}") or 0 in depths(text)[len("\\matrix{") : -1]:
         return None
-    return [[cell.strip() for cell in row.split("&")] for row in text[len("\\matrix{") : -1].split(";")]
+    rows: list[list[str]] = []
+    for row in text[len("\\matrix{") : -1].split(";"):
+        rows.append([cell.strip() for cell in row.split("&")])
+    return rows
 
 
 def split_equation(text: str) -> tuple[list[str], list[str]]:
-    r"""(names, values) of a chain of equalities: `m\angle A = 2x = 30` → (["∠A"], ["2x", "30"]); of names alone no value."""
+    r"""Return the names and the values in a chain of equalities.
+
+    `m\angle A = 2x = 30` → (["∠A"], ["2x", "30"]). A chain of names alone has no value.
+    """
     parts = [part.strip() for part in _EQUALS.split(text)]
     parts = parts[1:] if not parts[0] and len(parts) > 1 else parts  # `= 7`
     letters = [_DECORATION.sub("", _ANGLE.sub("∠", part)) for part in parts]
-    named = [len(parts) > 1 and _NAME.fullmatch(name) is not None for name in letters]
-    values = [part for part, is_name in zip(parts, named, strict=True) if not is_name]
-    return [name.removeprefix("∠") for name, is_name in zip(letters, named, strict=True) if is_name], values
+    are_names = [len(parts) > 1 and _NAME.fullmatch(name) is not None for name in letters]
+    values = [part for part, is_name in zip(parts, are_names, strict=True) if not is_name]
+    return [name.removeprefix("∠") for name, is_name in zip(letters, are_names, strict=True) if is_name], values
 
 
 def split_list(text: str) -> tuple[str, list[str]]:
-    r"""(brackets, elements): `(1,2]` → ("(]", …), ordered; `1, 2`, `\{1,2\}` and `2 \pm 1` → ("", …), a set; `x` → ("", ["x"])."""
+    r"""Return the brackets and the elements of a list.
+
+    `(1,2]` → ("(]", …) is ordered; `1, 2`, `\{1,2\}` and `2 \pm 1` → ("", …) are sets;
+    `x` → ("", ["x"]).
+    """
     brackets, inner = "", text
     if text.startswith("\\{") and text.endswith("\\}"):
         inner = text[2:-2]
@@ -195,18 +223,24 @@ def split_list(text: str) -> tuple[str, list[str]]:
 
 
 def split_union(text: str) -> list[str]:
-    r"""The sets of a union, `(0,1) \cup [2,3)`, in brackets each; the text alone if it is none."""
+    r"""Return the sets of a union, each in brackets: `(0,1) \cup [2,3)`.
+
+    Return the text alone if it is no union.
+    """
     sets = [part.strip() for part in text.split("\\cup")]
     return sets if all(part[:1] in ("(", "[", "\\") and part[-1:] in (")", "]", "}") for part in sets) else [text]
 
 
 def split_inequality(text: str) -> tuple[str, str] | None:
-    r"""(variable, interval) of `1 < x \le 2`, `x > 3` or `3 < x`: ("x", "(1,2]"); None for anything else."""
+    r"""Return the variable and the interval of an inequality; None for anything else.
+
+    `1 < x \le 2` → ("x", "(1,2]"), `x > 3` and `3 < x` → ("x", "(3,\infty)").
+    """
     if not _INEQUALITY.search(text):
         return None
     parts = [part.strip() for part in _RELATION.split(text)]
     bounds, signs = parts[::2], [_SIGNS[sign] for sign in parts[1::2]]
-    if all(sign[0] == ">" for sign in signs):  # read it from its other end
+    if all(sign[0] == ">" for sign in signs):  # read it from right to left
         bounds, signs = bounds[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
     if not all(sign[0] == "<" for sign in signs):
         return None
@@ -217,11 +251,12 @@ def split_inequality(text: str) -> tuple[str, str] | None:
     if len(bounds) != 3 or not _VARIABLE.fullmatch(bounds[1]):
         return None
     low, variable, high = bounds
+    # A variable that is also in a bound, x < 2x, is no interval.
     if not low or not high or variable in re.sub(r"\\[a-zA-Z]+", "", low + high):
         return None
     return variable, f"{'[' if signs[0] == '<=' else '('}{low},{high}{']' if signs[1] == '<=' else ')'}"
 
 
 def depths(text: str) -> list[int]:
-    """How many brackets are open behind each character, any kind closing any."""
+    """Return the number of open brackets after each character; any kind closes any other."""
     return list(accumulate((c in "([{") - (c in ")]}") for c in text))

@@ -46,8 +46,7 @@ _POWER_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed"
 
 _WORD = r"(?:[A-Za-zµΩ]{1,20}|[$€£¥₹¢])"
 _FACTOR = rf"{_WORD}\.?(?: ?\^ ?(?:\{{ ?-?[1-4] ?\}}|-?[1-4]))?"
-#: A product or quotient of up to six words at the end of an answer. Repetitions are bounded, so that
-#: the search takes bounded time on hostile answers.
+#: A product or quotient of up to six words, each with a power or without, at the end of an answer.
 _TAIL = re.compile(
     rf"(?<![A-Za-z\\µΩ_^]) ?((?:1 ?/ ?)?{_FACTOR}(?:(?: ?(?:/|\\cdot|\\times|\*) ?| ){_FACTOR}){{0,5}})$"
 )
