@@ -69,7 +69,7 @@ def reference_box(answer: str) -> Box:
 
 
 def _last_box(text: str) -> Box | None:
-    """Return the last box of a text, or its only four numbers, as in `10 20 30 40`; None without."""
+    """Return the last box of a text, or its only four numbers, `10 20 30 40`; None without."""
     coordinates = _last_numbers(_BOX, _text(text), 4)
     if coordinates is None:
         return None

@@ -47,7 +47,9 @@ _ALONE = re.compile(r"[(\[{]?\s*([A-Za-z])\s*[)\]}]?\s*[.:,)]?")
 _LED = re.compile(r"(?:[(\[{]\s*([A-Za-z])\s*[)\]}]\s*[.:,-]?|([A-Z])\s*(?:[).:,]|\s[-–—])(?=\s))\s*(\S.*)")
 #: A letter with its kind: "option B", "the correct answer: B".
 _NAMED = re.compile(
-    rf"(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer|letter)\s*[:=]?\s*{_MARKS}{_LETTER}", re.I
+    r"(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer|letter)\s*[:=]?\s*"
+    rf"{_MARKS}{_LETTER}",
+    re.IGNORECASE,
 )
 #: Words that may follow a letter which is not an article: "the answer is A because …".
 _CONNECTORS = (
@@ -55,10 +57,11 @@ _CONNECTORS = (
     r"here|too|and|or|but|not|is|are|therefore|thus|hence|then|if|unless|rather|instead|"
     r"according|when|that)"
 )
-#: The words that announce an answer, up to the option: "the answer to this question is", "I choose".
+#: Words that announce an answer, up to the option: "the answer to this question is", "I choose".
 #: `qualifier` makes it hypothetical or denies it.
 _ANNOUNCEMENT = re.compile(
-    r"(?P<qualifier>(?:\b(?:if|whether|suppose|assuming|assume|unless|not|never|cannot)|n['’]t)\b[\w\s,']{0,20})?"
+    r"(?P<qualifier>(?:\b(?:if|whether|suppose|assuming|assume|unless|not|never|cannot)|n['’]t)\b"
+    r"[\w\s,']{0,20})?"
     r"\b(?:"
     r"(?:answer|option|choice)\b"
     r"(?:\s+(?:to|for|of|here|in|among|from|then|therefore|that|which)\b[^.\n!?;:]{0,60}?)?"
@@ -76,12 +79,16 @@ _VERDICT = re.compile(
 )
 #: The predicate of a sentence that calls a letter correct.
 _CORRECT = re.compile(
-    r"^\s*(?:clearly\s+|therefore\s+|thus\s+|the\s+|most\s+|only\s+)*(?:correct|right|best|true|answer)\b", re.I
+    r"^\s*(?:clearly\s+|therefore\s+|thus\s+|the\s+|most\s+|only\s+)*"
+    r"(?:correct|right|best|true|answer)\b",
+    re.IGNORECASE,
 )
 #: Another letter that is joined to the one before: "B or C", "B, C", "B C".
 _COORDINATED = re.compile(
-    rf"{_MARKS}\(?\s*(?:,|/|&|\+|;|\||\\|…|[-–—.](?=[A-Z])|\b(?:or|and|and/or|to|through|versus|vs)\b)\s*"
-    rf"(?:(?:or|and|no|either|possibly|maybe|perhaps|option|choice|mean|i)\b,?\s*)*{_MARKS}{_LETTER}"
+    rf"{_MARKS}\(?\s*(?:,|/|&|\+|;|\||\\|…|[-–—.](?=[A-Z])|"
+    r"\b(?:or|and|and/or|to|through|versus|vs)\b)\s*"
+    r"(?:(?:or|and|no|either|possibly|maybe|perhaps|option|choice|mean|i)\b,?\s*)*"
+    rf"{_MARKS}{_LETTER}"
     r"(?!\s+(?:is|are|was|has|does|do|would|looks|seems|cannot|can)\b)"
     r"|[ \t]+(?P<spaced>[A-Z])(?![\w'’]|\s+(?:is|are|was|has|does|would|cannot|can)\b)"
 )
@@ -97,7 +104,7 @@ _DENIED_BEFORE = re.compile(
     r"\s+(?:\w+\s+)?$",
     re.IGNORECASE,
 )
-#: Words before an announcement that make it no claim: "I doubt that", "it is false that", "the worst".
+#: Words before an announcement that make it no claim: "I doubt that", "it is false that".
 _DOUBT = re.compile(
     rf"\b(?:{_DENIAL}|nobody|none|doubt\w*|some|others|people|avoid|unclear|unsure|maybe|"
     r"perhaps|might|could|worst|least|second|other|another|first|initially|before|if|whether|"
@@ -109,7 +116,8 @@ _RETRACTION = re.compile(
     r"(?:^|[\s.,;(])(?:no\s*[,.;:!]|wait\b|actually\b|correction\b|sorry\b|scratch\s+that|"
     r"(?:just\s+)?kidding\b|i\s+meant?\b|on\s+second\s+thought|"
     r"\(\s*(?:not|no|wrong|incorrect|false)\b)|"
-    r"^[^.\n]{0,60}?\b(?:which|that|it|this)\s+(?:is|was)\s+(?:wrong|incorrect|false|not\s+(?:right|correct|true))\b",
+    r"^[^.\n]{0,60}?\b(?:which|that|it|this)\s+(?:is|was)\s+"
+    r"(?:wrong|incorrect|false|not\s+(?:right|correct|true))\b",
     re.IGNORECASE,
 )
 #: A letter that is joined to the announcement or letter after it: "A or".
@@ -125,7 +133,8 @@ _SPOKEN = re.compile(
 _REASONED = re.compile(rf"{_LETTER}{_MARKS},?\s*(?:because|since)\b(?P<reason>.*)", re.IGNORECASE)
 #: Words before an option's text: "Based on the picture, it is", "So the shape in the middle is".
 _LEAD_IN = re.compile(
-    r"(?:(?:based|in|from|according|looking)\b[^,.;]{0,40},\s*)?(?:(?:so|thus|therefore|hence|then)\b,?\s*)?"
+    r"(?:(?:based|in|from|according|looking)\b[^,.;]{0,40},\s*)?"
+    r"(?:(?:so|thus|therefore|hence|then)\b,?\s*)?"
     r"(?:it|this|that|(?:the|this|that)\s+\w+(?:\s+\w+)?"
     r"(?:\s+(?:in|of|on|at)\s+(?:the|this)\s+\w+)?)\s*(?:['’]s|is|are|was)\s+",
     re.IGNORECASE,
@@ -197,7 +206,7 @@ class Reader:
     letters: frozenset[str]
 
     def chosen(self, reply: str) -> str | None:
-        """Return the letter of the option that a reply chooses; None if it chooses none, or several."""
+        """Return the letter of the option that a reply chooses; None for none, or several."""
         reply = _DELIMITERS.sub(" ", reply.translate(_FULL_WIDTH))
         final = final_answer(reply)
         if final is not None:
@@ -240,7 +249,7 @@ class Reader:
         return letter.upper() if letter.upper() in self.letters else None
 
     def _of_text(self, text: str) -> str | None:
-        """Return the letter of the one option that has this text, with an article before it or not."""
+        """Return the letter of the only option with this text, articles aside."""
         text = _bare_text(text)
         if not self.options or len(text) > self._max_option_length:  # saves computing a long text's key
             return None
@@ -298,7 +307,7 @@ class Reader:
         return not mentioned_letters and not self._claims(tail)
 
     def _stated(self, text: str) -> str | None:
-        """Return the option that a short text states: "B", "option B", "B circle", "it is a circle"."""
+        """Return the option that a text states: "B", "option B", "B circle", "it is a circle"."""
         text = _bare_text(text)
         if "\n" in text:
             return None
@@ -421,7 +430,7 @@ class Reader:
         return claim(None, False)
 
     def _ends_here(self, letter: str, letter_match: re.Match[str], tail: str) -> bool:
-        """Return whether a letter stands alone: no article before a noun, no other option's text."""
+        """Return whether a letter is no article, and has no other option's text beside it."""
         tail = re.sub(r"^[*_$\"'“”‘’`}]+", "", tail)
         if re.match(r"\s+[^\W\d_]", tail) and not re.match(rf"\s+(?:{_CONNECTORS}\b|[A-Z](?!\w))", tail):
             following = tail.strip()

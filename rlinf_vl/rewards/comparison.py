@@ -35,21 +35,23 @@ from rlinf_vl.rewards.units import split_unit
 MAX_ELEMENTS = 8
 #: Largest matrix that is compared, in cells.
 MAX_CELLS = 16
-#: Deepest nesting of brackets that is compared: the time of math-verify's parser grows steeply with it.
+#: Deepest nesting of brackets that is compared: math-verify's parser takes far longer with each.
 MAX_NESTING = 12
-#: Largest relative difference of two closed forms, evaluated to 30 digits, that are the same number.
+#: Largest relative difference of equal closed forms, which are evaluated to 30 digits.
 _TOLERANCE = Fraction(1, 10**12)
 
 #: An integer or decimal, with a repeating part or a power of ten or without.
 _DECIMAL = re.compile(
     r"([+-]?)([0-9]*)(?:\.([0-9]*)(?:\\overline ?\{([0-9]+)\})?)?"
-    r"(?:[eE]([+-]?[0-9]{1,3})| ?(?:\\times|\\cdot|\*|x) ?10 ?(?:\^|\*\*) ?\{? ?([+-]?[0-9]{1,3}) ?\}?)?"
+    r"(?:[eE]([+-]?[0-9]{1,3})"
+    r"| ?(?:\\times|\\cdot|\*|x) ?10 ?(?:\^|\*\*) ?\{? ?([+-]?[0-9]{1,3}) ?\}?)?"
 )
 _POWER_OF_TEN = re.compile(r"([+-]?)10 ?\^ ?\{? ?([+-]?[0-9]{1,3}) ?\}?")
 _SCIENTIFIC = re.compile("[0-9.][eE]")
 #: A fraction or mixed number: `3 1/2`, `\frac{7}{2}`, `3\frac{1}{2}`.
 _FRACTION = re.compile(
-    r"([+-]?) ?(?:(?:([0-9]+) )?([0-9]+) ?/ ?([0-9]+)|([0-9]*) ?\\frac ?\{ ?([+-]?[0-9]+) ?\} ?\{ ?([+-]?[0-9]+) ?\})"
+    r"([+-]?) ?(?:(?:([0-9]+) )?([0-9]+) ?/ ?([0-9]+)"
+    r"|([0-9]*) ?\\frac ?\{ ?([+-]?[0-9]+) ?\} ?\{ ?([+-]?[0-9]+) ?\})"
 )
 
 #: The letter of an option with its text or without: `C`, `(C)`, `C. 12 cm`.
@@ -121,7 +123,7 @@ def _same_at_sight(response: str, answer: str) -> bool | None:
 
 
 def _key(text: str) -> str:
-    """Return a text without spaces, except between two numbers, and without case if it is a word."""
+    """Return a text without spaces, except between numbers, and without case if it is a word."""
     key = re.sub(r"(?<![0-9]) +| +(?![0-9])", "", text) if " " in text else text
     return key.casefold() if key.isalpha() else key
 
@@ -388,7 +390,7 @@ def _same_relation(response_relation, answer_relation) -> bool:
 
     2x = 2y is y = x, and -x < 1 is x > -1.
 
-    `math_verify.verify` compares solutions instead, so it takes x² = -1 for x² = -2: both have none.
+    `math_verify.verify` compares solutions instead. So it takes x² = -1 for x² = -2, which have none.
     """
     from sympy import Eq, Ge, Gt, Le, Lt, simplify
 
@@ -448,7 +450,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def same_number(response: Number, answer: Number) -> bool:
-    """Return whether the response's number is the answer's, roundings allowed as the module says."""
+    """Return whether two numbers are the same, with the roundings in the module's docstring."""
     error = abs(response.value - answer.value)
     if error == 0:
         return True

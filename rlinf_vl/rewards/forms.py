@@ -137,11 +137,17 @@ def _only_parameter(parameters: Mapping[str, inspect.Parameter], name: str, anno
 FORMS: dict[str, Form] = {
     # TRL: docs, "Using a custom reward function" of the GRPO trainer
     "trl": Form(
-        "fn(completions, **columns)", lambda p: bool({"completions", "completion_ids"} & p.keys()), True, _trl
+        "fn(completions, **columns)",
+        lambda p: bool({"completions", "completion_ids"} & p.keys()),
+        True,
+        _trl,
     ),
     # verl: workers/reward_manager/{naive,batch}.py
     "verl": Form(
-        "compute_score(data_source, solution_str, ground_truth, extra_info)", lambda p: "solution_str" in p, False, _verl
+        "compute_score(data_source, solution_str, ground_truth, extra_info)",
+        lambda p: "solution_str" in p,
+        False,
+        _verl,
     ),
     "verl batch": Form(
         "compute_score(data_sources, solution_strs, ground_truths, extra_infos)",
@@ -218,7 +224,7 @@ class RewardFunction:
         }
 
     def together(self) -> bool:
-        """Return whether a group's answers go to one call: as a list, or as concurrent coroutines."""
+        """Return whether a group's answers are scored at once: in a list, or by coroutines."""
         return self.form.of_group or self.is_async
 
     def results(self, problem: Problem, answers: Sequence[Answer], timeout_s: float) -> list[Result | Exception]:

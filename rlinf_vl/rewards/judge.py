@@ -49,16 +49,23 @@ MAX_WAIT_S = 60.0
 #: so that replies cached under the old rules are not used.
 CACHE_VERSION = 2
 _NUMERAL = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
-_VALUE = rf"(?P<value>{_NUMERAL})(?:\s*(?:/|\bout\s+of\b)\s*(?P<maximum>{_NUMERAL}))?(?:\s*(?:points?|stars?))?"
-#: The only text that may stand before the number: "Score: 0.5", "I give the response a grade of 0.5".
-#: "The answer is" is not among it, since the judge may be quoting the response.
+#: A number, or `x/y`, `x out of y`.
+_VALUE = (
+    rf"(?P<value>{_NUMERAL})(?:\s*(?:/|\bout\s+of\b)\s*(?P<maximum>{_NUMERAL}))?"
+    r"(?:\s*(?:points?|stars?))?"
+)
 _GRADE = r"(?:score|rating|grade|verdict|mark|reward)"
+#: The only text that may stand before the number: "Score: 0.5", "I give it a grade of 0.5". "The
+#: answer is" is not among it, since the judge may be quoting the response.
 _LABEL = (
-    r"(?:(?:i(?:['’]d|\s+would)\s+|i\s+)?(?:give|rate|grade|score|assign)\s+(?:(?:it|this|(?:the|this)\s+(?:response|answer))\s+)?"
-    rf"(?:(?:a|an|the)\s+{_GRADE}\s+of|an?|as|at|with)?|(?:(?:my|the|this|final|overall)\s+)*{_GRADE}[*_\"']*\s*(?:is|of|would\s+be)?)?"
+    r"(?:(?:i(?:['’]d|\s+would)\s+|i\s+)?(?:give|rate|grade|score|assign)\s+"
+    r"(?:(?:it|this|(?:the|this)\s+(?:response|answer))\s+)?"
+    rf"(?:(?:a|an|the)\s+{_GRADE}\s+of|an?|as|at|with)?"
+    rf"|(?:(?:my|the|this|final|overall)\s+)*{_GRADE}[*_\"']*\s*(?:is|of|would\s+be)?)?"
 )
 _REPLY = re.compile(
-    rf"[\s*_`\"'(\[$]{{0,9}}{_LABEL}[\s*_`\"'(\[:=$]{{0,9}}{_VALUE}[\s*_`\"')\].!$]{{0,9}}(?P<remark>(?:\n|\s\().*)?",
+    rf"[\s*_`\"'(\[$]{{0,9}}{_LABEL}[\s*_`\"'(\[:=$]{{0,9}}"
+    rf"{_VALUE}[\s*_`\"')\].!$]{{0,9}}(?P<remark>(?:\n|\s\().*)?",
     re.DOTALL | re.I,
 )
 _DIGIT = re.compile(r"[0-9]")
@@ -71,7 +78,7 @@ class JudgeError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The handler that turns a redirect into an error: it could lead to a host that is not allowed."""
+    """The handler that refuses redirects: one could lead to a host that is not allowed."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         return None
@@ -226,11 +233,11 @@ class Judge:
                 free_at = float(self._next_start_file.read_text())
             except (OSError, ValueError):
                 free_at = 0.0
-            now = time.time()
+            current_time = time.time()
             # At most an hour ahead, so that a wrong time in the file can't stop the run.
-            turn = max(now, min(free_at, now + 3600.0))
+            turn = max(current_time, min(free_at, current_time + 3600.0))
             self._next_start_file.write_text(repr(turn + self._gap_s))
-        time.sleep(turn - now)
+        time.sleep(turn - current_time)
 
 
 def score_of(reply: str, scale: float) -> float | None:

@@ -3,21 +3,22 @@ r"""The reading of an answer: its last `\boxed{…}`, one spelling for many of L
 import re
 from itertools import accumulate
 
-#: Character → its spelling in ASCII or LaTeX. A command ends with a space, so that no letter joins it.
+#: Character → its spelling in ASCII or LaTeX. A space ends a command, so that no letter joins it.
 _SPELLINGS = {
-    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "―": "-", "﹣": "-",
-    "π": r"\pi ", "×": r"\times ", "✕": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "•": r"\cdot ",
-    "∗": "*", "÷": "/", "⁄": "/", "∕": "/", "∶": ":",
-    "°": r"^\circ ", "˚": r"^\circ ", "º": r"^\circ ", "∘": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F",
-    "∠": r"\angle ", "△": r"\triangle ", "≈": r"\approx ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "≦": r"\le ",
-    "≧": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\neq ", "∞": r"\infty ", "∈": r"\in ", "∪": r"\cup ",
-    "∩": r"\cap ", "∅": r"\emptyset ", "⟨": r"\langle ", "⟩": r"\rangle ",
-    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "Ω": "Ω", "μ": "µ", "´": "'", "′": "'",
-    "\u00a0": " ", "\u3000": " ", "。": ".", "、": ",", "\n": " ", "\t": " ",
+    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "―": "-", "﹣": "-", "π": r"\pi ",
+    "×": r"\times ", "✕": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
+    "•": r"\cdot ", "∗": "*", "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "°": r"^\circ ",
+    "˚": r"^\circ ", "º": r"^\circ ", "∘": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F",
+    "∠": r"\angle ", "△": r"\triangle ", "≈": r"\approx ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
+    "≦": r"\le ", "≧": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\neq ", "∞": r"\infty ",
+    "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "⟨": r"\langle ",
+    "⟩": r"\rangle ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "Ω": "Ω", "μ": "µ",
+    "´": "'", "′": "'", "\u00a0": " ", "\u3000": " ", "。": ".", "、": ",", "\n": " ", "\t": " ",
 } | {
-    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
-    "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}",
-    "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}",
+    "⅔": r"\frac{2}{3}", "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}",
+    "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}", "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}",
+    "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
 }  # fmt: skip
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _CHARACTERS = str.maketrans(_SPELLINGS | dict.fromkeys(map(chr, range(0x2000, 0x200B)), " ") | {"\u202f": " "})
@@ -29,8 +30,8 @@ _MATRIX = re.compile(
     r"(?:\\left)?[\[(]? ?\\begin ?\{(?P<kind>[pb]?matrix|array)\} ?(?:\{[lcr| ]{1,20}\})?"
     r"(?P<cells>(?:(?!\\(?:begin|end)(?![a-z])).)*)\\end ?\{(?P=kind)\} ?(?:\\right)?[\])]?"
 )
-#: (substring, pattern, replacement), applied in this order. A pattern can't match a text without the
-#: substring, and a search for the substring is much faster.
+#: (substring, pattern, replacement), applied in this order. A pattern can't match a text without
+#: the substring, and a search for the substring is much faster.
 _REWRITES = [
     (substring, re.compile(pattern), replacement)
     for substring, pattern, replacement in (
@@ -98,12 +99,15 @@ _BOX = re.compile(r"\\boxed\s{0,9}\{")
 _ANGLE = re.compile(r"(?:m ?)?\\(?:measured)?angle(?![a-zA-Z])")
 #: Marks around or above the letters of a name, which don't tell one name from another.
 _DECORATION = re.compile(
-    r"\\(?:overline|widehat|overarc|overset|frown|arc|overrightarrow|vec|triangle|mathcal|operatorname)(?![a-zA-Z])"
-    r"|\\(?=(?:alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu|sin|cos|tan)(?![a-zA-Z]))|[{}()|' ]"
+    r"\\(?:overline|widehat|overarc|overset|frown|arc|overrightarrow|vec|triangle|mathcal"
+    r"|operatorname)(?![a-zA-Z])"
+    r"|\\(?=(?:alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu|sin|cos|tan)(?![a-zA-Z]))"
+    r"|[{}()|' ]"
 )
 #: A name of a quantity: `AB`, `x_1`, `A,B`, `∠ABC`, `sin30`.
 _NAME = re.compile(
-    r"[A-Za-z]{1,40}(?:_[0-9A-Za-z]{1,4})?|[A-Za-z](?:,[A-Za-z]){1,3}|∠[A-Za-z0-9]{1,9}|(?:sin|cos|tan)[0-9^\\]+(?:circ)?"
+    r"[A-Za-z]{1,40}(?:_[0-9A-Za-z]{1,4})?|[A-Za-z](?:,[A-Za-z]){1,3}|∠[A-Za-z0-9]{1,9}"
+    r"|(?:sin|cos|tan)[0-9^\\]+(?:circ)?"
 )
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\approx ")
 _COMMA = re.compile(r"[,;](?![^(\[{]*[)\]}])")  # outside of brackets

@@ -1,7 +1,8 @@
 r"""The comparison of a response's last `\boxed{…}` with the reference answer.
 
-Answers that need no algebra (numbers, names, units, lists of them) are compared here, in any thread. Formulas are
-compared by a worker process under limits of time and memory (`rlinf_vl.rewards.grading_pool`).
+Answers that need no algebra (numbers, names, units, lists of them) are compared here, in any
+thread. Formulas are compared by a worker process under limits of time and memory
+(`rlinf_vl.rewards.grading_pool`).
 """
 
 import atexit
@@ -60,7 +61,8 @@ def check_reference(answer: str) -> None:
     A costly reference is compared with itself once.
 
     Raises:
-        GradingError: it is empty, longer than `MAX_LENGTH`, in a broken box, or takes too much time or memory.
+        GradingError: the reference is empty, longer than `MAX_LENGTH`, in a broken box, or takes
+            too much time or memory.
         RuntimeError: as `math_verdict`.
     """
     reference = _reference(answer)
@@ -85,7 +87,7 @@ def stop_grading() -> None:
 
 
 def _new_pool() -> None:
-    """Give a forked child a pool of its own, since two processes must not share a server's socket."""
+    """Give a forked child its own pool: two processes must not share a server's socket."""
     global _POOL
     _POOL = GradingPool()
 

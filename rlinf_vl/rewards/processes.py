@@ -58,7 +58,7 @@ class Limits:
 
 
 def load_function(name: str, kwargs: Mapping[str, Any], files: Mapping[str, str]) -> RewardFunction:
-    """Return a user's function with its keywords. Raises CodeError: it can't be loaded or called."""
+    """Return a user's function with its keywords. Raises CodeError: it can't be loaded."""
     function = load_code(name, {}, files, kind="reward function", signature=SIGNATURE)
     return RewardFunction(function, name, kwargs)
 

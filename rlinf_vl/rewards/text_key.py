@@ -15,7 +15,7 @@ _SPELLINGS = str.maketrans(
 )
 #: Marks around a whole text; `**` stands before `*`, which would take only half of it.
 _ENCLOSURES = [("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"), ("$", "$"), ("'", "'"), ('"', '"'), ("«", "»")]
-#: Signs that make a text a formula or a quantity, from which only spaces and final stops are dropped.
+#: Signs that make a text a formula or quantity, from which only spaces and final stops are dropped.
 _FORMULA = re.compile(r"[0-9+=<>/\\^*|~#&@_%°√∠∞±⋅×÷$€£¥]|(?<![^\W\d_])-")
 #: Digits grouped by commas, outside of lists and brackets: "1,440" is 1440, "(1,440)" is a pair.
 _THOUSANDS = re.compile(r"(?<![\w.,([{])([0-9]{1,3}(?:,[0-9]{3})+)(?![\w,)\]}])")
@@ -45,7 +45,7 @@ def text_key(text: str) -> str:
 
 
 def _is_formula(text: str) -> bool:
-    """Return whether signs count: a digit, a formula's sign, a prime or a possible minus is there."""
+    """Return whether signs count: there is a digit, a formula's sign, a prime or a minus."""
     if _FORMULA.search(text) or any(c.isdigit() or unicodedata.category(c) in ("Sm", "No") for c in text):
         return True
     if re.search(r"(?<![^\W\d_])[^\W\d_]['!\"](?![^\W\d_])|\b[^\W\d_]\(", text):  # A', n!, f(x)

@@ -161,6 +161,7 @@ def overlong(response: str, *, response_tokens: int, max_tokens: int, buffer: in
     """Return the soft penalty for a long response, −1 to 0.
 
     It is 0 up to max_tokens − buffer tokens, falls linearly to −1 at max_tokens, and is −1 beyond
-    (Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", equation 13).
+    (Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", equation
+    13).
     """
     return max(-1.0, min(0.0, (max_tokens - buffer - response_tokens) / buffer))

@@ -9,22 +9,23 @@ import re
 
 #: Unit → its spellings, separated by spaces.
 _SPELLINGS = {
-    "cm": "cm centimeter centimetre", "mm": "mm millimeter millimetre", "km": "km kilometer kilometre",
-    "m": "m meter metre", "dm": "dm decimeter decimetre", "µm": "µm um micrometer micron", "nm": "nm nanometer",
-    "ft": "ft feet foot", "inch": "in inch", "yd": "yd yard", "mi": "mi mile",
-    "degree": "deg degree", "rad": "rad radian", "celsius": "celsius", "fahrenheit": "fahrenheit",
-    "h": "h hr hour", "min": "min minute", "s": "s sec second", "ms": "ms millisecond", "day": "day", "week": "week",
-    "month": "month", "year": "yr year",
-    "dollar": "$ dollar USD", "cent": "cent ¢", "euro": "€ euro EUR", "pound sterling": "£ GBP", "yen": "¥ yen yuan",
-    "rupee": "₹ rupee",
-    "kg": "kg kilogram", "g": "g gram", "mg": "mg milligram", "lb": "lb pound", "oz": "oz ounce", "t": "ton tonne",
+    "cm": "cm centimeter centimetre", "mm": "mm millimeter millimetre",
+    "km": "km kilometer kilometre", "m": "m meter metre", "dm": "dm decimeter decimetre",
+    "µm": "µm um micrometer micron", "nm": "nm nanometer", "ft": "ft feet foot", "inch": "in inch",
+    "yd": "yd yard", "mi": "mi mile", "degree": "deg degree", "rad": "rad radian",
+    "celsius": "celsius", "fahrenheit": "fahrenheit", "h": "h hr hour", "min": "min minute",
+    "s": "s sec second", "ms": "ms millisecond", "day": "day", "week": "week", "month": "month",
+    "year": "yr year", "dollar": "$ dollar USD", "cent": "cent ¢", "euro": "€ euro EUR",
+    "pound sterling": "£ GBP", "yen": "¥ yen yuan", "rupee": "₹ rupee", "kg": "kg kilogram",
+    "g": "g gram", "mg": "mg milligram", "lb": "lb pound", "oz": "oz ounce", "t": "ton tonne",
     "L": "L l liter litre", "mL": "mL ml milliliter millilitre", "cL": "cL cl", "gal": "gal gallon",
-    "N": "N newton", "kN": "kN kilonewton", "J": "J joule", "kJ": "kJ kilojoule", "MJ": "MJ", "W": "W watt",
-    "kW": "kW kilowatt", "MW": "MW megawatt", "mW": "mW milliwatt", "kWh": "kWh", "V": "V volt", "kV": "kV", "mV": "mV",
-    "A": "A amp ampere", "mA": "mA milliampere", "Ω": "Ω ohm", "kΩ": "kΩ kilohm", "F": "F farad", "µF": "µF uF",
-    "C": "C coulomb", "Pa": "Pa pascal", "kPa": "kPa", "MPa": "MPa", "atm": "atm", "bar": "bar", "T": "T tesla",
-    "Hz": "Hz hertz", "kHz": "kHz", "MHz": "MHz", "K": "K kelvin", "mol": "mol mole", "eV": "eV", "cal": "cal calorie",
-    "kcal": "kcal", "acre": "acre", "hectare": "ha hectare",
+    "N": "N newton", "kN": "kN kilonewton", "J": "J joule", "kJ": "kJ kilojoule", "MJ": "MJ",
+    "W": "W watt", "kW": "kW kilowatt", "MW": "MW megawatt", "mW": "mW milliwatt", "kWh": "kWh",
+    "V": "V volt", "kV": "kV", "mV": "mV", "A": "A amp ampere", "mA": "mA milliampere",
+    "Ω": "Ω ohm", "kΩ": "kΩ kilohm", "F": "F farad", "µF": "µF uF", "C": "C coulomb",
+    "Pa": "Pa pascal", "kPa": "kPa", "MPa": "MPa", "atm": "atm", "bar": "bar", "T": "T tesla",
+    "Hz": "Hz hertz", "kHz": "kHz", "MHz": "MHz", "K": "K kelvin", "mol": "mol mole", "eV": "eV",
+    "cal": "cal calorie", "kcal": "kcal", "acre": "acre", "hectare": "ha hectare",
 }  # fmt: skip
 _SYMBOLS = {
     spelling: unit
@@ -67,17 +68,20 @@ _ARGUMENT = re.compile(r"\\(?:sin|cos|tan)(?![a-zA-Z])")
 _DEGREES = re.compile(r"([0-9]+(?:\.[0-9]*)?) ?\^\\circ ?")
 #: Words after a number that change it, deny it or mean another: "5 thousand" is not 5.
 _NO_NOUN = frozenset(
-    "hundred hundreds thousand thousands thousandth thousandths hundredth hundredths million millions billion billions "
-    "trillion trillions dozen dozens gross score couple couples pair pairs lakh lakhs crore crores tens ten half halves "
-    "third thirds fourth fourths quarter quarters fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths "
-    "tenth tenths twelfth twelfths percent percentage pct fold times twice double triple factorial squared cubed square "
-    "cube root choose mod modulo over under plus minus divided multiplied power raised pi sqrt sin cos tan log exp or and "
-    "xor nor not isn is are was were no none never nor wrong incorrect false impossible undefined more less fewer greater "
-    "larger smaller than least most above below between from through until out off per each negative positive remainder "
-    "but except without unknown unless maybe perhaps guess approximately about roughly around almost nearly to of by at "
-    "in if when where for base infinity inf zero one two three four five six seven eight nine eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety max min abs gcd "
-    "lcm true lambda import exec open print the other another instead actually wait".split()
+    "hundred hundreds thousand thousands thousandth thousandths hundredth hundredths million "
+    "millions billion billions trillion trillions dozen dozens gross score couple couples pair "
+    "pairs lakh lakhs crore crores tens ten half halves third thirds fourth fourths quarter "
+    "quarters fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths "
+    "twelfth twelfths percent percentage pct fold times twice double triple factorial squared "
+    "cubed square cube root choose mod modulo over under plus minus divided multiplied power "
+    "raised pi sqrt sin cos tan log exp or and xor nor not isn is are was were no none never nor "
+    "wrong incorrect false impossible undefined more less fewer greater larger smaller than least "
+    "most above below between from through until out off per each negative positive remainder but "
+    "except without unknown unless maybe perhaps guess approximately about roughly around almost "
+    "nearly to of by at in if when where for base infinity inf zero one two three four five six "
+    "seven eight nine eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen "
+    "twenty thirty forty fifty sixty seventy eighty ninety max min abs gcd lcm true lambda import "
+    "exec open print the other another instead actually wait".split()
 )
 
 
@@ -187,5 +191,5 @@ def _is_noun(word: str) -> bool:
 
 
 def _is_numeric(value: str) -> bool:
-    """Return whether a value has no variable, so that a letter behind it is a unit and no factor."""
+    """Return whether a value has no variable, so that a letter after it is a unit."""
     return not re.search("[A-Za-z]", _COMMANDS.sub("", value))

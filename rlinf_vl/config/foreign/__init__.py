@@ -1,1 +1,4 @@
-"""Configs of other systems: read (`files`), converted (`convert`), written as ours."""
+"""The conversion of other systems' configs.
+
+`files` reads a config, `convert` converts it, and `render` writes it as ours.
+"""

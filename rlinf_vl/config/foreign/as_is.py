@@ -1,4 +1,7 @@
-"""A published config of RLinf's runs as it is, where all of it has a meaning here; one of another system is told apart."""
+"""The use of RLinf's published configs without a conversion, where every key has a meaning here.
+
+Configs of other systems are recognised and refused with the command that converts them.
+"""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -18,13 +21,16 @@ log = logging.getLogger(__name__)
 
 
 def rlinf_settings(path: Path, ours: Callable[[], Iterable[str]]) -> dict[str, Any] | None:
-    """Our settings for a YAML file of RLinf's, by dotted name; None for a file that is ours, or can't be read.
+    """Return our settings for a YAML file of RLinf's, by dotted name.
+
+    Return None for a file that is ours or can't be read.
 
     Args:
-        ours: the names of our configs, of which a file that has one in its defaults list is one, too.
+        path: the file.
+        ours: returns the names of our configs; a file with one in its defaults list is ours, too.
 
     Raises:
-        ConfigError: something in it can't be had here, or it is another system's.
+        ConfigError: a key has no counterpart here, or the file is another system's.
     """
     system = _foreign_system(path, ours)
     if system is None:
@@ -32,22 +38,26 @@ def rlinf_settings(path: Path, ours: Callable[[], Iterable[str]]) -> dict[str, A
     command = f"rlinf-vl convert-config {path} --output mine.yaml"
     if system != "rlinf":
         raise ConfigError(f"config {str(path)!r} is one of {SYSTEMS[system]}; convert it: {command}")
-    made = convert_file(path, system)
-    without = (*made.of("refused"), *made.of("unknown"))
-    if problems := [f"{o.key}: {o.value!r} has no counterpart here: {o.text.strip()}" for o in without]:
+    conversion = convert_file(path, system)
+    unsupported = [*conversion.of("refused"), *conversion.of("unknown")]
+    if problems := [f"{o.key}: {o.value!r} has no counterpart here: {o.text.strip()}" for o in unsupported]:
         raise ConfigError(*problems, f"{path.name} is a config of RLinf; all of it but these is had by: {command}")
-    dropped = len(made.of("dropped"))
+    dropped = len(conversion.of("dropped"))
     log.info(
         "%s is a config of RLinf: %d of its keys need no counterpart here ('%s' lists them)",
         path.name,
         dropped,
         command,
     )
-    return made.written
+    return conversion.written
 
 
 def _foreign_system(path: Path, ours: Callable[[], Iterable[str]]) -> str | None:
-    """The system whose config a file is: it is based on none of ours, and keys in it that are not ours are that system's."""
+    """Return the system whose config a file is, None for ours.
+
+    Such a file is based on none of our configs, and has three keys or more of that system which are
+    not ours: fewer may be typing errors.
+    """
     try:
         data = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -57,7 +67,10 @@ def _foreign_system(path: Path, ours: Callable[[], Iterable[str]]) -> str | None
     bases = [base for base in data.get("defaults") or [] if isinstance(base, str)]
     if SCHEMA_NAME in bases:  # it is ours
         return None
-    other = [key for key, _ in flat(data) if key not in config_keys() and not key.startswith(("hydra.", "defaults"))]
-    system = system_of(other) if len(other) >= 3 else None
+    foreign_keys = [
+        key for key, _ in flat(data) if key not in config_keys() and not key.startswith(("hydra.", "defaults"))
+    ]
+    system = system_of(foreign_keys) if len(foreign_keys) >= 3 else None
     names = {base.removesuffix(".yaml") for base in bases}
-    return None if system and names & {*ours(), *(one.stem for one in path.parent.glob("*.yaml"))} else system
+    our_names = {*ours(), *(sibling.stem for sibling in path.parent.glob("*.yaml"))} if system else set()
+    return None if names & our_names else system

@@ -1,4 +1,4 @@
-"""Rules as those of `quantities`, of what is trained on: rewards, prompts and data sets of other systems."""
+"""The rules, like those of `quantities`, for rewards, prompts and data sets of other systems."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from rlinf_vl.config.foreign.values import names_of
 
 
 def rewards(q: Quantities) -> Iterator[Derived]:
+    """Yield the reward functions: by a file's path, or by names."""
     path, names, weights = q("reward_path"), q("reward_names"), q("reward_weights")
     if q.has("vqa_accuracy"):
         functions: list[dict[str, Any]] = [{"function": "choice", "weight": q.number("vqa_accuracy")}]
@@ -38,26 +39,29 @@ def rewards(q: Quantities) -> Iterator[Derived]:
         else:
             q.refused["reward_path"] = f"no file {path!r} near the config: bring it, and name it in reward.functions"
     elif names:
-        functions, kept, unknown = [], names_of(names), []
-        for i, name in enumerate(kept):
+        functions, reward_names, unknown_names = [], names_of(names), []
+        # Without a weight for each, all functions have our default weight.
+        is_weighted = isinstance(weights, list) and len(weights) == len(reward_names)
+        for i, name in enumerate(reward_names):
             module, _, leaf = name.rpartition(".")
             ours = NAMED_REWARDS.get(leaf) or ({"function": f"{module}:{leaf}"} if module else None)
             if ours is None:
-                unknown.append(name)
+                unknown_names.append(name)
                 continue
-            weighted = isinstance(weights, list) and len(weights) == len(kept)
-            functions.append(ours | ({"weight": weights[i]} if weighted else {}))
+            functions.append(ours | ({"weight": weights[i]} if is_weighted else {}))
         if functions:
-            boxed = [name for name in kept if name.rpartition(".")[2] in BOXED_REWARDS]
-            note = f"math pays an answer in \\boxed{{}} only; {', '.join(boxed)} reads others: ask for the box in data.prompt_suffix"
-            yield Derived("reward.functions", functions, note if boxed else "")
-        if unknown:
-            q.refused["reward_names"] = (
-                f"add {', '.join(f'path/to/file.py:{name}' for name in unknown)} to reward.functions"
+            boxed = [name for name in reward_names if name.rpartition(".")[2] in BOXED_REWARDS]
+            note = (
+                f"math pays an answer in \\boxed{{}} only; {', '.join(boxed)} reads others: "
+                "ask for the box in data.prompt_suffix"
             )
+            yield Derived("reward.functions", functions, note if boxed else "")
+        if unknown_names:
+            paths = ", ".join(f"path/to/file.py:{name}" for name in unknown_names)
+            q.refused["reward_names"] = f"add {paths} to reward.functions"
 
 
-#: TRL's rewards by name, and ours.
+#: TRL's rewards by name, with ours.
 NAMED_REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"function": "math"},
     "reasoning_accuracy_reward": {"function": "math"},
@@ -65,16 +69,17 @@ NAMED_REWARDS: dict[str, dict[str, Any]] = {
     "format": {"function": "format", "kwargs": {"tags": ["think", "answer"]}},
     "get_soft_overlong_punishment": {"function": "overlong", "kwargs": {"max_tokens": 1280, "buffer": 256}},
 }
-#: Those that read formulas outside of a box, too, which `math` does not.
+#: Rewards that also read formulas outside of a box, which `math` does not.
 BOXED_REWARDS = {"accuracy_reward", "reasoning_accuracy_reward", "accuracy"}
 
 
 def prompts(q: Quantities) -> Iterator[Derived]:
-    """The text that a template of EasyR1 puts around the problem."""
+    """Yield the text that a template of EasyR1 puts around the problem."""
     if not (path := q("prompt_template")):
         return
     file = q.find(str(path))
     text = file.read_text(encoding="utf-8").rstrip("\n") if file else ""
+    # Jinja: {{ content | trim }} stands for the problem. Any other tag can't be expressed here.
     parts = re.split(r"\{\{\s*content(?:\s*\|\s*trim)?\s*\}\}", text)
     if file is None:
         q.refused["prompt_template"] = f"no file {path!r} near the config: write its text into data.prompt_suffix"
@@ -87,9 +92,10 @@ def prompts(q: Quantities) -> Iterator[Derived]:
 
 
 def datasets(q: Quantities) -> Iterator[Derived]:
+    """Yield the paths of TRL's data set; its validation split only if it validates."""
     if not (name := q("dataset")):
         return
-    hub = not os.path.exists(os.path.expanduser(str(name))) and not str(name).startswith((".", "/", "~"))
+    is_on_hub = not os.path.exists(os.path.expanduser(str(name))) and not str(name).startswith((".", "/", "~"))
     for role, key in (("dataset_train_split", "data.train_data_paths"), ("dataset_val_split", "data.val_data_paths")):
         if key == "data.train_data_paths" or str(q("validate_strategy", "no")) not in ("no", "False"):
-            yield Derived(key, [f"hf://{name}:{q(role)}" if hub else str(name)])
+            yield Derived(key, [f"hf://{name}:{q(role)}" if is_on_hub else str(name)])

@@ -1,7 +1,8 @@
-"""From what other systems say in other units, or with several keys, to our keys: batches, lengths, clipping, KL, LoRA, rewards.
+"""The rules for settings that other systems have in other units, or spread over several keys.
 
-Every rule takes the quantities of a file (`Quantities`, by the roles of systems/quantities.yaml) and yields our settings. A rule
-that a file says nothing of, and whose result is our default, is left out by the caller.
+Every rule takes the quantities of a file (`Quantities`, by the roles of systems/quantities.yaml)
+and yields our settings. The caller leaves out a setting that is our default and that no key of the
+file is about.
 """
 
 import math
@@ -11,13 +12,14 @@ from typing import Any, NamedTuple
 
 from rlinf_vl.config.foreign.values import names_of, top_k
 
+#: Their names of KL estimators, and ours (Schulman 2020, "Approximating KL Divergence").
 KL_NAMES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
-#: Longest prompt where a system has no limit.
-NO_LIMIT = 2048
+#: Longest prompt, in tokens, where a system has no limit and ours needs one.
+DEFAULT_PROMPT_LENGTH = 2048
 
 
 class Derived(NamedTuple):
-    """A value of ours, and a remark on how it came about."""
+    """A setting of ours that a rule derived, and a remark on how."""
 
     key: str
     value: Any
@@ -25,7 +27,7 @@ class Derived(NamedTuple):
 
 
 class BadQuantity(ValueError):
-    """What a file says of a role is no number."""
+    """The file's value of a role is no number."""
 
     def __init__(self, role: str, value: Any) -> None:
         super().__init__(f"{value!r} is no number")
@@ -33,37 +35,48 @@ class BadQuantity(ValueError):
 
 
 class Quantities:
-    """What a file says by role, and what its system takes where it says nothing. `used` has the roles asked for since `begin`."""
+    """The values of a file by role, and the defaults of its system.
+
+    Attributes:
+        file_values: role → value in the file.
+        defaults: role → the system's default, for roles that the file does not set.
+        find: returns the file of a name in the config, or None.
+        used: the roles that were read since the caller cleared it.
+        refused: role → the reason why its value can't be converted.
+    """
 
     def __init__(
-        self, said: Mapping[str, Any], defaults: Mapping[str, Any], find: Callable[[str], Path | None]
+        self, file_values: Mapping[str, Any], defaults: Mapping[str, Any], find: Callable[[str], Path | None]
     ) -> None:
-        self.said = dict(said)
+        self.file_values = dict(file_values)
         self.defaults = dict(defaults)
         self.find = find
         self.used: set[str] = set()
         self.refused: dict[str, str] = {}
 
-    def __call__(self, role: str, otherwise: Any = None) -> Any:
+    def __call__(self, role: str, default: Any = None) -> Any:
+        """Return the value of a role; `default` where neither the file nor its system has one."""
         self.used.add(role)
-        for values in (self.said, self.defaults):
+        for values in (self.file_values, self.defaults):
             if values.get(role) is not None:
                 return values[role]
-        return otherwise
+        return default
 
-    def number(self, role: str, otherwise: float = 0) -> float:
-        value = self(role, otherwise)
+    def number(self, role: str, default: float = 0) -> float:
+        """Return the value of a role as a number. Raises BadQuantity: it is none."""
+        value = self(role, default)
         try:
             return float(value)
         except (TypeError, ValueError):
             raise BadQuantity(role, value) from None
 
     def has(self, role: str) -> bool:
-        """Whether the file or the system has it at all."""
+        """Return whether the file or its system has a value for a role."""
         return self(role) is not None
 
 
 def lengths(q: Quantities) -> Iterator[Derived]:
+    """Yield the lengths of prompts, answers and sequences, in tokens."""
     response, context = int(q.number("response_length", 0)), int(q.number("context_length", 0))
     if not response:
         return
@@ -71,7 +84,7 @@ def lengths(q: Quantities) -> Iterator[Derived]:
         context = max(context, int(q.number("input_length")) + response)
     prompt = int(q.number("prompt_length", 0))
     if not prompt:
-        prompt = context - response if context > response else NO_LIMIT
+        prompt = context - response if context > response else DEFAULT_PROMPT_LENGTH
         yield Derived(
             "data.max_prompt_length", prompt, "no limit there; longer prompts are left out here: choose yours"
         )
@@ -84,10 +97,14 @@ def lengths(q: Quantities) -> Iterator[Derived]:
 
 
 def batches(q: Quantities, group_size: int) -> Iterator[Derived]:
-    """Problems of a step, and optimizer steps made of them."""
+    """Yield the problems of a step, its optimizer steps, and all intervals that count in these.
+
+    Systems count problems, responses per device or optimizer steps; ours counts problems and steps.
+    """
     problems, parts, note = int(q.number("prompts_per_step")), 1.0, ""
     if q.has("device_responses"):
         devices, accumulation = int(q.number("processes", 1)), q.number("accumulation", 1)
+        # TRL counts responses: a device's, times devices, times steps of accumulation.
         micro = q.number("device_responses")
         generated = q("responses_per_step") or micro * devices * q.number("steps_per_generation", accumulation)
         updated = micro * devices * accumulation
@@ -97,12 +114,17 @@ def batches(q: Quantities, group_size: int) -> Iterator[Derived]:
         parts = problems / q.number("prompts_per_update")
     if not problems:
         return
-    whole = max(1, round(parts))
-    while problems % whole:
-        whole -= 1
+    minibatches = max(1, round(parts))
+    # Mini-batches must be equal, so their number has to divide the problems.
+    while problems % minibatches:
+        minibatches -= 1
     yield Derived("data.rollout_batch_size", problems, note)
-    why = f"{problems} problems in {parts:g} parts: the next smaller number that divides them" if whole != parts else ""
-    yield Derived("algorithm.n_minibatches", whole, why)
+    why = (
+        f"{problems} problems in {parts:g} parts: the next smaller number that divides them"
+        if minibatches != parts
+        else ""
+    )
+    yield Derived("algorithm.n_minibatches", minibatches, why)
     for role, strategy, key, never in (
         ("updates", "", "runner.max_steps", -1),
         ("save_every", "save_strategy", "runner.save_interval", -1),
@@ -110,17 +132,19 @@ def batches(q: Quantities, group_size: int) -> Iterator[Derived]:
     ):
         if not q.has(role):
             continue
-        steps, on = q.number(role), not strategy or str(q(strategy, "steps")) == "steps"
+        steps = q.number(role)
+        is_on = not strategy or str(q(strategy, "steps")) == "steps"
         if strategy and str(q(strategy)) == "epoch":
             q.refused[strategy] = f"per epoch: write the steps into {key}"
-        unit = f"{steps:g} optimizer steps, {whole} to a step" if whole > 1 else ""
-        yield Derived(key, math.ceil(steps / whole) if on and steps > 0 else never, unit)
+        unit = f"{steps:g} optimizer steps, {minibatches} to a step" if minibatches > 1 else ""
+        yield Derived(key, math.ceil(steps / minibatches) if is_on and steps > 0 else never, unit)
 
 
 def micro_batches(q: Quantities, longest: int) -> Iterator[Derived]:
+    """Yield the tokens of a micro-batch; `longest` is the longest sequence, which must fit."""
     tokens, responses = int(q.number("micro_tokens")), int(q.number("micro_responses"))
-    packed = q("packing", not responses)
-    if tokens and (packed or not responses):
+    is_packed = q("packing", not responses)
+    if tokens and (is_packed or not responses):
         note = f"raised from {tokens}: the longest sequence" if tokens < longest else ""
         yield Derived("runner.max_tokens_per_mbs", max(tokens, longest), note)
     elif responses:
@@ -128,8 +152,9 @@ def micro_batches(q: Quantities, longest: int) -> Iterator[Derived]:
 
 
 def loss(q: Quantities) -> Iterator[Derived]:
+    """Yield the loss, its mean over tokens, and its clipping."""
     kind, mean = q("loss"), q("mean")
-    if mean in ("cispo", "sapo"):  # TRL's loss_type is both
+    if mean in ("cispo", "sapo"):  # TRL's loss_type names both the loss and its mean
         kind, mean = mean, "token-mean" if mean == "cispo" else "seq-mean-token-mean"
     kind = "gspo" if q("loss_level") == "sequence" else kind or "actor"
     yield Derived("algorithm.loss_type", "actor" if kind == "plain" else kind)
@@ -139,23 +164,23 @@ def loss(q: Quantities) -> Iterator[Derived]:
         yield Derived("algorithm.normalize_advantages", bool(q("normalize")))
     if q.has("entropy_coef"):
         yield Derived("algorithm.entropy_bonus", q.number("entropy_coef") if q("entropy_on", True) else 0.0)
-    if kind == "sapo":  # a gate, no clip
+    if kind == "sapo":  # SAPO has a soft gate instead of a clip
         return
-    both = q.number("clip_eps", 0.2)
-    low = q.number("clip_low", both)
-    high = q.number("clip_high", both if q.has("clip_eps") else low)
+    epsilon = q.number("clip_eps", 0.2)  # the bound of both sides, unless a side has its own
+    low = q.number("clip_low", epsilon)
+    high = q.number("clip_high", epsilon if q.has("clip_eps") else low)
     if kind == "cispo" and q.has("soft_clip_high"):
         low, high = q.number("soft_clip_low", low), q.number("soft_clip_high")
-    elif kind == "cispo" and q("mean") == "cispo":  # TRL's bound is of the ratio itself, above only
+    elif kind == "cispo" and q("mean") == "cispo":  # TRL's bound is the ratio itself, on one side
         low, high = 1.0, max(0.0, high - 1)
     yield Derived("algorithm.clip_ratio_low", low)
     yield Derived("algorithm.clip_ratio_high", high)
-    if q.has("clip_dual") and kind in ("actor", "gspo"):  # plain: SkyRL's loss without
+    if q.has("clip_dual") and kind in ("actor", "gspo"):  # "plain" is SkyRL's loss without it
         yield Derived("algorithm.clip_ratio_c", q.number("clip_dual"), "dual clip")
 
 
 def reference_kl(q: Quantities) -> Iterator[Derived]:
-    """The KL term: in the loss, in the reward, or nowhere."""
+    """Yield the KL term: in the loss, in the reward, or nowhere."""
     if not any(q.has(role) for role in ("kl_loss", "kl_loss_coef", "kl_reward", "kl_reward_coef")):
         return
     in_reward = bool(q("kl_reward", False))
@@ -181,18 +206,21 @@ def reference_kl(q: Quantities) -> Iterator[Derived]:
 
 
 def correction(q: Quantities) -> Iterator[Derived]:
-    """Truncated importance sampling for the difference of engine and trainer, and rejection."""
+    """Yield the correction of the difference of engine and trainer.
+
+    It is rejection, and truncated importance sampling.
+    """
     yield from rejection(q)
-    if "tis" not in q.said and "tis" not in q.defaults:
+    if "tis" not in q.file_values and "tis" not in q.defaults:
         return
     level = q("tis")
     level = "token" if level is True else level
-    if isinstance(level, str) and level.endswith("_mask"):  # TRL: rejected beyond the bounds, and not truncated
+    if isinstance(level, str) and level.endswith("_mask"):  # TRL: reject beyond the bounds instead of truncating
         level = level.removesuffix("_mask")
         yield Derived("algorithm.rejection.level", level)
         yield Derived("algorithm.rejection.low", q.number("rejection_low", 0.0))
         yield Derived("algorithm.rejection.high", q.number("tis_clip", math.inf))
-    elif isinstance(bounds := q("tis_clip"), str) and "_" in bounds:  # verl's IcePop, of train / rollout
+    elif isinstance(bounds := q("tis_clip"), str) and "_" in bounds:  # verl's IcePop bounds train / rollout
         low, high = _bounds(q, "tis_clip")
         yield Derived("algorithm.rejection.level", str(level))
         yield Derived("algorithm.rejection.low", low)
@@ -211,7 +239,11 @@ def correction(q: Quantities) -> Iterator[Derived]:
 
 
 def rejection(q: Quantities) -> Iterator[Derived]:
-    """Tokens and sequences that are left out by their ratio. verl bounds rollout / train, SkyRL train / rollout."""
+    """Yield the bounds of ratios beyond which tokens and sequences are left out of the loss.
+
+    verl bounds rollout / train. SkyRL and ours bound train / rollout, so verl's bounds are
+    inverted.
+    """
     if q.has("veto"):
         yield Derived("algorithm.rejection.veto", q.number("veto"))
     if not q.has("rejection"):
@@ -229,7 +261,11 @@ def rejection(q: Quantities) -> Iterator[Derived]:
 
 
 def _bounds(q: Quantities, role: str) -> tuple[float, float]:
-    """Of verl's "low_high", or of one number, which bounds both sides."""
+    """Return the bounds in verl's "low_high", or in one number, which bounds both sides.
+
+    Raises:
+        BadQuantity: the value is no number, or an upper bound of zero.
+    """
     value = str(q(role))
     low, _, high = value.rpartition("_")
     try:
@@ -239,7 +275,7 @@ def _bounds(q: Quantities, role: str) -> tuple[float, float]:
 
 
 def sampling_kit(q: Quantities) -> Iterator[Derived]:
-    """DAPO's: groups that tie are refilled, answers near the limit pay."""
+    """Yield DAPO's dynamic sampling, which replaces groups of equal rewards, and its penalty."""
     if q("refill"):
         yield Derived("algorithm.dynamic_sampling.enable", True)
         rounds = int(q.number("refill_rounds", 0))
@@ -251,7 +287,7 @@ def sampling_kit(q: Quantities) -> Iterator[Derived]:
 
 
 def teacher(q: Quantities) -> Iterator[Derived]:
-    """On-policy distillation."""
+    """Yield on-policy distillation."""
     if not q("teacher_on") or not q.has("teacher_path"):
         return
     prefix = "algorithm.distillation"
@@ -265,6 +301,7 @@ def teacher(q: Quantities) -> Iterator[Derived]:
 
 
 def validation(q: Quantities) -> Iterator[Derived]:
+    """Yield the sampling of validation; without sampling its temperature is 0."""
     prefix = "algorithm.val_sampling_params"
     sampled = q("val_sampled", True)
     if q.has("val_temperature") or not sampled:
@@ -276,7 +313,10 @@ def validation(q: Quantities) -> Iterator[Derived]:
 
 
 def optimizer(q: Quantities, updates: int) -> Iterator[Derived]:
-    """Args: updates: optimizer steps of the run; 0 if unknown."""
+    """Yield the optimizer's settings.
+
+    `updates` is the number of optimizer steps of the run, 0 if unknown.
+    """
     lr = q.number("lr", 0)
     if lr:
         yield Derived("actor.optim.lr", lr)
@@ -288,18 +328,19 @@ def optimizer(q: Quantities, updates: int) -> Iterator[Derived]:
     if q.number("min_lr") and lr:
         yield Derived("actor.optim.min_lr_ratio", q.number("min_lr") / lr)
     steps, ratio = q.number("warmup_steps"), q.number("warmup_ratio")
-    if 0 < steps < 1:  # transformers 5: a share
+    if 0 < steps < 1:  # transformers 5: a fraction of the run
         steps, ratio = 0, steps
     if steps > 0:
         yield Derived("actor.optim.lr_warmup_steps", int(steps))
     elif ratio and updates:
         yield Derived("actor.optim.lr_warmup_steps", round(ratio * updates), f"{ratio:g} of {updates} optimizer steps")
     elif ratio:
-        role = "warmup_ratio" if "warmup_ratio" in q.said else "warmup_steps"
+        role = "warmup_ratio" if "warmup_ratio" in q.file_values else "warmup_steps"
         q.refused[role] = f"{ratio:g} of the run's optimizer steps: write that number into actor.optim.lr_warmup_steps"
 
 
 def adapters(q: Quantities) -> Iterator[Derived]:
+    """Yield LoRA's settings, or without LoRA whether the vision tower is frozen."""
     rank = int(q.number("lora_rank", 16 if q("lora_on") else 0))
     if q("lora_on", rank > 0) and rank > 0:
         yield Derived("actor.model.is_lora", True)
@@ -308,41 +349,48 @@ def adapters(q: Quantities) -> Iterator[Derived]:
             if q.has(role):
                 yield Derived(f"actor.model.lora.{key}", q.number(role))
         targets, excluded = names_of(q("lora_targets", "all-linear")), names_of(q("lora_excludes"))
-        if targets == ["all-linear"] and any(word in x for x in excluded for word in ("visual", "vision")):
+        # All layers but the vision tower's have a name of their own here.
+        excludes_vision = any("visual" in name or "vision" in name for name in excluded)
+        if targets == ["all-linear"] and excludes_vision:
             targets, excluded = ["language"], []
         yield Derived("actor.model.lora.target_modules", targets)
         if excluded:
             yield Derived("actor.model.lora.exclude_modules", excluded)
-    elif q.has("freeze_tower"):
+    elif q.has("freeze_tower"):  # LoRA freezes the tower itself
         yield Derived("actor.model.freeze_vision_tower", bool(q("freeze_tower")))
 
 
 def machines(q: Quantities) -> Iterator[Derived]:
-    apart = False
+    """Yield the placement on GPUs, engines' parallelism, sharding and offloading."""
+    is_disaggregated = False  # engines have GPUs of their own
     if isinstance(placement := q("placement"), Mapping):
-        kept = {}
+        our_placement = {}
         for names, slots in placement.items():
-            ours = [name for name in str(names).split(",") if name.strip() in ("actor", "rollout")]
-            if ours:
-                kept[",".join(name.strip() for name in ours)] = slots
-        apart = len(kept) > 1
-        yield Derived("cluster.component_placement", kept)
+            components = [name.strip() for name in str(names).split(",")]
+            our_components = [name for name in components if name in ("actor", "rollout")]
+            if our_components:
+                our_placement[",".join(our_components)] = slots
+        is_disaggregated = len(our_placement) > 1
+        yield Derived("cluster.component_placement", our_placement)
     elif q.has("devices"):
         yield Derived("cluster.component_placement", {"actor,rollout": "all"}, f"{q('devices')} there; here all GPUs")
     if q.number("engine_devices") > 1:
-        if apart:
+        if is_disaggregated:
             yield Derived("rollout.tensor_parallel_size", int(q("engine_devices")))
         else:
             q.refused["engine_devices"] = "dropped: engines that share GPUs with the trainer have one each here"
-    size, node = int(q.number("fsdp_size", -1)), q("devices")
-    if size > 0:
-        yield Derived("actor.fsdp_config.strategy", "hsdp" if size == node else "fsdp2")
+    # Shards of one node's size are HSDP: sharded within a node, replicated between nodes.
+    fsdp_size, devices_per_node = int(q.number("fsdp_size", -1)), q("devices")
+    if fsdp_size > 0:
+        yield Derived("actor.fsdp_config.strategy", "hsdp" if fsdp_size == devices_per_node else "fsdp2")
     if q.has("offload"):
         yield Derived("actor.enable_offload", bool(q("offload")), "while engines generate")
 
 
 def resuming(q: Quantities) -> Iterator[Derived]:
+    """Yield whether the run resumes from its last checkpoint; refuse another system's."""
     mode, path = q("resume"), q("resume_path")
+    # TRL's one key is a path or a switch.
     if path in (True, "auto", "latest"):
         mode, path = "auto", None
     if path:
@@ -350,5 +398,5 @@ def resuming(q: Quantities) -> Iterator[Derived]:
             "a checkpoint of another system, which can't be gone on with; export it as a model folder there"
         )
     elif q.has("resume"):
-        on = mode is True or str(mode) in ("auto", "latest")
-        yield Derived("runner.resume_dir", "auto" if on else None)
+        is_on = mode is True or str(mode) in ("auto", "latest")
+        yield Derived("runner.resume_dir", "auto" if is_on else None)

@@ -1,6 +1,7 @@
-"""Settings of a shell script that starts a run: `key=value` (Hydra, OmegaConf) and `--key value` (TRL).
+"""The settings in a shell script that starts a run, read without running it.
 
-Nothing is run. Variables are followed (`X=1`, `${X:-1}`, `: "${X:=1}"`, arrays, sums), then the environment's; $HOME is ~.
+Settings are `key=value` (Hydra, OmegaConf) and `--key value` (TRL). Variables of the script are
+expanded (`X=1`, `${X:-1}`, `: "${X:=1}"`, arrays, sums), then those of the environment; $HOME is ~.
 """
 
 import ast
@@ -14,12 +15,15 @@ from typing import Any, NamedTuple
 from rlinf_vl.config.foreign.values import flat, typed
 
 _Variables = dict[str, str | list[str]]
-_ASSIGNED = re.compile(r"\s*(?:(?:export|local|readonly|declare)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(.*)", re.DOTALL)
+#: An assignment: its name, "+" for `+=`, and the text of its value.
+_ASSIGNMENT = re.compile(r"\s*(?:(?:export|local|readonly|declare)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(.*)", re.DOTALL)
+#: The idiom `: "${NAME:=value}"`, which gives a variable a default.
 _DEFAULT = re.compile(r"\s*:\s+\"?\$\{(\w+):?=(.*)\}\"?\s*", re.DOTALL)
-#: What starts a run; settings come behind it.
+#: Programs that start a run; settings follow them.
 _PROGRAM = re.compile(r"(^|/)(python[\d.]*|bash|sh|torchrun|accelerate|trl|deepspeed|uv)$")
-#: What a launcher's options say of a run.
-_OF_LAUNCHERS = ("num_processes", "nproc_per_node")
+#: Options of launchers that are settings of a run.
+_LAUNCHER_SETTINGS = ("num_processes", "nproc_per_node")
+#: Operators of sums, $(( … )); the shell divides integers, so / is a floor division.
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -31,33 +35,48 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Command(NamedTuple):
-    """Settings of one command, the configs that it names (`config`, `config-name`, `config-path`), and scripts it calls."""
+    """The settings of one command.
 
-    said: dict[str, Any]
+    Attributes:
+        settings: dotted name → value.
+        files: the configs that it names, by `config`, `config-name` or `config-path`.
+        scripts: the shell scripts that it calls.
+    """
+
+    settings: dict[str, Any]
     files: dict[str, str]
     scripts: list[str]
 
 
-def commands(text: str, known: Mapping[str, str]) -> Iterator[Command]:
-    """Every command of a script that has settings, or calls another script; `known` are its variables from elsewhere."""
-    variables: _Variables = dict(known)
+def commands(text: str, outer_variables: Mapping[str, str]) -> Iterator[Command]:
+    """Yield every command of a script that has settings or calls another script.
+
+    Args:
+        text: the script.
+        outer_variables: variables that are set outside of the script.
+    """
+    variables: _Variables = dict(outer_variables)
     for line in _logical_lines(text):
         if default := _DEFAULT.fullmatch(line):
             variables[default[1]] = os.environ.get(default[1]) or " ".join(_words(default[2], variables))
-        elif (assigned := _ASSIGNED.fullmatch(line)) and (value := _value(assigned[3], variables)) is not None:
-            before = variables.get(assigned[1], "")
-            if assigned[2]:
-                value = [*before, *value] if isinstance(before, list) else before + "".join(value)
-            variables[assigned[1]] = value
+        elif (assignment := _ASSIGNMENT.fullmatch(line)) and (value := _value(assignment[3], variables)) is not None:
+            old_value = variables.get(assignment[1], "")
+            if assignment[2]:  # X+=…
+                value = [*old_value, *value] if isinstance(old_value, list) else old_value + "".join(value)
+            variables[assignment[1]] = value
         else:
             command = _command(_words(line, variables))
-            if command.said or command.scripts:
+            if command.settings or command.scripts:
                 yield command
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Commands as they stand: without comments, joined where a backslash, a quote or an array's bracket goes on."""
-    text = re.sub(r"\\[ \t]+(#.*)?\n", "\\\n", text)  # a comment behind a backslash, which no shell takes as meant
+    """Yield the commands of a script without comments.
+
+    Lines are joined where a backslash, an open quote or an array's open bracket continues them.
+    """
+    # A comment after a backslash ends the command in a shell, but its author meant to continue it.
+    text = re.sub(r"\\[ \t]+(#.*)?\n", "\\\n", text)
     line, quote, depth, i = "", "", 0, 0
     while i < len(text):
         c = text[i]
@@ -88,7 +107,7 @@ def _logical_lines(text: str) -> Iterator[str]:
 
 
 def _value(text: str, variables: _Variables) -> str | list[str] | None:
-    """The value of an assignment; None if it stands before a command, and is its alone."""
+    """Return the value of an assignment; None if it is set for one command only, `X=1 command`."""
     text = text.strip()
     if text.startswith("(") and text.endswith(")"):
         return _words(text[1:-1], variables)
@@ -97,10 +116,11 @@ def _value(text: str, variables: _Variables) -> str | list[str] | None:
 
 
 def _words(text: str, variables: _Variables) -> list[str]:
-    """A command's words, quotes removed and variables expanded; $@ is nothing."""
+    """Return a command's words, quotes removed and variables expanded; $@ is empty."""
     text = re.sub(r"\"?\$(@|\*|\{@\})\"?", " ", text)
     text = re.sub(r"\$\(\((.*?)\)\)|\$\([^()]*\)", lambda match: f'"{_expanded(match[0], variables)}"', text)
-    single = {word for word in re.findall(r"'([^']*)'", text) if "$" in word}
+    # shlex drops quotes, so words in single quotes, which are not expanded, are remembered here.
+    literals = {word for word in re.findall(r"'([^']*)'", text) if "$" in word}
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []
@@ -109,7 +129,7 @@ def _words(text: str, variables: _Variables) -> list[str]:
             if array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word):
                 value = variables.get(array[1], [])
                 words += value if isinstance(value, list) else [value]
-            elif any(word.endswith(literal) for literal in single) and '"' + word not in text:
+            elif any(word.endswith(literal) for literal in literals) and '"' + word not in text:
                 words.append(word)
             else:
                 value = _expanded(word, variables)
@@ -120,40 +140,41 @@ def _words(text: str, variables: _Variables) -> list[str]:
 
 
 def _expanded(text: str, variables: _Variables) -> str:
-    """Variables, defaults and sums by their values; what has none stays as it is."""
+    """Return a text with variables, defaults and sums replaced; one without a value stays."""
 
-    def of(name: str) -> str | None:
+    def value_of(name: str) -> str | None:
         if name in ("HOME", "PWD"):
             return "~" if name == "HOME" else "."
         value = variables.get(name, os.environ.get(name))
         return " ".join(value) if isinstance(value, list) else value
 
     def braced(match: re.Match[str]) -> str:
-        known = None if match[1].isdigit() else of(match[1])
+        value = None if match[1].isdigit() else value_of(match[1])
         if match[2]:
-            return known or match[3].strip("\"'")
-        return match[0] if known is None else known
+            return value or match[3].strip("\"'")
+        return match[0] if value is None else value
 
     def summed(match: re.Match[str]) -> str:
-        inner = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: of(m[1]) or m[0], match[1])
+        inner = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: value_of(m[1]) or m[0], match[1])
         try:
             return str(_sum(ast.parse(inner.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
             return match[0]
 
     text = re.sub(r"\$\(pwd\)", ".", text)
-    for _ in range(5):
-        before = text
+    for _ in range(5):  # a variable's value may hold other variables
+        old_text = text
         text = re.sub(r"\$\{(\w+)(?:(:?[-=])((?:[^{}]|\{[^{}]*\})*))?\}", braced, text)
-        text = re.sub(r"\$([A-Za-z_]\w*)", lambda m: of(m[1]) or m[0], text)
+        text = re.sub(r"\$([A-Za-z_]\w*)", lambda m: value_of(m[1]) or m[0], text)
         text = re.sub(r"\$\(\((.*)\)\)", summed, text)
-        if text == before:
+        if text == old_text:
             break
-    text = re.sub(r"\$\([^()]*\)", "", text)  # what another program would say
-    return re.sub(r"\$\{(\w+)\}", r"$\1", text)  # braces mean something else in a config
+    text = re.sub(r"\$\([^()]*\)", "", text)  # the output of another program is unknown
+    return re.sub(r"\$\{(\w+)\}", r"$\1", text)  # braces are an interpolation in a config
 
 
 def _sum(node: ast.expr) -> int:
+    """Return the value of integer arithmetic. Raises ValueError: it has anything else."""
     match node:
         case ast.Constant(value=int(number)):
             return number
@@ -165,43 +186,46 @@ def _sum(node: ast.expr) -> int:
 
 
 def _command(words: list[str]) -> Command:
-    said: dict[str, Any] = {}
+    """Return the settings, config files and scripts in a command's words."""
+    settings: dict[str, Any] = {}
     files: dict[str, str] = {}
     scripts: list[str] = []
     start = next((i for i, word in enumerate(words) if _PROGRAM.search(word)), None)
     if start is None:
-        return Command(said, files, scripts)
-    rest = iter(words[start + 1 :])
-    word = next(rest, None)
+        return Command(settings, files, scripts)
+    remaining_words = iter(words[start + 1 :])
+    word = next(remaining_words, None)
     while word is not None:
-        following = next(rest, None)
+        following = next(remaining_words, None)
+        # --key a b is a list, and --key alone is true.
         if option := re.fullmatch(r"--([A-Za-z][\w.-]*)(?:=(.*))?", word, re.DOTALL):
             name, values = option[1].replace("_", "-"), [option[2]] if option[2] is not None else []
             while option[2] is None and following is not None and _is_value(following):
                 values.append(following.rstrip(","))
-                following = next(rest, None)
+                following = next(remaining_words, None)
             if name in ("config", "config-name", "config-path"):
                 files[name] = values[0] if values else ""
             else:
                 parsed = [typed(value) for value in values]
-                said[option[1].replace("-", "_")] = parsed[0] if len(parsed) == 1 else parsed or True
+                settings[option[1].replace("-", "_")] = parsed[0] if len(parsed) == 1 else parsed or True
         elif pair := re.fullmatch(r"[+~]{0,2}([A-Za-z_][\w.@/-]*)=(.*)", word, re.DOTALL):
             if pair[1] == "config" and pair[2].endswith((".yaml", ".yml")):
                 files["config"] = pair[2]
             else:
-                said[pair[1]] = typed(pair[2])
-        elif word.endswith(".py") or word == "-m":  # what stood before it are a launcher's
-            said = {key: value for key, value in said.items() if key in _OF_LAUNCHERS}
+                settings[pair[1]] = typed(pair[2])
+        elif word.endswith(".py") or word == "-m":
+            # The options before the program are the launcher's; few of them describe the run.
+            settings = {key: value for key, value in settings.items() if key in _LAUNCHER_SETTINGS}
         elif word.endswith(".sh"):
             scripts.append(word)
         elif re.match(r"[|&;<>]", word):
             break
         word = following
-    return Command(dict(flat(said)), files, scripts)
+    return Command(dict(flat(settings)), files, scripts)
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word behind --key is its value, and not the program, an option, or key=value."""
+    """Return whether a word after --key is its value, not the program, an option or key=value."""
     return (
         not re.match(r"--?[A-Za-z]", word)
         and not word.endswith((".py", ".sh"))

@@ -1,4 +1,4 @@
-"""Values as other systems write them, and what they are as ours: `CONVERSIONS`, by the names that tables use."""
+"""The values of other systems, and their conversions into ours by the names that tables use."""
 
 import json
 import os
@@ -11,17 +11,18 @@ import yaml
 from rlinf_vl.config.keys import config_keys
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
-#: Where they log besides, which every run here does: metrics.jsonl, the progress line, the log.
+#: Trackers of other systems for what every run here has: metrics.jsonl, the progress line, the log.
 _ALWAYS_LOGGED = ("console", "file", "none", "all")
+#: Names of dtypes, and ours; None for "auto".
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16", "float": "fp32", "auto": None}
 
 
 class Unreadable(str):
-    """An expression whose value the file doesn't say."""
+    """An expression whose value is not in the file."""
 
 
 class _Loader(yaml.SafeLoader):
-    """With 1e-6 as a number."""
+    """A YAML loader that reads 1e-6 as a number; PyYAML, which follows YAML 1.1, reads a text."""
 
 
 _Loader.add_implicit_resolver(
@@ -32,14 +33,14 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(text: str) -> Any:
-    """Raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)  # noqa: S506
+    """Return the data of a YAML text. Raises yaml.YAMLError: the text is no YAML."""
+    return yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader)
 
 
 def typed(text: str) -> Any:
-    """A word of a command line as Hydra and OmegaConf read it."""
+    """Return the value of a command line's word, as Hydra and OmegaConf read it."""
     if re.fullmatch(r"\$\{?\w+\}?", text):
-        return Unreadable(text)
+        return Unreadable(text)  # a variable without a value
     if text == "None":
         return None
     try:
@@ -49,7 +50,7 @@ def typed(text: str) -> Any:
 
 
 def flat(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name → value of nested mappings."""
+    """Yield the dotted name and the value of each leaf of nested mappings."""
     for key, value in data.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{key}.")
@@ -58,17 +59,17 @@ def flat(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def plain(value: Any) -> str:
-    """One spelling of what YAML, Python and a command line write differently."""
+    """Return one spelling of a value such as True, which YAML and Python write differently."""
     return str(value).strip().lower()
 
 
 def top_k(value: Any) -> int:
-    """-1, and more than any vocabulary has, is 0: all tokens."""
+    """Return our top_k: 0 (all tokens) for -1 and for more tokens than any vocabulary has."""
     return 0 if value is None or float(value) <= 0 or float(value) >= 500_000 else int(value)
 
 
 def names_of(value: Any) -> list[str]:
-    """A list of names from a list, from a text with commas, or from JSON."""
+    """Return the names in a list, in a text with commas, or in a JSON list."""
     if value in (None, ""):
         return []
     if isinstance(value, str) and value.startswith("["):
@@ -81,63 +82,75 @@ def names_of(value: Any) -> list[str]:
 
 
 def _paths(value: Any) -> list[str]:
+    """Return the paths in a list or text, data sets of the hub as hf:// paths."""
     return [_path(text) for text in names_of(value)]
 
 
 def _path(text: str) -> str:
-    """EasyR1's and the hub's owner/name@split → hf://owner/name:split; a path as it is."""
+    """Return hf://owner/name:split for EasyR1's and the hub's owner/name@split; a path as it is."""
     name, _, split = text.partition("@")
-    plain = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith(".")
-    if plain and not name.endswith((".parquet", ".json", ".jsonl", ".csv", ".arrow")) and not os.path.exists(name):
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith(".")
+    if (
+        is_hub_name
+        and not name.endswith((".parquet", ".json", ".jsonl", ".csv", ".arrow"))
+        and not os.path.exists(name)
+    ):
         return f"hf://{name}{':' + split if split else ''}"
     return text
 
 
 def _one_folder(value: Any) -> str:
+    """Return the folder in a text with colons. Raises ValueError: the folders differ."""
     folders = dict.fromkeys(str(value).split(":"))
     if len(folders) > 1:
         raise ValueError("images stand in one folder here: the nearest that holds all, data.image_root")
     return str(value).partition(":")[0]
 
 
-def _or(otherwise: Any) -> Callable[[Any], Any]:
-    """null, and numbers that mean it, is a value of ours."""
-    return lambda value: otherwise if value is None or float(value) <= 0 else int(value)
+def _or(fallback: Any) -> Callable[[Any], Any]:
+    """Return a conversion of counts: null, 0 and negative numbers become `fallback`."""
+    return lambda value: fallback if value is None or float(value) <= 0 else int(value)
 
 
 def _trackers(value: Any) -> list[str] | None:
+    """Return our trackers among the names. Raises ValueError: all of them are foreign."""
     names = [name.lower() for name in names_of(value)]
-    other = [name for name in names if name not in (*TRACKERS, *_ALWAYS_LOGGED)]
-    if other and not set(names) & set(TRACKERS):
-        raise ValueError(f"{', '.join(other)}: trackers are {', '.join(TRACKERS)}; one of your own is module:Class")
+    foreign_names = [name for name in names if name not in (*TRACKERS, *_ALWAYS_LOGGED)]
+    if foreign_names and not set(names) & set(TRACKERS):
+        raise ValueError(
+            f"{', '.join(foreign_names)}: trackers are {', '.join(TRACKERS)}; one of your own is module:Class"
+        )
     return [name for name in names if name in TRACKERS]
 
 
 def _dtype(value: Any) -> str | None:
+    """Return our name of a dtype, None for "auto"; an unknown one as it is."""
     text = plain(value).removeprefix("torch.")
     return _DTYPES.get(text, text)
 
 
 def _name(value: Any) -> str:
-    """A plain folder's name."""
+    """Return a run's name that is a valid name of a folder."""
     text = re.sub(r"[^\w.+=-]+", "-", os.path.basename(str(value).rstrip("/"))).strip("-.")
     return text[:200] or "converted"
 
 
 def _family(value: Any) -> str:
-    """RLinf's names of model families."""
+    """Return our model family for RLinf's name; "auto" if it is none of ours."""
     allowed = config_keys()["rollout.model.model_type"].allowed
     name = str(value).replace(".", "_").replace("-", "_")
     return name if isinstance(allowed, tuple) and name in allowed else "auto"
 
 
 def _only_zero(value: Any) -> float | None:
+    """Return 0.0. Raises ValueError: the coefficient of the router's loss is not 0."""
     if float(value or 0):
         raise ValueError("a loss for routers needs actor.model.freeze_router: false; set both")
     return 0.0
 
 
-#: Name in a table → their value as ours. Raises ValueError: refused, for the reason told.
+#: Name in a table → the conversion of their value into ours. It raises ValueError with the reason
+#: for a value that is refused.
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "paths": _paths,
     "colons": lambda value: _paths(str(value).split(":")),
