@@ -1,4 +1,7 @@
-"""Model families by `model_type`. A new one is a file here with a `FAMILY`, and an entry in `FAMILIES`."""
+"""Model families by `model_type`.
+
+A new family is a file here with a `FAMILY`, and an entry in `FAMILIES`.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,9 +30,16 @@ def family_of(
     paths: Paths | None = None,
     files: Mapping[str, str] | None = None,
 ) -> Family:
-    """The family of `rollout.model.model_type`; "auto": of this checkpoint. ValueError names the families there are.
+    """Return the family of `rollout.model.model_type`; for "auto", the one of this checkpoint.
 
-    `paths`: `actor.model.vlm`'s, see `family_at`. `files`: runner.code_files.
+    Args:
+        model_type: a name in `FAMILIES`, "auto", or a user's code (`rlinf_vl.code`).
+        checkpoint: the folder or hub model whose config names the family.
+        paths: those of `actor.model.vlm`, see `family_at`.
+        files: `runner.code_files`.
+
+    Raises:
+        ValueError: the family is unknown; the message names the known ones.
     """
     if is_code(model_type):
         return load_code(model_type, {}, files or {}, kind="model family", signature="Family")
@@ -48,18 +58,20 @@ def family_of(
 def family_at(
     config: PreTrainedConfig, paths: Paths, checkpoint: str | Path = "", trust_remote_code: bool = False
 ) -> Family:
-    """The family of a model with this config, by the paths of its vision tower and text model: `family_by_path`, or that of the
-    table, if it has them there.
+    """Return the family of a model with this config, by the paths of its vision tower and text
+    model.
+
+    It is `family_by_path`, or the table's family if that has tower and text model at these paths.
 
     Raises:
-        ValueError: as `parts_at` and `family_by_path`; or the table says otherwise.
+        ValueError: see `parts_at` and `family_by_path`; or the table has them at other paths.
     """
-    parts = parts_at(config, paths, trust_remote_code)
-    if (known := FAMILIES.get(config.model_type)) is None:
-        return family_by_path(config, paths, *parts, checkpoint, trust_remote_code)
-    for key, said, path in zip(KEYS, paths, (known.vision_tower, known.text_model), strict=True):
-        if said != path:
+    model, tower, text = parts_at(config, paths, trust_remote_code)
+    if (family := FAMILIES.get(config.model_type)) is None:
+        return family_by_path(config, paths, model, tower, text, checkpoint, trust_remote_code)
+    for key, path, family_path in zip(KEYS, paths, (family.vision_tower, family.text_model), strict=True):
+        if path != family_path:
             raise ValueError(
-                f"{key}: {said!r}, but that of {config.model_type} is {path!r}; leave {' and '.join(KEYS)} out"
+                f"{key}: {path!r}, but that of {config.model_type} is {family_path!r}; leave {' and '.join(KEYS)} out"
             )
-    return known
+    return family

@@ -1,4 +1,4 @@
-"""What a model family is: where its modules are, how they compute, and what they cost.
+"""The description of a model family: where its modules are, how they compute, and what they cost.
 
 Other code asks the family and never compares a `model_type`.
 """
@@ -20,31 +20,38 @@ from rlinf_vl.types import Prices
 
 @dataclass(frozen=True, slots=True)
 class VisionFeatures:
-    """Output of the vision tower for some images, in order: `tokens` [N, H], and one [N, H] per deepstack layer."""
+    """The output of the vision tower for some images, in order.
+
+    `tokens` is [N, H]; `deepstack` has one [N, H] per deepstack layer.
+    """
 
     tokens: torch.Tensor
     deepstack: tuple[torch.Tensor, ...] = ()
 
     def select(self, rows: torch.Tensor) -> "VisionFeatures":
+        """Return the features of these tokens."""
         return VisionFeatures(self.tokens[rows], tuple(layer[rows] for layer in self.deepstack))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeState:
-    """What decoding stores: keys and values per token in some layers, tensors of fixed size per row in others."""
+    """The tensors that decoding stores.
+
+    These are keys and values per token in some layers, and tensors of fixed size per row in others.
+    """
 
     kv_layers: tuple[int, ...]  # numbers of the layers that attend to all earlier tokens
     kv_heads: int
     head_dim: int
-    #: Layer → shapes of what a recurrent layer carries along for each row, in float32.
+    #: Number of a recurrent layer → shapes of its state for each row, in float32.
     row_shapes: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Keys and values of one token, in all layers."""
+        """Return the bytes of one token's keys and values, in all layers."""
         return 2 * len(self.kv_layers) * self.kv_heads * self.head_dim * dtype.itemsize
 
     def row_bytes(self) -> int:
-        """State of one row that does not grow with its length."""
+        """Return the bytes of one row's state that does not grow with its length."""
         return 4 * sum(prod(shape) for shapes in self.row_shapes.values() for shape in shapes)
 
 
@@ -58,80 +65,92 @@ class Mixture:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of `TokenSequence.routes`."""
+        """The dtype of `TokenSequence.routes`."""
         return np.dtype(np.uint8 if self.experts <= 256 else np.int16)
 
 
 class ImageProcessor(Protocol):
-    """Images to the patches that the vision tower reads."""
+    """Cuts images into the patches that the vision tower reads."""
 
     patch_size: int
     merge_size: int
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """(t, h, w) in patches of an image of this many pixels, after resizing."""
+        """Return (t, h, w) in patches of an image of this many pixels, after resizing."""
         ...
 
     def patches(self, image: Image.Image) -> np.ndarray:
-        """float32 [t·h·w, channels · temporal patch · patch²] of an RGB image."""
+        """Return an RGB image's patches: float32 [t·h·w, channels · temporal patch · patch²]."""
         ...
 
 
 def same_name(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """`engine_names` of a family that SGLang reads in transformers' own names and layouts."""
+    """Return (name, weight): `engine_names` where SGLang reads transformers' names and layouts."""
     return ((name, weight),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family. Paths are dotted paths in the transformers model; a config is transformers', of the whole model. Without a
-    vision tower (None) there are no images, and nothing asks for what belongs to them."""
+    """One model family.
+
+    Paths are dotted paths in the transformers model. A config is transformers', of the whole model.
+    Where `vision_tower` is None the family reads no images, and nothing that concerns images is
+    called.
+    """
 
     model_type: str  # as in the checkpoint's config.json
-    auto_model: Any = AutoModelForImageTextToText  # transformers' class that loads it
+    auto_model: Any = AutoModelForImageTextToText  # the class of transformers that loads it
     text_model: str
     text_blocks: str
     vision_tower: str | None
     vision_blocks: str | None
-    projector: tuple[str, ...]  # modules in the tower that make tokens of its patches
-    #: Paths (see `submodules`) of modules that FSDP shards as units of their own, inner ones first; the root's unit is the rest.
+    projector: tuple[str, ...]  # modules in the tower that turn patches into tokens
+    #: Paths (see `submodules`) of modules that FSDP shards as separate units, inner ones first; the
+    #: root's unit has all other weights.
     fsdp_units: tuple[str, ...]
     image_token: str  # the placeholder of one image token
     special_tokens: tuple[str, ...]  # vision placeholders, which may never be sampled
     #: (tokenizer, checkpoint, trust_remote_code) → ids that end a response
     stop_ids: Callable[[Any, str | Path, bool], tuple[int, ...]]
-    layers: Mapping[str, Callable[..., object]]  # class name of a module → the `forward` that replaces its own
+    #: class name of a module → the `forward` that replaces the module's own
+    layers: Mapping[str, Callable[..., object]]
     #: (ids [T], image token id, grids [n, 3], merge size) → int64 [4, T], rows (text, t, h, w)
     positions: Callable[[np.ndarray, int, np.ndarray, int], np.ndarray]
-    #: (text model, embeddings [1|S, T, H], positions [4, 1|S, T], positions of image tokens int64 [N] or None, deepstack features,
-    #: context=AttentionContext) → last hidden state [1|S, T, H]
+    #: (text model, embeddings [1|S, T, H], positions [4, 1|S, T], positions of image tokens int64
+    #: [N] or None, deepstack features, context=AttentionContext) → last hidden state [1|S, T, H]
     text_forward: Callable[..., torch.Tensor]
-    #: (vision tower, patches [P, d], grids int64 [n, 3], dtype that the tower computes in) → features
+    #: (vision tower, patches [P, d], grids int64 [n, 3], dtype that the tower computes in) →
+    #: features
     encode_images: Callable[[nn.Module, torch.Tensor, np.ndarray, torch.dtype], VisionFeatures]
     #: (checkpoint, min_pixels, max_pixels) → processor; None for a bound means the checkpoint's own
     image_processor: Callable[[str | Path, int | None, int | None], ImageProcessor]
-    blank_image: Callable[[Any], tuple[np.ndarray, np.ndarray]]  # config → (patches, grids) of the smallest image
+    #: config → (patches, grids) of the smallest image
+    blank_image: Callable[[Any], tuple[np.ndarray, np.ndarray]]
     feature_layers: Callable[[Any], int]  # config → number of tensors in `VisionFeatures`
-    prices: Callable[[Any, bool], Prices]  # (config, whether the tower is trained) → what the planner reckons with
-    decode_state: Callable[[Any], DecodeState]  # config → what an engine stores
-    #: (name, weight) in transformers → the same as SGLang loads it
+    #: (config, whether the tower is trained) → relative costs, from which batches are planned
+    prices: Callable[[Any, bool], Prices]
+    decode_state: Callable[[Any], DecodeState]  # config → the tensors that an engine stores
+    #: (name, weight) in transformers → the names and weights that SGLang loads
     engine_names: Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]] = same_name
-    #: config → keys of its parts that SGLang reads and transformers' config may lack, or ignores
+    #: config → per part of it, keys that SGLang reads and that transformers ignores or may lack
     engine_config: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda config: {}
-    mixture: Callable[[Any], Mixture | None] = lambda config: None  # config → its mixtures of experts
-    #: Last parts of the names of weights that are float32 whatever the model's dtype: in training, in engines and in exports.
+    #: config → its mixtures of experts, None where it has none
+    mixture: Callable[[Any], Mixture | None] = lambda config: None
+    #: Last parts of the names of weights that are float32 whatever the model's dtype: in training,
+    #: in engines and in exports.
     float32_weights: tuple[str, ...] = ()
-    #: First parts of the names of weights that checkpoints have and transformers' model lacks. An export has them unchanged.
+    #: First parts of the names of weights that checkpoints have and transformers' model lacks. An
+    #: export has them unchanged.
     carried_weights: tuple[str, ...] = ()
 
     def stays_float32(self, name: str) -> bool:
-        """Whether the weight of this name is one of `float32_weights`."""
+        """Return whether the weight of this name is one of `float32_weights`."""
         return name.rpartition(".")[2] in self.float32_weights
 
 
 def submodules(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules at a dotted path, in which `*` stands for every child."""
-    found = [model]
+    """Return the modules at a dotted path, in which `*` stands for every child."""
+    modules = [model]
     for name in path.split("."):
-        found = [child for m in found for child in (m.children() if name == "*" else [m.get_submodule(name)])]
-    return found
+        modules = [child for m in modules for child in (m.children() if name == "*" else [m.get_submodule(name)])]
+    return modules

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: a tower most of whose blocks attend within windows, and no deepstack."""
+"""Qwen2.5-VL: most blocks of the tower attend within windows, and there is no deepstack."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -25,20 +25,22 @@ from rlinf_vl.models.transfer import on_device
 
 
 def encode_images(tower: Any, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype) -> VisionFeatures:
-    """A patch sees those of its own window, and in some blocks those of its own frame."""
+    """Run the tower: a patch attends within its window, and in some blocks within its frame."""
     device = patches.device
     shapes = torch.from_numpy(grids)
-    index, windows = get_vision_window_index(shapes, tower.spatial_merge_size, tower.window_size, tower.patch_size)
+    window_index, window_bounds = get_vision_window_index(
+        shapes, tower.spatial_merge_size, tower.window_size, tower.patch_size
+    )
     frames = frame_bounds(grids)
     contexts = {
         len(bounds): SegmentAttention(bounds, causal=False, device=device, dtype=dtype)
-        for bounds in (windows.numpy().astype(np.int64), frames)
+        for bounds in (window_bounds.numpy().astype(np.int64), frames)
     }
     out = tower(
         patches,
         grid_thw=shapes if patches.is_meta else on_device(grids, device),
-        window_index=index.to(device),
-        cu_window_seqlens=windows,
+        window_index=window_index.to(device),
+        cu_window_seqlens=window_bounds,
         cu_seqlens=torch.from_numpy(frames),
         contexts=contexts,
     )
@@ -46,13 +48,19 @@ def encode_images(tower: Any, patches: torch.Tensor, grids: np.ndarray, dtype: t
 
 
 def window_attention_forward(self: Any, hidden_states, *, cu_seqlens, contexts, **kwargs) -> torch.Tensor:
-    """`vision_attention_forward` within the segments that the tower hands to this block. Windows lie within frames, so if there
-    are as many of either they are the same."""
+    """Run `vision_attention_forward` within the segments that the tower hands to this block.
+
+    `contexts` has one context per number of segments. Windows are parts of frames, so if there are
+    as many windows as frames, the two are equal.
+    """
     return vision_attention_forward(self, hidden_states, context=contexts[len(cu_seqlens)], **kwargs)
 
 
 def engine_names(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """SGLang's names are those of the first release of transformers with this family, and of checkpoints on the hub."""
+    """Return the weight under SGLang's name for it.
+
+    SGLang and checkpoints on the hub use the names of this family's first release in transformers.
+    """
     return ((name.replace("model.language_model.", "model.").replace("model.visual.", "visual."), weight),)
 
 

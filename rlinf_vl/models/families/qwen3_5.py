@@ -1,5 +1,8 @@
-"""Qwen3.5, dense (`FAMILY`) and with a mixture of experts (`MOE`): three of four layers are gated delta nets, the others gate their
-attention; the tower is Qwen3-VL's without deepstack."""
+"""Qwen3.5, dense (`FAMILY`) and with a mixture of experts (`MOE`).
+
+Three of four layers are gated delta nets, the others gate their attention. The tower is Qwen3-VL's
+without deepstack.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +23,7 @@ from rlinf_vl.models.layers import (
 
 
 def layers_of(prefix: str) -> dict[str, Any]:
-    """`Family.layers` for classes whose names begin like this."""
+    """Return `Family.layers` for classes whose names begin with `prefix`."""
     return {
         f"{prefix}GatedDeltaNet": delta_net_forward,
         f"{prefix}Attention": gated_attention_forward,
@@ -33,12 +36,18 @@ def layers_of(prefix: str) -> dict[str, Any]:
 
 
 def engine_config(config: Any) -> dict[str, dict[str, Any]]:
-    """Of each n layers the last one attends, which transformers has as a list: `layer_types`."""
-    kinds = (*config.text_config.layer_types, "full_attention")
+    """Return the period of the layers that attend: SGLang reads it as one number.
+
+    transformers lists the kind of each layer instead, `layer_types`. The last of each n layers
+    attends.
+    """
+    # The appended kind serves configs in which no layer attends.
+    kinds = [*config.text_config.layer_types, "full_attention"]
     return {"text_config": {"full_attention_interval": kinds.index("full_attention") + 1}}
 
 
 def moe_engine_config(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the keys of `engine_config`, and those of mixtures of experts."""
     return {"text_config": engine_config(config)["text_config"] | normed_routes(config)["text_config"]}
 
 
@@ -49,8 +58,9 @@ FAMILY: Family = replace(
     layers=layers_of("Qwen3_5"),
     text_forward=text_forward,
     engine_config=engine_config,
-    # Decays are exp(-exp(A_log) · softplus(a + dt_bias)), over thousands of tokens: bfloat16 moves outputs by 4e-3.
     carried_weights=("mtp.",),  # heads that predict further tokens, for speculative decoding
+    # Decays are exp(-exp(A_log) · softplus(a + dt_bias)), over thousands of tokens: bfloat16 moves
+    # outputs by 4e-3.
     float32_weights=("A_log", "dt_bias"),
 )
 MOE: Family = replace(

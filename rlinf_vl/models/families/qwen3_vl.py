@@ -36,8 +36,8 @@ from rlinf_vl.models.transfer import on_device
 
 
 def encode_images(tower: nn.Module, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype) -> VisionFeatures:
-    """A patch sees those of its own image and frame."""
-    # The tower reads sizes out of its grids, which a tensor on the meta device doesn't have.
+    """Run the tower: a patch attends within its own image and frame."""
+    # The tower reads numbers from its grids, and a tensor on `meta` has none.
     shapes = on_device(grids, "cpu" if patches.is_meta else patches.device)
     out = tower(patches, grid_thw=shapes, context=frame_attention(grids, patches.device, dtype))
     return VisionFeatures(out.pooler_output, tuple(out.get("deepstack_features", ())))
@@ -51,14 +51,16 @@ def deepstack_text_forward(
     deepstack: Sequence[torch.Tensor],
     **kwargs,
 ) -> torch.Tensor:
-    text_model._deepstack_process = add_deepstack  # its own takes a mask, and searches it for positions in every layer
+    """Run a text model that adds deepstack features to its first layers: `Family.text_forward`."""
+    # The model's own method takes a mask, and searches it for positions in every layer.
+    text_model._deepstack_process = add_deepstack
     kwargs["visual_pos_masks"] = image_positions
     kwargs["deepstack_visual_embeds"] = list(deepstack) if image_positions is not None else None
     return text_forward(text_model, inputs_embeds, position_ids, image_positions, deepstack, **kwargs)
 
 
 def layers_of(prefix: str) -> dict[str, Any]:
-    """`Family.layers` for classes whose names begin like this."""
+    """Return `Family.layers` for classes whose names begin with `prefix`."""
     return {
         f"{prefix}TextAttention": attention_forward,
         f"{prefix}TextMLP": mlp_forward,
@@ -69,7 +71,7 @@ def layers_of(prefix: str) -> dict[str, Any]:
 
 
 def mixtures_of(prefix: str) -> dict[str, Any]:
-    """`Family.layers` of mixtures, for classes whose names begin like this."""
+    """Return `Family.layers` of mixtures, for classes whose names begin with `prefix`."""
     return {
         f"{prefix}DecoderLayer": mixture_layer_forward,
         f"{prefix}SparseMoeBlock": mixture_forward,
@@ -78,13 +80,20 @@ def mixtures_of(prefix: str) -> dict[str, Any]:
 
 
 def transposed_experts(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """SGLang, and checkpoints on the hub, have the experts of a layer as [experts, in, out]; transformers as [experts, out, in]."""
-    fused = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    return ((name, weight.transpose(1, 2).contiguous() if fused else weight),)
+    """Return the weight in SGLang's layout: the experts of a layer transposed.
+
+    SGLang, and checkpoints on the hub, store them as [experts, in, out]; transformers has [experts,
+    out, in] in memory.
+    """
+    stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    return ((name, weight.transpose(1, 2).contiguous() if stacked else weight),)
 
 
 def normed_routes(config: Any) -> dict[str, dict[str, Any]]:
-    """The weights of a token's experts add up to 1, whatever the config says: so transformers computes it."""
+    """Return the config key that makes SGLang weigh experts as transformers does.
+
+    transformers normalises the weights of a token's experts to 1, whatever its config says.
+    """
     return {"text_config": {"norm_topk_prob": True}}
 
 
