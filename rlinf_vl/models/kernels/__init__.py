@@ -1,1 +1,2 @@
-"""The parts that layers are made of (norm, rotation, gate, projections), a module for each kind of device with the same names."""
+"""Parts of layers (norm, rotation, gate, projections): a module for each kind of device, same
+names."""

@@ -1,9 +1,9 @@
-"""How one part of attention is computed: sequences of queries against their keys, with the log-sum-exp that merging needs.
+"""One part of attention: sequences of queries against keys, with the log-sum-exp for merging.
 
-A kernel is made for one layout (boundaries of queries and keys, causal or not), and every layer uses it:
-`forward(q [T, H, D], k and v [U, H_kv, D], scale)` → (out [T, H, D], lse float32 [T, H]), and
-`backward(grad, q, k, v, out, lse, scale)` → (dq, dk, dv), where `out` and `lse` may belong to a softmax over further keys.
-`KERNELS` lists them in order of preference.
+A kernel is made for one layout (boundaries of queries and keys, causal or not), and every layer
+uses it: `forward(q [T, H, D], k and v [U, H_kv, D], scale)` → (out [T, H, D], lse float32 [T, H]),
+and `backward(grad, q, k, v, out, lse, scale)` → (dq, dk, dv), where `out` and `lse` may belong to a
+softmax over further keys. `KERNELS` lists the kernels in order of preference.
 """
 
 from collections.abc import Callable
@@ -27,61 +27,70 @@ class Kernel(Protocol):
     """One part of attention in one layout, for any number of layers."""
 
     #: Whether one call for all sequences is better than a call for each.
-    many: bool
+    batches_sequences: bool
 
     def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
-        """Sequence i's queries are those of `cu_q[i:i + 2]`, its keys those of `cu_k[i:i + 2]`."""
+        """Sequence i has queries `cu_q[i] … cu_q[i + 1]` and keys `cu_k[i] … cu_k[i + 1]`."""
         ...
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [T, H, D] in q's dtype, log-sum-exp of the scores, float32 [T, H])."""
+        """Return (out [T, H, D] in q's dtype, log-sum-exp of the scores, float32 [T, H])."""
         ...
 
     def backward(self, grad, q, k, v, out, lse, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv) of these keys' share, given the merged `out` and `lse` and the gradient of `out`."""
+        """Return (dq, dk, dv) of these keys' part of attention.
+
+        `out` and `lse` are the merged ones; `grad` is the gradient of the merged `out`.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one call attends: one sequence (`rows` and `keys` are slices), or a right-padded batch of n sequences."""
+    """The sequences of one call: one sequence, or a right-padded batch of n sequences.
 
-    rows: torch.Tensor | slice  # of the queries; int64 [n, L] for a batch, any row for padding
+    Attributes:
+        rows: the rows of the queries, a slice; for a batch int64 [n, L], any row for padding.
+        keys: the rows of the keys, likewise.
+        padding: for a batch, bool [n, 1, L, 1], True for padded queries.
+        real: for a batch, int64: the numbers of those of its n · L queries that are not padding.
+        real_keys: for a batch, the same of its keys.
+        mask: [n, 1, 1, U], -inf for keys that are padding, else 0; None if no query sees any.
+    """
+
+    rows: torch.Tensor | slice
     keys: torch.Tensor | slice
-    padding: torch.Tensor | None = None  # for a batch, bool [n, 1, L, 1]
-    real: torch.Tensor | None = None  # for a batch, int64: which of its n · L rows aren't padding
+    padding: torch.Tensor | None = None
+    real: torch.Tensor | None = None
     real_keys: torch.Tensor | None = None
-    mask: torch.Tensor | None = None  # -inf for keys that are padding, else 0, [n, 1, 1, U]; None: no query sees any
-
-    @property
-    def places(self) -> tuple[tuple[torch.Tensor | slice, torch.Tensor | None], ...]:
-        """Where gradients of queries, keys and values belong, for `_put`."""
-        keys = self.keys, self.real_keys
-        return (self.rows, self.real), keys, keys
+    mask: torch.Tensor | None = None
 
 
 class FlashCpu:
     """PyTorch's flash attention for the CPU.
 
-    Sequences of up to `BATCHED` queries whose numbers of keys lie within a factor `SLACK` are attended as one right-padded batch.
-    A longer one is worth a call of its own, which needs no copies.
+    Sequences of up to `BATCHED` queries whose numbers of keys lie within a factor `SLACK` are
+    attended as one right-padded batch. A longer sequence gets its own call, which needs no copies.
     """
 
     BATCHED, SLACK = 32, 1.3  # measured
-    many = False
+    batches_sequences = False
 
     def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
+        """Sort the sequences by their number of keys, and batch short ones of similar numbers."""
         self.causal = causal
-        lengths, n_keys = np.diff(cu_q), np.diff(cu_k)
-        filled = np.flatnonzero(lengths)
-        order = filled[np.lexsort((-n_keys[filled], lengths[filled] <= self.BATCHED))]
+        n_queries, n_keys = np.diff(cu_q), np.diff(cu_k)
+        nonempty = np.flatnonzero(n_queries)
+        order = nonempty[np.lexsort((-n_keys[nonempty], n_queries[nonempty] <= self.BATCHED))]
         self.parts: list[_Part] = []
+        # `order` has the long sequences first, each part's by falling number of keys: a batch is a
+        # run of neighbours in it.
         first = 0
         while first < len(order):
             last = first + 1
-            if lengths[order[first]] <= self.BATCHED:
+            if n_queries[order[first]] <= self.BATCHED:
                 last = first + int(np.searchsorted(-n_keys[order[first:]] * self.SLACK, -n_keys[order[first]], "right"))
             members = order[first:last]
             if len(members) == 1:
@@ -90,6 +99,8 @@ class FlashCpu:
             else:
                 rows, padding, real = _padded(cu_q, members)
                 keys, key_padding, real_keys = (rows, padding, real) if cu_k is cu_q else _padded(cu_k, members)
+                # In causal attention no real query reaches the padding, which follows the real
+                # keys.
                 mask = None
                 if not causal and key_padding.any():
                     mask = torch.zeros(key_padding.shape).masked_fill_(key_padding, -torch.inf)[:, None, None]
@@ -99,8 +110,16 @@ class FlashCpu:
     def forward(self, q, k, v, scale):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         for part in self.parts:
-            inputs = _heads(q, part.rows), _heads(k, part.keys), _heads(v, part.keys)
-            attended, part_lse = _flash_cpu(*inputs, 0.0, self.causal, attn_mask=part.mask, scale=scale)
+            attended, part_lse = _flash_cpu(
+                _heads(q, part.rows),
+                _heads(k, part.keys),
+                _heads(v, part.keys),
+                0.0,
+                self.causal,
+                attn_mask=part.mask,
+                scale=scale,
+            )
+            # One unpadded sequence is the whole layout: its result needs no copy.
             if len(self.parts) == 1 and part.real is None:
                 return attended[0].transpose(0, 1), part_lse[0].t()
             _put(out, part.rows, part.real, attended.transpose(1, 2))
@@ -111,32 +130,47 @@ class FlashCpu:
         dtype = q.dtype
         # In float32: PyTorch's bfloat16 backward is slower on a CPU (4 times for 100 queries).
         grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for part in self.parts:
-            g, part_lse = _heads_of_queries(grad, lse, part)
-            places = (q, part.rows), (k, part.keys), (v, part.keys), (out, part.rows)
-            inputs = g, *(_heads(x, rows) for x, rows in places), part_lse.squeeze(3)
-            made = _flash_cpu_backward(*inputs, 0.0, self.causal, attn_mask=part.mask, scale=scale)
-            for total, where, x in zip(grads, part.places, made, strict=True):
-                _put(total, *where, x.transpose(1, 2))
-        dq, dk, dv = (x.to(dtype) for x in grads)
-        return dq, dk, dv
+            part_grad, part_lse = _heads_of_queries(grad, lse, part)
+            part_dq, part_dk, part_dv = _flash_cpu_backward(
+                part_grad,
+                _heads(q, part.rows),
+                _heads(k, part.keys),
+                _heads(v, part.keys),
+                _heads(out, part.rows),
+                part_lse.squeeze(3),
+                0.0,
+                self.causal,
+                attn_mask=part.mask,
+                scale=scale,
+            )
+            _put(dq, part.rows, part.real, part_dq.transpose(1, 2))
+            _put(dk, part.keys, part.real_keys, part_dk.transpose(1, 2))
+            _put(dv, part.keys, part.real_keys, part_dv.transpose(1, 2))
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 class AmxCpu(FlashCpu):
-    """Forward as `FlashCpu`; backward as batched bfloat16 products, one batch entry per sequence and head of the keys. Scores
-    are exact to float32. (PyTorch's own bfloat16 backward is up to 4 times slower than its float32 one, and that than this.)
+    """`FlashCpu` with a backward of batched bfloat16 products, for CPUs with bfloat16 units.
+
+    A batch entry is one sequence and key head. Scores are exact to float32. PyTorch's own bfloat16
+    backward is up to 4 times slower than its float32 one, which in turn is slower than this.
     """
 
     BATCHED = 128
 
     def backward(self, grad, q, k, v, out, lse, scale):
+        # Per call, with p = exp(scale · q kᵀ - lse) and Δ = rowsum(dO · O):
+        #   dS = p · scale · (dO vᵀ - Δ),   dq = dS k,   dk = dSᵀ q,   dv = pᵀ dO
+        kv_heads = k.shape[1]
         delta = (grad * out).sum(-1, keepdim=True).mul_(scale)
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for part in self.parts:
-            by_query = *_heads_of_queries(grad, lse, part), _heads(q, part.rows), _heads(delta, part.rows)
-            g, s, queries, d = (_by_key_head(x, k.shape[1]) for x in by_query)
-            k_part, v_part = (_by_key_head(_heads(x, part.keys), k.shape[1]) for x in (k, v))
+            part_grad, part_lse = _heads_of_queries(grad, lse, part)
+            g, s = _by_key_head(part_grad, kv_heads), _by_key_head(part_lse, kv_heads)
+            queries, d = (_by_key_head(_heads(x, part.rows), kv_heads) for x in (q, delta))
+            k_part, v_part = (_by_key_head(_heads(x, part.keys), kv_heads) for x in (k, v))
             with bfloat16_products(q):
                 p = torch.baddbmm(s, queries.float(), k_part.float().transpose(1, 2), beta=-1, alpha=scale).exp_()
             if self.causal:
@@ -145,16 +179,18 @@ class AmxCpu(FlashCpu):
                 p.view(len(part.mask), -1, *p.shape[1:]).masked_fill_(part.mask.isinf(), 0.0)
             p = p.to(q.dtype)
             ds = p * torch.baddbmm(d, g, v_part.transpose(1, 2), beta=-1, alpha=scale)
-            made = torch.bmm(ds, k_part), torch.bmm(ds.transpose(1, 2), queries), torch.bmm(p.transpose(1, 2), g)
-            for total, (rows, real), x in zip(grads, part.places, made, strict=True):
-                length = rows.stop - rows.start if isinstance(rows, slice) else rows.shape[1]
-                _put(total, rows, real, x.view(-1, total.shape[1], length, total.shape[2]).transpose(1, 2))
-        return grads
+            _put_by_key_head(dq, part.rows, part.real, torch.bmm(ds, k_part))
+            _put_by_key_head(dk, part.keys, part.real_keys, torch.bmm(ds.transpose(1, 2), queries))
+            _put_by_key_head(dv, part.keys, part.real_keys, torch.bmm(p.transpose(1, 2), g))
+        return dq, dk, dv
 
 
 def _padded(cu: np.ndarray, members: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sequences of `cu` as a right-padded batch: rows int64 [n, L], any for padding; what is padding, bool [n, L]; which of the
-    n · L rows are not."""
+    """Lay out sequences of `cu` as a right-padded batch.
+
+    Returns the rows int64 [n, L], any row for padding; which of them are padding, bool [n, L]; and
+    the numbers of those of the n · L rows that are not, int64.
+    """
     lengths = np.diff(cu)[members]
     offsets = np.arange(lengths.max())
     padding = torch.from_numpy(offsets >= lengths[:, None])
@@ -163,20 +199,25 @@ def _padded(cu: np.ndarray, members: np.ndarray) -> tuple[torch.Tensor, torch.Te
 
 
 def _by_key_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[n, H, L, D] → [n · H_kv, H / H_kv · L, D], contiguous."""
+    """Group the query heads by key head: [n, H, L, D] → [n · H_kv, H / H_kv · L, D], contiguous."""
     return x.reshape(len(x) * kv_heads, -1, x.shape[-1])
 
 
 def _heads(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
-    """[T, H, D] → [n, H, L, D]: a view where `rows` is a slice, gathered where it is an index [n, L]."""
+    """Take rows as heads: [T, H, D] → [n, H, L, D].
+
+    The result is a view where `rows` is a slice, and gathered where it is an index [n, L].
+    """
     if isinstance(rows, slice):
         return x[rows].transpose(0, 1).unsqueeze(0)
     return x.index_select(0, rows.view(-1)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
 
 
 def _heads_of_queries(grad: torch.Tensor, lse: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient [n, H, L, D] and log-sum-exp [n, H, L, 1]. Queries that stand in for padding have no gradient, and
-    p = exp(s - inf) = 0."""
+    """Take gradient [n, H, L, D] and log-sum-exp [n, H, L, 1] of a part's queries.
+
+    Padding has gradient 0 and log-sum-exp inf, so that p = exp(s - inf) = 0.
+    """
     g, s = _heads(grad, part.rows), _heads(lse.unsqueeze(2), part.rows)
     if part.padding is not None:
         g, s = g.masked_fill(part.padding, 0.0), s.masked_fill(part.padding, torch.inf)
@@ -184,7 +225,7 @@ def _heads_of_queries(grad: torch.Tensor, lse: torch.Tensor, part: _Part) -> tup
 
 
 def _put(x: torch.Tensor, rows: torch.Tensor | slice, real: torch.Tensor | None, values: torch.Tensor) -> None:
-    """x[rows] = values [n, L, …], padding left out."""
+    """Set x[rows] = values [n, L, …], padding left out."""
     values = values.flatten(0, 1)
     if isinstance(rows, slice) or real is None:
         x[rows] = values
@@ -192,16 +233,27 @@ def _put(x: torch.Tensor, rows: torch.Tensor | slice, real: torch.Tensor | None,
         x.index_copy_(0, rows.view(-1)[real], values.index_select(0, real).to(x.dtype))
 
 
-class Varlen:
-    """FlashAttention for sequences of different lengths on CUDA, bfloat16 and float16: the kernel behind
-    `torch.nn.attention.varlen`, called below its autograd so that its backward takes the merged log-sum-exp."""
+def _put_by_key_head(
+    x: torch.Tensor, rows: torch.Tensor | slice, real: torch.Tensor | None, values: torch.Tensor
+) -> None:
+    """Undo the grouping of `_by_key_head`, and set x[rows] = values, padding left out."""
+    length = rows.stop - rows.start if isinstance(rows, slice) else rows.shape[1]
+    _put(x, rows, real, values.view(-1, x.shape[1], length, x.shape[2]).transpose(1, 2))
 
-    many = True
+
+class Varlen:
+    """FlashAttention for sequences of different lengths on CUDA, in bfloat16 and float16.
+
+    It is the kernel behind `torch.nn.attention.varlen`, called below its autograd so that its
+    backward takes the merged log-sum-exp.
+    """
+
+    batches_sequences = True
 
     def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
         self.causal = causal
-        # Empty sequences are left out: with grouped heads and no sequence longer than a token, the kernel takes the number of
-        # sequences for that of tokens.
+        # Empty sequences are left out: with grouped heads and no sequence longer than a token, the
+        # kernel mistakes the number of sequences for the number of tokens.
         ends = 1 + np.flatnonzero(np.diff(cu_q) + np.diff(cu_k))
         bounds = [cu[[0, *ends]] for cu in (cu_q, cu_k)]
         self.cu = [on_device(cu.astype(np.int32), device) for cu in bounds]
@@ -214,9 +266,8 @@ class Varlen:
         return out[..., : q.shape[2]], lse.t().contiguous()
 
     def backward(self, grad, q, k, v, out, lse, scale):
-        tensors = map(_to_eighths, (grad.contiguous(), q, k, v, out))
         grads = _varlen_backward(
-            *tensors,
+            *map(_to_eighths, (grad.contiguous(), q, k, v, out)),
             lse.t().contiguous(),
             *self.cu,
             *self.longest,
@@ -230,14 +281,18 @@ class Varlen:
 
 
 def _to_eighths(x: torch.Tensor) -> torch.Tensor:
-    """[T, H, D] with zeros behind each head up to a multiple of 8, which the kernel asks for."""
+    """Pad each head of [T, H, D] with zeros to a multiple of 8, which the kernel requires."""
     return F.pad(x, (0, -x.shape[2] % 8)) if x.shape[2] % 8 else x
 
 
 class Matmul:
-    """Plain matrix products, sequence by sequence, in float32, for every device and dtype. Tests compare the others with it."""
+    """Plain matrix products in float32, sequence by sequence, for every device and dtype.
 
-    many = True
+    Tests compare the other kernels with it. Suffixes of names are dimensions: K key heads, R query
+    heads per key head, L queries, U keys, D head size.
+    """
+
+    batches_sequences = True
 
     def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
         self.causal = causal
@@ -246,6 +301,7 @@ class Matmul:
         ]
 
     def _scores(self, q_KRLD, k_KUD, scale):
+        """Return the scaled scores [K, R, L, U], -inf for keys after a query if causal."""
         scores = torch.einsum("krld,kud->krlu", q_KRLD, k_KUD) * scale
         if self.causal:
             future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -255,11 +311,14 @@ class Matmul:
     def forward(self, q, k, v, scale):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         for rows, keys in self.spans:
-            q_KRLD, k_KUD, v_KUD = _by_kv_head(q[rows], k.shape[1]), *(x[keys].transpose(0, 1).float() for x in (k, v))
+            q_KRLD = _by_kv_head(q[rows], k.shape[1])
+            k_KUD, v_KUD = (x[keys].transpose(0, 1).float() for x in (k, v))
             scores = self._scores(q_KRLD, k_KUD, scale)
-            top = scores.logsumexp(-1)
-            lse[rows] = top.flatten(0, 1).t()
-            out[rows] = _to_rows(torch.einsum("krlu,kud->krld", (scores - top[..., None]).exp(), v_KUD)).to(out.dtype)
+            lse_KRL = scores.logsumexp(-1)
+            lse[rows] = lse_KRL.flatten(0, 1).t()
+            out[rows] = _to_rows(torch.einsum("krlu,kud->krld", (scores - lse_KRL[..., None]).exp(), v_KUD)).to(
+                out.dtype
+            )
         return out, lse
 
     def backward(self, grad, q, k, v, out, lse, scale):
@@ -276,18 +335,18 @@ class Matmul:
 
 
 def _by_kv_head(x_LHD: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[L, H, D] → float32 [H_kv, H / H_kv, L, D]."""
+    """Group the query heads by key head: [L, H, D] → float32 [H_kv, H / H_kv, L, D]."""
     return x_LHD.transpose(0, 1).unflatten(0, (kv_heads, -1)).float()
 
 
 def _to_rows(x_KRLD: torch.Tensor) -> torch.Tensor:
+    """Undo the grouping of `_by_kv_head`: [H_kv, H / H_kv, L, D] → [L, H, D]."""
     return x_KRLD.flatten(0, 1).transpose(0, 1)
 
 
-_HALF = (torch.bfloat16, torch.float16)
-#: name → (class, whether it serves a device type and dtype).
+#: name → (class, whether it serves a device type and dtype); the first that serves is used.
 KERNELS: dict[str, tuple[type[Kernel], Callable[[str, torch.dtype], bool]]] = {
-    "varlen": (Varlen, lambda device, dtype: device == "cuda" and dtype in _HALF),
+    "varlen": (Varlen, lambda device, dtype: device == "cuda" and dtype in (torch.bfloat16, torch.float16)),
     "amx_cpu": (AmxCpu, lambda device, dtype: device == "cpu" and dtype == torch.bfloat16 and has_bfloat16_units()),
     "flash_cpu": (FlashCpu, lambda device, dtype: device == "cpu" and dtype != torch.float16),
     "matmul": (Matmul, lambda device, dtype: True),
@@ -295,10 +354,10 @@ KERNELS: dict[str, tuple[type[Kernel], Callable[[str, torch.dtype], bool]]] = {
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, name: str | None = None) -> type[Kernel]:
-    """The class of the kernel `name`, or the first of `KERNELS` that serves this device and dtype.
+    """Return the class of the kernel `name`, or the first of `KERNELS` for this device and dtype.
 
     Raises:
-        ValueError: `name` is unknown, or does not serve them.
+        ValueError: `name` is unknown, or does not serve this device and dtype.
     """
     serving = [n for n, (_, serves) in KERNELS.items() if serves(device.type, dtype)]
     if name is not None and name not in serving:

@@ -1,5 +1,8 @@
-"""Where the tokens of a packed row are for its gated delta nets: the first and last of each segment for the convolution, the
-chunks of all segments for the recurrence. Made once per row from its boundaries, for all layers."""
+"""The places of a packed row's tokens in its gated delta nets.
+
+The convolution needs the first and last tokens of each segment, the recurrence the chunks of all
+segments. Both are laid out once per row, from its boundaries, for all layers.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +13,16 @@ import torch
 
 from rlinf_vl.models.transfer import on_device
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Where n · (W - 1) inputs of a convolution are: number `slots[i]` is row `rows[i]` of the packed row, number `tail_slots[i]` is
-    row `tail_rows[i]` of the tails before its segments."""
+    """The places of n · (W - 1) inputs of a convolution.
+
+    Input `slots[i]` is row `rows[i]` of the packed row; input `tail_slots[i]` is row `tail_rows[i]`
+    of the tails before its segments.
+    """
 
     shape: tuple[int, int]
     slots: torch.Tensor
@@ -25,15 +31,24 @@ class Inputs:
     tail_rows: torch.Tensor
 
     @classmethod
-    def of(cls, sources: np.ndarray, tokens: int, device: torch.device | str) -> "Inputs":
-        """Of int [n, W - 1], in which `tokens` is the first row of the tails."""
-        flat = sources.ravel()
-        slots, tail_slots = np.flatnonzero(flat < tokens), np.flatnonzero(flat >= tokens)
-        found = slots, flat[slots], tail_slots, flat[tail_slots] - tokens
-        return cls(sources.shape, *(on_device(x, device) for x in found))
+    def from_sources(cls, sources: np.ndarray, tokens: int, device: torch.device | str) -> "Inputs":
+        """Split int [n, W - 1] into rows of the packed row and rows of the tails.
+
+        Numbers below `tokens` are rows of the packed row; number `tokens` is the first row of the
+        tails.
+        """
+        source_rows = sources.ravel()
+        slots, tail_slots = np.flatnonzero(source_rows < tokens), np.flatnonzero(source_rows >= tokens)
+        return cls(
+            sources.shape,
+            slots=on_device(slots, device),
+            rows=on_device(source_rows[slots], device),
+            tail_slots=on_device(tail_slots, device),
+            tail_rows=on_device(source_rows[tail_slots] - tokens, device),
+        )
 
     def take(self, x: torch.Tensor, tails: torch.Tensor | None) -> torch.Tensor:
-        """[n, W - 1, C] of x [T, C] and tails [S, W - 1, C]; None: zeros."""
+        """Return the inputs [n, W - 1, C] from x [T, C] and tails [S, W - 1, C]; None: zeros."""
         out = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1]).index_copy_(0, self.slots, x[self.rows])
         if tails is not None:
             out[self.tail_slots] = tails.to(x.dtype).flatten(0, 1)[self.tail_rows]
@@ -42,22 +57,28 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """What a convolution of W taps needs to know of segments: their `first` tokens (W - 1 or fewer each), int64 [E], the inputs
-    `before` each of those, and the last W - 1 inputs of each segment, its `tails`."""
+    """The edges of segments, for a convolution of W taps.
 
-    first: torch.Tensor
-    before: Inputs
+    Attributes:
+        first_tokens: int64 [E], the first W - 1 tokens of each segment, or fewer.
+        inputs_before: the W - 1 inputs before each of those.
+        tails: the last W - 1 inputs of each segment.
+    """
+
+    first_tokens: torch.Tensor
+    inputs_before: Inputs
     tails: Inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Segments that continue segments of earlier levels.
+    """The segments of one depth, which continue segments of earlier levels.
 
     Attributes:
-        segments: where they stand in the order of levels.
-        parents: which segments they continue, int64 in that order; None in the first level.
-        steps: the n-th chunk of each segment that has so many; those with the most chunks come first.
+        segments: their places in the order of levels.
+        parents: int64, the places of the segments that they continue; None in the first level.
+        steps: step n has the n-th chunk of each segment that has so many; those with the most
+            chunks come first.
     """
 
     segments: slice
@@ -67,7 +88,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A row's segments cut into K chunks of `size` tokens, the last chunk of each padded.
+    """The segments of a row cut into K chunks of `size` tokens, the last chunk of each padded.
 
     Attributes:
         tokens: int64 [K · size], the token of each place; of padding, any.
@@ -88,8 +109,14 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The segments of one level as a packed row of their own: its tokens in the whole row, int64, its boundaries, int64 on the
-    device and on the CPU, and its `Level`."""
+    """The segments of one level as a packed row of their own.
+
+    Attributes:
+        tokens: int64, its tokens' numbers in the whole row.
+        cu_seqlens: int64, its boundaries, on the device.
+        cu_seqlens_cpu: int64, the same on the CPU.
+        level: its segments; `steps` is empty.
+    """
 
     tokens: torch.Tensor
     cu_seqlens: torch.Tensor
@@ -98,12 +125,22 @@ class Run:
 
 
 class DeltaLayout:
-    """Segments of a row of T tokens, which may continue earlier ones. What a layer needs is made when the first one asks."""
+    """The layout of a row of T tokens, whose segments may continue earlier ones.
+
+    Each part of it is made when the first layer needs it, and kept for the others.
+    """
 
     def __init__(
         self, cu_seqlens: np.ndarray, prefix: np.ndarray | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        """cu_seqlens int [S + 1]; prefix int [S], the earlier segment that each continues, -1 for none; None: none does."""
+        """Group the segments by depth.
+
+        Args:
+            cu_seqlens: int [S + 1], segment boundaries.
+            prefix: int [S], the earlier segment that each segment continues, -1 for none; None if
+                no segment continues another.
+            device: the device of the tensors.
+        """
         n = len(cu_seqlens) - 1
         self.starts, self.lengths, self.device = cu_seqlens[:-1], np.diff(cu_seqlens), device
         self.prefix = np.full(n, -1) if prefix is None else prefix
@@ -111,77 +148,103 @@ class DeltaLayout:
         for segment, parent in enumerate(self.prefix.tolist()):
             depths[segment] = depths[parent] + 1 if parent >= 0 else 0
         self.levels = [np.flatnonzero(depths == depth) for depth in range(depths.max(initial=-1) + 1)]
-        self._made: dict[tuple, object] = {}
+        self._results: dict[tuple, object] = {}
 
-    def _once(self, make: Callable[..., Made], *key: int) -> Made:
-        if (make.__name__, *key) not in self._made:
-            self._made[make.__name__, *key] = make(*key)
-        return self._made[make.__name__, *key]  # pyright: ignore[reportReturnType]
+    def _once(self, key: tuple, make: Callable[[], Result]) -> Result:
+        """Return the result of `make`, from an earlier call with this key where there is one."""
+        # A functools.cache would tie the layout to itself, and its tensors would outlive the step.
+        if key not in self._results:
+            self._results[key] = make()
+        return self._results[key]  # pyright: ignore[reportReturnType]
 
     def edges(self, width: int) -> Edges:
-        """For a convolution of `width` taps."""
-        return self._once(self._edges, width)
+        """Return the edges for a convolution of `width` taps."""
+        return self._once(("edges", width), lambda: self._edges(width))
 
     def chunks(self, size: int) -> Chunks:
-        """Of `size` tokens."""
-        return self._once(self._chunks, size)
+        """Return the chunks of `size` tokens."""
+        return self._once(("chunks", size), lambda: self._chunks(size))
 
     def by_head(self, size: int, heads: int, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """(int64 [parts · K · heads · size], int64 [T · parts · heads]): which rows of x [T, parts, heads, d] those of
-        [parts, K, heads, size, d] are in chunks of `size`, and the inverse."""
-        return self._once(self._by_head, size, heads, parts)
+        """Return (index, inverse) that bring rows of tokens into chunks by head.
+
+        The index, int64 [parts · K · heads · size], names for each row of [parts, K, heads, size,
+        d] its row of x [T, parts, heads, d]. The inverse is int64 [T · parts · heads].
+        """
+        return self._once(("by_head", size, heads, parts), lambda: self._by_head(size, heads, parts))
 
     def runs(self) -> tuple[tuple[Run, ...], torch.Tensor, torch.Tensor]:
-        """Levels as rows of their own, where each token of the row is among theirs, int64 [T], and each segment, int64 [S]."""
-        return self._once(self._runs)
+        """Return (runs, token places, segment places): levels as packed rows of their own.
+
+        Token places, int64 [T], tell where each token of the row is in the concatenation of the
+        runs; segment places, int64 [S], the same of segments.
+        """
+        return self._once(("runs",), self._runs)
 
     def best_size(self) -> int:
-        """Chunks of 16 tokens cost a fifth more than chunks of 32, and less where they leave out more padding."""
+        """Return 16 or 32, the faster size of chunks for these segments.
+
+        Chunks of 16 tokens cost a fifth more than chunks of 32, and less where they avoid more
+        padding.
+        """
         padded = {size: int((-(-self.lengths // size)).sum()) * size for size in (16, 32)}
         return 16 if 1.2 * padded[16] < padded[32] else 32
 
     def _edges(self, width: int) -> Edges:
-        n, tokens, back = len(self.lengths), int(self.lengths.sum()), width - 1
-        # Tokens are numbered 0 … T-1, then come the tails before each segment that continues none.
-        before = tokens + np.arange(n * back).reshape(n, back)
-        tails = np.empty_like(before)
+        n, tokens, n_earlier = len(self.lengths), int(self.lengths.sum()), width - 1
+        # Sources are numbered: 0 … T-1 are tokens, then come the tails before each segment. A
+        # segment that continues another has that one's tail before it instead.
+        inputs_before = tokens + np.arange(n * n_earlier).reshape(n, n_earlier)
+        tails = np.empty_like(inputs_before)
         for depth, level in enumerate(self.levels):
             if depth:
-                before[level] = tails[self.prefix[level]]
-            at = np.arange(back) + self.lengths[level, None] - back
-            older = np.take_along_axis(before[level], np.clip(at + back, 0, back - 1), 1)
-            tails[level] = np.where(at < 0, older, self.starts[level, None] + at)
-        near = np.minimum(self.lengths, back)
-        of, offsets = np.repeat(np.arange(n), near), _ranges(near)
-        first = self.starts[of] + offsets
-        at = offsets[:, None] + np.arange(back)
-        older = np.take_along_axis(before[of], np.minimum(at, back - 1), 1)
-        sources = np.where(at < back, older, first[:, None] + np.arange(back) - back)
+                inputs_before[level] = tails[self.prefix[level]]
+            source = np.arange(n_earlier) + self.lengths[level, None] - n_earlier
+            # A segment shorter than the taps ends with inputs from before it.
+            inherited = np.take_along_axis(inputs_before[level], np.clip(source + n_earlier, 0, n_earlier - 1), 1)
+            tails[level] = np.where(source < 0, inherited, self.starts[level, None] + source)
+        n_first = np.minimum(self.lengths, n_earlier)
+        segment_of, offsets = np.repeat(np.arange(n), n_first), _ranges(n_first)
+        first = self.starts[segment_of] + offsets
+        source = offsets[:, None] + np.arange(n_earlier)
+        inherited = np.take_along_axis(inputs_before[segment_of], np.minimum(source, n_earlier - 1), 1)
+        sources = np.where(source < n_earlier, inherited, first[:, None] + np.arange(n_earlier) - n_earlier)
         return Edges(
             on_device(first, self.device),
-            Inputs.of(sources, tokens, self.device),
-            Inputs.of(tails, tokens, self.device),
+            Inputs.from_sources(sources, tokens, self.device),
+            Inputs.from_sources(tails, tokens, self.device),
         )
 
     def _chunks(self, size: int) -> Chunks:
         counts = -(-self.lengths // size)
         members = [level[np.argsort(-counts[level], kind="stable")] for level in self.levels]
         order, rank = self._order(members)
-        levels, number, done = [], 0, 0
-        numbers = np.zeros((len(counts), counts.max(initial=0)), int)  # of each segment's chunks
+        levels, n_chunks, n_segments = [], 0, 0
+        # chunk_numbers[segment, n] is the number of the segment's n-th chunk.
+        chunk_numbers = np.zeros((len(counts), counts.max(initial=0)), int)
         for level in members:
-            alive = (counts[level] > np.arange(counts[level].max(initial=0))[:, None]).sum(1)
-            first = number + np.cumsum(alive) - alive
-            numbers[level, : len(alive)] = first + np.arange(len(level))[:, None]
-            steps = tuple(slice(a, a + n) for a, n in zip(first.tolist(), alive.tolist(), strict=True))
-            levels.append(Level(slice(done, done + len(level)), self._parents(level, rank, done), steps))
-            number, done = number + int(alive.sum()), done + len(level)
+            # Chunks are numbered step by step, so that each step is one slice of all chunks.
+            n_in_step = (counts[level] > np.arange(counts[level].max(initial=0))[:, None]).sum(1)
+            first = n_chunks + np.cumsum(n_in_step) - n_in_step
+            chunk_numbers[level, : len(n_in_step)] = first + np.arange(len(level))[:, None]
+            steps = tuple(slice(a, a + n) for a, n in zip(first.tolist(), n_in_step.tolist(), strict=True))
+            levels.append(
+                Level(slice(n_segments, n_segments + len(level)), self._parents(level, rank, n_segments), steps)
+            )
+            n_chunks, n_segments = n_chunks + int(n_in_step.sum()), n_segments + len(level)
         offsets = _ranges(self.lengths)
-        places = numbers[np.repeat(np.arange(len(counts)), self.lengths), offsets // size] * size + offsets % size
-        tokens, padding = np.zeros(number * size, int), np.ones(number * size, bool)
+        places = chunk_numbers[np.repeat(np.arange(len(counts)), self.lengths), offsets // size] * size + offsets % size
+        tokens, padding = np.zeros(n_chunks * size, int), np.ones(n_chunks * size, bool)
         tokens[places], padding[places] = np.arange(len(places)), False
-        arrays = tokens, places, padding.reshape(-1, 1, size), order, rank
-        return Chunks(size, tuple(levels), *(on_device(x, self.device) for x in arrays))
+        return Chunks(
+            size,
+            tuple(levels),
+            tokens=on_device(tokens, self.device),
+            places=on_device(places, self.device),
+            padding=on_device(padding.reshape(-1, 1, size), self.device),
+            order=on_device(order, self.device),
+            rank=on_device(rank, self.device),
+        )
 
     def _by_head(self, size: int, heads: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
         chunks = self.chunks(size)
@@ -192,28 +255,29 @@ class DeltaLayout:
 
     def _runs(self) -> tuple[tuple[Run, ...], torch.Tensor, torch.Tensor]:
         _, rank = self._order(self.levels)
-        runs, tokens, done = [], [], 0
+        runs, tokens, n_segments = [], [], 0
         for level in self.levels:
             lengths = self.lengths[level]
             assert lengths.all(), "segments without tokens"
             tokens.append(np.repeat(self.starts[level], lengths) + _ranges(lengths))
             cu_seqlens = np.cumsum([0, *lengths])
-            place = Level(slice(done, done + len(level)), self._parents(level, rank, done), ())
-            at, bounds = on_device(tokens[-1], self.device), on_device(cu_seqlens, self.device)
-            runs.append(Run(at, bounds, torch.from_numpy(cu_seqlens), place))
-            done += len(level)
-        places = np.argsort(np.concatenate(tokens))
-        return tuple(runs), on_device(places, self.device), on_device(rank, self.device)
+            run_level = Level(slice(n_segments, n_segments + len(level)), self._parents(level, rank, n_segments), ())
+            device_tokens, device_bounds = on_device(tokens[-1], self.device), on_device(cu_seqlens, self.device)
+            runs.append(Run(device_tokens, device_bounds, torch.from_numpy(cu_seqlens), run_level))
+            n_segments += len(level)
+        token_places = np.argsort(np.concatenate(tokens))
+        return tuple(runs), on_device(token_places, self.device), on_device(rank, self.device)
 
     def _order(self, levels: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(the segments of all levels, the place of each in it)."""
+        """Return (the segments in the order of levels, the place of each segment in it)."""
         order = np.concatenate(levels)
         return order, np.argsort(order)
 
-    def _parents(self, level: np.ndarray, rank: np.ndarray, done: int) -> torch.Tensor | None:
-        return on_device(rank[self.prefix[level]], self.device) if done else None
+    def _parents(self, level: np.ndarray, rank: np.ndarray, n_earlier: int) -> torch.Tensor | None:
+        """Return the places of a level's parents in the order of levels; the first has none."""
+        return on_device(rank[self.prefix[level]], self.device) if n_earlier else None
 
 
 def _ranges(lengths: np.ndarray) -> np.ndarray:
-    """0 … n-1 for each length n, end to end."""
+    """Return 0 … n-1 for each length n, end to end."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

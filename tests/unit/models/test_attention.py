@@ -158,7 +158,7 @@ def test_segments_must_lie_in_depth_first_order(prefix):
 def test_a_kernel_that_serves_many_sequences_is_called_once_a_level(kernel):
     lengths, prefix = ROWS["trees of other depths"]
     plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), kernel=kernel)
-    assert len(plan.shared) == (3 if KERNELS[kernel][0].many else 6)
+    assert len(plan.shared) == (3 if KERNELS[kernel][0].batches_sequences else 6)
 
 
 def random_tree(rng):
