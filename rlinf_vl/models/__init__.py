@@ -1,1 +1,1 @@
-"""Vision-language models: the family table, loading, processing, M-RoPE positions, attention, and the logprob head."""
+"""Vision-language models: families, loading, processing, positions, attention and logprobs."""

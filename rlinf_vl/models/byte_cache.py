@@ -11,12 +11,13 @@ Value = TypeVar("Value")
 
 
 def same(argument: Hashable) -> Hashable:
-    """Return the argument: the key of arguments that are keys themselves."""
+    """Return the argument: the `key` for arguments that can be keys themselves."""
     return argument
 
 
 def text_bytes(argument: object, value: object) -> int:
-    """Return the bytes of an argument and its value, each a string, bytes, or a flat tuple of them or of ints."""
+    """Return the bytes of an argument and its value, each text, bytes, or a flat tuple of them or
+    ints."""
     total = 0
     for item in (argument, value):
         total += sys.getsizeof(item)
@@ -26,16 +27,17 @@ def text_bytes(argument: object, value: object) -> int:
 
 
 class ByteCache(Generic[Argument, Value]):
-    """Calls `compute`, and keeps the results that were used last, within a bound of bytes.
+    """A cache of a function's results, least recently used out first, bounded by their bytes.
 
-    A bound of entries would say nothing where one entry may be a thousand times as large as another. Any thread may
-    call it. Threads that miss the same argument at the same time each compute it, and one result is kept. The newest
-    result is kept even if it exceeds the bound alone.
+    A bound of entries would not bound memory where one entry may be a thousand times as large as
+    another. Any thread may call the cache. Threads that miss the same argument at the same time
+    each compute it, and one result is kept. The newest result is kept even if it exceeds the bound
+    alone.
 
     Args:
         compute: the function.
-        key: argument → what stands for it in the cache.
-        size: (argument, value) → bytes that the entry takes.
+        key: argument → its key in the cache.
+        size: (argument, value) → bytes of the entry.
         max_bytes: the bound.
     """
 
@@ -56,15 +58,17 @@ class ByteCache(Generic[Argument, Value]):
         self._lock = threading.Lock()
 
     def __call__(self, argument: Argument) -> Value:
+        """Return `compute(argument)`, from the cache where it is there."""
         key = self._key(argument)
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
                 return self._entries[key][0]
+        # Outside the lock: other threads need not wait while one computes.
         value = self._compute(argument)
         n_bytes = self._size(argument, value)
         with self._lock:
-            if key in self._entries:  # another thread was faster
+            if key in self._entries:  # another thread computed it meanwhile
                 return self._entries[key][0]
             self._entries[key] = value, n_bytes
             self.n_bytes += n_bytes

@@ -1,7 +1,7 @@
-"""Forwards for layers of text model and vision tower, for modules and weights of transformers.
+"""Forwards for the layers of text models and vision towers, for transformers' modules and weights.
 
-Attention has its own because transformers' knows no packed rows. Norms, rotation, gated MLP and projections are those of
-`kernels.cpu` or `kernels.cuda`, by the device of the tensor.
+Attention is replaced because transformers' knows no packed rows. Norms, rotation, gated MLP and
+projections are those of `kernels.cpu` or `kernels.cuda`, by the device of the tensor.
 """
 
 from types import ModuleType
@@ -17,41 +17,42 @@ from rlinf_vl.models.kernels.delta import Mixer
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType:
-    """The module of the layers' parts for this tensor's device."""
+    """Return the module with the layers' parts for this tensor's device."""
     return cuda if x.is_cuda else cpu
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`forward` of a transformers RMSNorm."""
+    """Run `forward` of a transformers RMSNorm."""
     return kernels_for(hidden_states).rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def centered_norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`forward` of a transformers RMSNorm whose weight is stored less 1."""
+    """Run `forward` of a transformers RMSNorm whose weight is stored less 1."""
     return kernels_for(hidden_states).rms_norm(hidden_states, 1 + self.weight.float(), self.eps)
 
 
 def gated_norm_forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """`forward` of a transformers RMSNorm times silu(gate)."""
+    """Run `forward` of a transformers RMSNorm times silu(gate)."""
     kernels = kernels_for(hidden_states)
     return kernels.swiglu(gate, kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon))
 
 
 def mlp_forward(self: Any, x: torch.Tensor, **_) -> torch.Tensor:
-    """`forward` of a transformers gated MLP."""
+    """Run `forward` of a transformers gated MLP."""
     kernels = kernels_for(x)
     (out,) = kernels.projections(kernels.swiglu(*kernels.projections(x, self.gate_proj, self.up_proj)), self.down_proj)
     return out
 
 
 def attention_forward(self: Any, hidden_states, position_embeddings, *, context, **_):
-    """`forward` of a transformers attention, its heads normed or not; `context` (`AttentionContext`) says who sees whom.
+    """Run `forward` of a transformers attention, its heads normed or not.
 
     hidden_states [B, T, H], position_embeddings (cos, sin) [B, T, D] → ([B, T, H], None).
+    `context`, an `AttentionContext`, decides which keys each query sees.
     """
     kernels = kernels_for(hidden_states)
-    heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-    q, k, v = (x.view(heads) for x in kernels.projections(hidden_states, self.q_proj, self.k_proj, self.v_proj))
+    q, k, v = kernels.projections(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    q, k, v = (x.view(*hidden_states.shape[:-1], -1, self.head_dim) for x in (q, k, v))
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x.unsqueeze(2) for x in position_embeddings)
@@ -62,8 +63,11 @@ def attention_forward(self: Any, hidden_states, position_embeddings, *, context,
 
 
 def gated_attention_forward(self: Any, hidden_states, position_embeddings, *, context, **_):
-    """`attention_forward` whose query projection also makes a gate for each output, [heads, query and gate], and whose rotation
-    leaves the last columns of a head as they are."""
+    """Run `attention_forward` with a gate for each output.
+
+    The query projection also makes the gates, [heads, query and gate]. The rotation leaves the last
+    columns of a head as they are.
+    """
     kernels = kernels_for(hidden_states)
     q, k, v = kernels.projections(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
@@ -76,22 +80,26 @@ def gated_attention_forward(self: Any, hidden_states, position_embeddings, *, co
 
 
 def delta_net_forward(self: Any, hidden_states, *, context, **_) -> torch.Tensor:
-    """`forward` of a transformers gated delta net: hidden_states [B, T, H] → [B, T, H]. Decays and state are float32."""
+    """Run `forward` of a transformers gated delta net.
+
+    hidden_states [B, T, H] → [B, T, H]. Decays and state are float32.
+    """
     kernels = kernels_for(hidden_states)
-    inputs = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
-    qkv, z, b, a = kernels.projections(hidden_states, *inputs)
+    qkv, z, b, a = kernels.projections(hidden_states, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
     g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
-    heads = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
-    mixer = Mixer(self.conv1d.weight.squeeze(1), *heads)
+    weight = self.conv1d.weight.squeeze(1)
+    mixer = Mixer(weight, self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
     out = context.mix(self.layer_idx, mixer, qkv, g, b.float().sigmoid())
     (out,) = kernels.projections(self.norm(out, z.view_as(out)).flatten(2), self.out_proj)
     return out
 
 
 def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, context, **_) -> torch.Tensor:
-    """`forward` of a transformers vision attention with one product for queries, keys and values.
+    """Run `forward` of a transformers vision attention with one product for queries, keys and
+    values.
 
-    hidden_states [P, H], position_embeddings (cos, sin) [P, D] → [P, H]. Rotated in float32, as transformers does.
+    hidden_states [P, H], position_embeddings (cos, sin) [P, D] → [P, H]. The rotation is in
+    float32, as in transformers.
     """
     qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
     cos, sin = (x[:, None, None].float() for x in position_embeddings)
@@ -101,25 +109,31 @@ def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, c
 
 
 def frame_attention(grids: np.ndarray, device: torch.device, dtype: torch.dtype) -> SegmentAttention:
-    """Context of a vision attention in which each patch sees its own image's frame; grids int64 [n, 3], (t, h, w)."""
+    """Return the context of a vision attention in which a patch attends to its image's frame.
+
+    grids int64 [n, 3], (t, h, w).
+    """
     return SegmentAttention(frame_bounds(grids), causal=False, device=device, dtype=dtype)
 
 
 def frame_bounds(grids: np.ndarray) -> np.ndarray:
-    """int64 [frames + 1]: where the patches of each frame begin, and the last ones end."""
+    """Return int64 [frames + 1]: the first patch of each frame, and the number of patches."""
     return np.cumsum([0, *np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])])
 
 
 def add_deepstack(hidden_states: torch.Tensor, image_positions: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """`_deepstack_process` of a transformers text model: hidden_states [1, T, H] plus features [N, H] at distinct positions,
-    int64 [N]."""
+    """Add features [N, H] to hidden_states [1, T, H] at distinct positions, int64 [N].
+
+    It replaces `_deepstack_process` of a transformers text model.
+    """
     return hidden_states.index_add(1, image_positions, features.to(hidden_states.dtype).unsqueeze(0))
 
 
 def patch_embed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`forward` of a transformers vision patch embedding: a convolution over patches of its own size is a product.
+    """Run `forward` of a transformers vision patch embedding.
 
-    PyTorch's three-dimensional convolutions are slower, on CUDA in bfloat16 by ten times and more (pytorch/pytorch#174051).
+    A convolution over patches of its own size is a product. PyTorch's three-dimensional
+    convolutions are slower, on CUDA in bfloat16 by ten times and more (pytorch/pytorch#174051).
     """
     weight_WD = self.proj.weight.flatten(1)
     return F.linear(hidden_states.to(weight_WD.dtype).view(-1, weight_WD.shape[1]), weight_WD, self.proj.bias)

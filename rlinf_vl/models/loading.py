@@ -1,4 +1,5 @@
-"""Checkpoints in, checkpoints out: transformers models with our attention, and what is trainable in them."""
+"""Reading and writing checkpoints: transformers models with our attention, and their trainable
+part."""
 
 import shutil
 import types
@@ -20,26 +21,36 @@ from rlinf_vl.models.families import Family
 from rlinf_vl.models.mixture import mixture_forward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Parts of a model that are trained or frozen, each with a learning rate of its own. The language model has embeddings and head.
+#: Parts of a model that are trained or frozen, each with its learning rate. Embeddings and head are
+#: in the language model.
 PARTS = ("language_model", "projector", "vision_tower")
 
-#: Files of a checkpoint folder that are not weights or model config: they travel unchanged into an export.
+#: Files of a checkpoint folder that are not weights or model config: they travel unchanged into an
+#: export.
 TOKENIZER_AND_PROCESSOR_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"),
-    *("added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-    *("preprocessor_config.json", "video_preprocessor_config.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 
 
 def load_model(
     path: str | Path, family: Family, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The transformers model at `path` on the CPU, prepared by `use_packed_attention`.
+    """Load the transformers model at `path` on the CPU, prepared by `use_packed_attention`.
 
     Raises:
         ValueError: the checkpoint is of another family than `rollout.model.model_type` says.
     """
-    disable_progress_bar()  # one bar per process would tear the run's own line
+    disable_progress_bar()  # a bar per process would break the run's progress line
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if config.model_type != family.model_type:
         raise ValueError(
@@ -54,18 +65,21 @@ def load_model(
 
 @contextmanager
 def _kept_in_float32(endings: Collection[str]) -> Iterator[None]:
-    """Let transformers load the weights whose names end so in float32 whatever it is asked for."""
-    before = PreTrainedModel._keep_in_fp32_modules_strict
-    PreTrainedModel._keep_in_fp32_modules_strict = {*(before or ()), *endings}
+    """Let transformers load weights with these endings in float32, whatever the model's dtype."""
+    old_modules = PreTrainedModel._keep_in_fp32_modules_strict
+    PreTrainedModel._keep_in_fp32_modules_strict = {*(old_modules or ()), *endings}
     try:
         yield
     finally:
-        PreTrainedModel._keep_in_fp32_modules_strict = before
+        PreTrainedModel._keep_in_fp32_modules_strict = old_modules
 
 
 def float32_in_checkpoint(path: str | Path) -> set[str]:
-    """Names of the weights that a checkpoint stores in float32 beside others in half precision, such as norms and routers.
-    Empty for a checkpoint in one dtype, which says nothing of single weights."""
+    """Return the names of weights stored in float32 beside others in half precision.
+
+    These are mostly norms and routers. The result is empty for a checkpoint in one dtype, which
+    tells nothing about single weights.
+    """
     dtypes = dict[str, str]()
     for file in _weight_files(path):
         with safe_open(file, "pt") as weights:
@@ -76,7 +90,10 @@ def float32_in_checkpoint(path: str | Path) -> set[str]:
 
 
 def carried_weights(path: str | Path, family: Family) -> dict[str, torch.Tensor]:
-    """Read the weights of a checkpoint that the model itself lacks and an export keeps (`Family.carried_weights`)."""
+    """Read the weights of a checkpoint that the model lacks and an export keeps.
+
+    Their names begin as `Family.carried_weights` says.
+    """
     carried = dict[str, torch.Tensor]()
     for file in _weight_files(path) if family.carried_weights else ():
         with safe_open(file, "pt") as weights:
@@ -95,27 +112,35 @@ def _weight_files(path: str | Path) -> list[Path]:
 
 
 def cast_model(model: nn.Module, family: Family, dtype: torch.dtype, float32: Collection[str] = ()) -> None:
-    """Cast the weights to `dtype`, but for `Family.float32_weights` and the names in `float32`, those of a checkpoint, which
-    become float32. Buffers stay as they are."""
+    """Cast the weights to `dtype`, except those that stay in float32; buffers stay as they are.
+
+    `Family.float32_weights` and the names in `float32`, which are those of a checkpoint, become
+    float32.
+    """
     for name, weight in model.named_parameters():
         stored = {name, *(part for part, _ in family.engine_names(name, weight.detach()))}
-        kept = family.stays_float32(name) or not stored.isdisjoint(float32)
-        weight.data = weight.data.to(torch.float32 if kept else dtype)
+        stays_float32 = family.stays_float32(name) or not stored.isdisjoint(float32)
+        weight.data = weight.data.to(torch.float32 if stays_float32 else dtype)
 
 
 def weight_shapes(config: Any, family: Family, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in the transformers model; nothing is loaded."""
+    """Return names and shapes of the transformers model's weights, without loading any."""
     with torch.device("meta"):
         model = family.auto_model.from_config(config, trust_remote_code=trust_remote_code)
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def stored_as_in_memory(path: str | Path, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a checkpoint has weights, in a layout that `Family.engine_names` changes, as transformers has them in memory, with
-    these `weight_shapes`: so it saves them by itself, and so it reads them (`save_model` writes them as SGLang reads them)."""
+    """Return whether a checkpoint has weights in transformers' layout where SGLang's differs.
+
+    Looked at are weights whose layout `Family.engine_names` changes; `shapes` are `weight_shapes`.
+    transformers by itself saves and reads them as in memory; `save_model` writes them as SGLang
+    reads them.
+    """
 
     def changes(name: str) -> bool:
-        weight = torch.empty(tuple(range(2, 2 + len(shapes[name]))), device="meta")  # no two sizes alike
+        # All sizes differ, so that a transposition shows.
+        weight = torch.empty(tuple(range(2, 2 + len(shapes[name]))), device="meta")
         return all(part.shape != weight.shape for _, part in family.engine_names(name, weight))
 
     changed = set(filter(changes, shapes))
@@ -128,18 +153,20 @@ def stored_as_in_memory(path: str | Path, family: Family, shapes: Mapping[str, t
 
 
 def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedModel:
-    """Make a transformers model attend through an `AttentionContext`, and compute by the forwards in `family.layers`; returns
-    the model. Modules and weights stay as they are.
+    """Make a transformers model attend through an `AttentionContext`, and return it.
+
+    It then computes by the forwards in `family.layers`. Modules and weights stay as they are.
 
     Raises:
-        ValueError: some layers attend within a window, which packed attention does not know.
+        ValueError: some layers attend within a window, which packed attention does not support.
     """
     text_config: Any = model.get_submodule(family.text_model).config
     if windows := getattr(text_config, "layer_types", []).count("sliding_attention"):
         raise ValueError(
             f"{windows} layers of this {family.model_type} attend within a sliding window, which is not supported"
         )
-    text_config._attn_implementation = "context"  # transformers makes no [T, T] mask for a name that it does not know
+    # transformers makes no [T, T] mask for an implementation that it does not know.
+    text_config._attn_implementation = "context"
     for module in model.modules():
         if (forward := family.layers.get(type(module).__name__)) is not None:
             module.forward = types.MethodType(forward, module)
@@ -149,32 +176,33 @@ def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedMo
 
 
 def mixtures(model: nn.Module, family: Family) -> list[Any]:
-    """The mixtures of experts, by layer."""
+    """Return the modules of mixtures of experts, by layer."""
     return [m for m in model.modules() if family.layers.get(type(m).__name__) is mixture_forward]
 
 
 def save_model(
     model: PreTrainedModel, family: Family, folder: Path, carried: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Write weights and config in HF format, as both transformers and SGLang load it: with `Family.engine_names`. `carried`:
-    further weights, written as they are (`carried_weights`).
+    """Write weights and config in HF format, as both transformers and SGLang load it.
 
-    transformers tells layouts by their shape, so a square matrix stays in its own: SGLang would read that transposed.
+    Names and layouts are those of `Family.engine_names`. `carried` are further weights, written as
+    they are (`carried_weights`). transformers recognises layouts by their shape, so a square matrix
+    stays in its own layout: SGLang would read that transposed.
     """
     weights = dict(carried or {})
     for name, weight in model.named_parameters():
-        for part, value in family.engine_names(name, weight.detach()):
-            weights[part] = weight.detach() if value.shape == weight.shape else value
-    for part, keys in family.engine_config(model.config).items():
-        getattr(model.config, part).update(keys)
+        for engine_name, value in family.engine_names(name, weight.detach()):
+            weights[engine_name] = weight.detach() if value.shape == weight.shape else value
+    for engine_name, keys in family.engine_config(model.config).items():
+        getattr(model.config, engine_name).update(keys)
     model.save_pretrained(folder, state_dict=weights, save_original_format=False)
     mode = (folder / "config.json").stat().st_mode
-    for file in folder.glob("*.safetensors"):  # which safetensors lets only their owner read
+    for file in folder.glob("*.safetensors"):  # safetensors lets only the owner read them
         file.chmod(mode)
 
 
 def part_of(name: str, family: Family) -> str:
-    """Which of `PARTS` a weight of this name belongs to."""
+    """Return the one of `PARTS` to which a weight of this name belongs."""
     if name.startswith(tuple(f"{path}." for path in family.projector)):
         return "projector"
     return "vision_tower" if name.startswith(f"{family.vision_tower}.") else "language_model"
@@ -183,7 +211,7 @@ def part_of(name: str, family: Family) -> str:
 def freeze(
     model: nn.Module, family: Family, parts: Collection[str] = ("vision_tower", "projector"), *, router: bool = False
 ) -> None:
-    """Train none of these `PARTS`, nor the `router`s of mixtures."""
+    """Train none of these `PARTS`; with `router`, nor the routers of mixtures."""
     for name, weight in model.named_parameters():
         if part_of(name, family) in parts:
             weight.requires_grad_(False)
@@ -192,10 +220,11 @@ def freeze(
 
 
 def checkpoint_blocks(model: nn.Module, family: Family, use_reentrant: bool) -> None:
-    """Recompute the blocks of text model and vision tower in backward, wherever a training forward keeps gradients.
+    """Recompute the blocks of text model and vision tower in the backward of training forwards.
 
-    Wraps the `forward` of each block object itself. transformers' own switch depends on its version: it wraps `__call__` in some
-    and the class's `forward` in others, which a family's own forward (`Family.layers`) then bypasses.
+    The `forward` of each block object is wrapped. transformers' own switch depends on its version:
+    it wraps `__call__` in some and the class's `forward` in others, which a family's own forward
+    (`Family.layers`) then bypasses.
     """
     for path in (family.text_blocks, family.vision_blocks):
         for block in model.get_submodule(path).children() if path else ():
@@ -205,15 +234,16 @@ def checkpoint_blocks(model: nn.Module, family: Family, use_reentrant: bool) -> 
 def _recomputed_in_backward(block: nn.Module, forward: Callable[..., Any], use_reentrant: bool) -> Callable[..., Any]:
     """Return `forward` of this block under torch's activation checkpointing while the block trains.
 
-    Hooks of the module, FSDP2's among them, stay outside: a recomputed forward runs none of them a second time.
+    Hooks of the module, FSDP2's among them, stay outside: a recomputed forward runs none of them a
+    second time.
     """
 
     def checkpointed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return forward(hidden_states, *args, **kwargs)
         if use_reentrant and not hidden_states.requires_grad and any(p.requires_grad for p in block.parameters()):
-            # The reentrant kind builds a graph only for inputs with gradients: without one, as behind frozen
-            # embeddings, adapters of the first blocks would learn nothing.
+            # The reentrant kind builds a graph only for inputs with gradients: after frozen
+            # embeddings, which give none, adapters of the first blocks would learn nothing.
             hidden_states = hidden_states.detach().requires_grad_()
         return checkpoint(partial(forward, **kwargs), hidden_states, *args, use_reentrant=use_reentrant)
 
@@ -221,17 +251,21 @@ def _recomputed_in_backward(block: nn.Module, forward: Callable[..., Any], use_r
 
 
 def output_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The output embedding, [V, H]; V can be more than the tokenizer has tokens."""
+    """Return the output embedding, [V, H]; V can be more than the tokenizer has tokens."""
     embedding: Any = model.get_output_embeddings()
     return embedding.weight
 
 
 def vocab_size(model: PreTrainedModel) -> int:
+    """Return the rows of the output embedding."""
     return output_weight(model).shape[0]
 
 
 def copy_processor_files(source: str | Path, target: Path) -> None:
-    """Copy tokenizer, chat template, image processor and generation config of a checkpoint folder or cached hub model."""
+    """Copy tokenizer, chat template, image processor and generation config of a checkpoint.
+
+    `source` is a folder or a cached model of the hub.
+    """
     folder = Path(source)
     if not folder.is_dir():
         folder = Path(snapshot_download(str(source), allow_patterns=list(TOKENIZER_AND_PROCESSOR_FILES)))

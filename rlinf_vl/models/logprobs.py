@@ -1,24 +1,31 @@
-"""The logprob head: hidden states → log-probability of each target token and entropy, in float32, a chunk of positions at a
-time. No tensor is [T, vocab], in forward or backward: backward computes each chunk's logits again."""
+"""The logprob head: hidden states → log-probability of each target token and entropy, in float32.
+
+It works on a chunk of positions at a time. No tensor is [T, vocab], in forward or backward:
+backward computes each chunk's logits again.
+
+Letters in shapes: R positions, C of them in a chunk, K targets for each, H hidden size, V
+vocabulary.
+"""
 
 import torch
 
 from rlinf_vl.models.kernels import fused
 from rlinf_vl.models.kernels.products import add_matmul, bfloat16_products, matmul
 
-#: Bytes of one chunk's float32 logits by default, by device type: what fits a CPU's caches, and what keeps a GPU busy.
+#: Bytes of one chunk's float32 logits by default, by device type: few enough for a CPU's caches,
+#: enough to keep a GPU busy.
 CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**30}
 
 
 def _product(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    """float32 logits [C, V] of one chunk."""
+    """Return the float32 logits [C, V] of one chunk."""
     if hidden_CH.dtype != torch.float32:
         return torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
     return matmul(hidden_CH, weight_VH.t())
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, banned: torch.Tensor | None):
-    """`_product`, divided by the temperature, banned ids at -inf."""
+    """Return the logits of `_product` over the temperature, banned ids at -inf."""
     logits = _product(hidden_CH, weight_VH)
     if temperature != 1.0:
         logits = logits.div_(temperature)
@@ -26,80 +33,97 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float
 
 
 class _Head(torch.autograd.Function):
+    """The autograd function of `token_logprobs`, chunk by chunk in both directions."""
+
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, banned, chunk, with_entropy):
         n = hidden.shape[0]
-        found = hidden.new_empty(targets.shape, dtype=torch.float32)
-        targets, logprobs = _columns(targets), _columns(found)
+        logprobs_out = hidden.new_empty(targets.shape, dtype=torch.float32)
+        targets, logprobs_RK = _columns(targets), _columns(logprobs_out)
         lse = hidden.new_empty(n, 1, dtype=torch.float32)
         entropy = torch.empty_like(lse[:, 0]) if with_entropy else None
         is_fused = _is_fused(hidden, targets)
         mask = _mask(banned, weight) if is_fused else None
         with bfloat16_products(hidden):
-            rows, matrix = _operands(hidden, weight)
+            hidden_RH, weight_VH = _operands(hidden, weight)
             for start in range(0, n, chunk):
-                part = slice(start, start + chunk)
+                rows = slice(start, start + chunk)
                 if is_fused:
-                    logits = _product(rows[part], matrix)
-                    lse[part], of_part = fused.head_statistics(logits, mask, temperature, with_entropy)
-                    logprobs[part] = logits.gather(1, targets[part]).div_(temperature).sub_(lse[part])
+                    logits = _product(hidden_RH[rows], weight_VH)
+                    lse[rows], chunk_entropy = fused.head_statistics(logits, mask, temperature, with_entropy)
+                    logprobs_RK[rows] = logits.gather(1, targets[rows]).div_(temperature).sub_(lse[rows])
                 else:
-                    logits = _logits(rows[part], matrix, temperature, banned)
-                    logprobs[part], lse[part], of_part = _statistics(logits, banned, targets[part], with_entropy)
-                if entropy is not None and of_part is not None:
-                    entropy[part] = of_part
+                    logits = _logits(hidden_RH[rows], weight_VH, temperature, banned)
+                    logprobs_RK[rows], lse[rows], chunk_entropy = _statistics(
+                        logits, banned, targets[rows], with_entropy
+                    )
+                if entropy is not None and chunk_entropy is not None:
+                    entropy[rows] = chunk_entropy
         ctx.save_for_backward(hidden, weight, targets, banned, lse, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.set_materialize_grads(False)
-        return found, entropy
+        ctx.set_materialize_grads(False)  # zeros in place of None would cost passes over memory
+        return logprobs_out, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved, saved_weight, targets, banned, lse, entropy = ctx.saved_tensors
-        is_fused, grad_hidden = _is_fused(saved, targets), torch.empty_like(saved)
+        saved_hidden, saved_weight, targets, banned, lse, entropy = ctx.saved_tensors
+        is_fused, grad_hidden = _is_fused(saved_hidden, targets), torch.empty_like(saved_hidden)
         mask = _mask(banned, saved_weight) if is_fused else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(saved_weight.shape, dtype=torch.float32, device=saved_weight.device)
-        with bfloat16_products(saved):
-            hidden, weight = _operands(saved, saved_weight)
+        with bfloat16_products(saved_hidden):
+            hidden, weight = _operands(saved_hidden, saved_weight)
             for start in range(0, hidden.shape[0], ctx.chunk):
-                part = slice(start, start + ctx.chunk)
-                columns = [
-                    x if x is None else _columns(x[part]) for x in (targets, lse, grad_logprobs, entropy, grad_entropy)
-                ]
-                # The logits are let go of: they would be 0.6 GiB of the flagship's beside the next chunk's.
+                rows = slice(start, start + ctx.chunk)
+                chunk_targets, chunk_lse, chunk_grad_logprobs, chunk_entropy, chunk_grad_entropy = (
+                    x if x is None else _columns(x[rows]) for x in (targets, lse, grad_logprobs, entropy, grad_entropy)
+                )
+                # Logits are freed at once: the flagship's would be 0.6 GiB beside the next chunk's.
                 if is_fused:
-                    logits = _product(hidden[part], weight)
-                    grad = fused.head_gradient(logits, mask, ctx.temperature, columns, saved.dtype)
+                    logits = _product(hidden[rows], weight)
+                    columns = [chunk_targets, chunk_lse, chunk_grad_logprobs, chunk_entropy, chunk_grad_entropy]
+                    grad = fused.head_gradient(logits, mask, ctx.temperature, columns, saved_hidden.dtype)
                     del logits
                 else:
-                    grad = _grad_logits(_logits(hidden[part], weight, ctx.temperature, banned), banned, *columns)
+                    grad = _grad_logits(
+                        _logits(hidden[rows], weight, ctx.temperature, banned),
+                        banned,
+                        chunk_targets,
+                        chunk_lse,
+                        chunk_grad_logprobs,
+                        chunk_entropy,
+                        chunk_grad_entropy,
+                    )
                     if ctx.temperature != 1.0:
                         grad.div_(ctx.temperature)
-                grad_hidden[part] = matmul(grad.to(saved.dtype), saved_weight)
+                grad_hidden[rows] = matmul(grad.to(saved_hidden.dtype), saved_weight)
                 if grad_weight is None:
                     continue
                 if weight.dtype == torch.float32:
-                    add_matmul(grad_weight, grad.t(), hidden[part])
+                    add_matmul(grad_weight, grad.t(), hidden[rows])
                 else:
-                    grad_weight += torch.mm(grad.to(weight.dtype).t(), hidden[part], out_dtype=torch.float32)
+                    grad_weight += torch.mm(grad.to(weight.dtype).t(), hidden[rows], out_dtype=torch.float32)
         return grad_hidden, None if grad_weight is None else grad_weight.to(saved_weight.dtype), *[None] * 5
 
 
 def _is_fused(hidden: torch.Tensor, targets_RK: torch.Tensor) -> bool:
+    """Return whether `kernels.fused` computes this: on its devices, with one target each."""
     return fused.serves(hidden) and targets_RK.shape[1] == 1
 
 
 def _mask(banned: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
-    """uint8 [V], 1 where an id is banned."""
+    """Return uint8 [V], 1 where an id is banned."""
     if banned is None:
         return None
     return torch.zeros(len(weight), dtype=torch.uint8, device=weight.device).index_fill_(0, banned, 1)
 
 
 def _statistics(logits, banned, targets, with_entropy: bool):
-    """(logprobs of the targets [C, K], log Σ e^x [C, 1], entropy [C] or None). Overwrites the logits [C, V]."""
+    """Return (logprobs of the targets [C, K], log Σ e^x [C, 1], entropy [C] or None).
+
+    Overwrites the logits [C, V].
+    """
     top = logits.amax(dim=1, keepdim=True)
     logits.sub_(top)
     logprobs = logits.gather(1, targets)
@@ -116,18 +140,20 @@ def _statistics(logits, banned, targets, with_entropy: bool):
 
 
 def _columns(x: torch.Tensor) -> torch.Tensor:
-    """[R] as [R, 1]."""
+    """Return [R] as [R, 1], and a matrix as it is."""
     return x if x.ndim == 2 else x[:, None]
 
 
 def _operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of the products: on CUDA the tensors themselves, on a CPU float32."""
+    """Return the factors of the products: on CUDA the tensors themselves, on a CPU float32."""
     return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
 
 
 def _grad_logits(logits, banned, targets, lse, grad_logprobs, entropy, grad_entropy) -> torch.Tensor:
-    """Gradient [C, V] of Σ logprob · grad_logprobs + entropy · grad_entropy; either gradient may be None. Targets and their
-    gradients are [C, K], the others [C, 1].
+    """Return the gradient [C, V] of Σ logprob · grad_logprobs + entropy · grad_entropy.
+
+    Either gradient may be None. Targets and their gradients are [C, K], the others [C, 1].
+    Overwrites the logits.
 
     d logprob_t / d logit_v = [v = t] - p_v ;  d H / d logit_v = -p_v (log p_v + H)
     """
@@ -155,9 +181,10 @@ def token_logprobs(
     chunk: int | None = None,
     with_entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities of `targets`, and the entropy of the distribution they were drawn from.
+    """Return log-probabilities of `targets`, and the entropy of their distribution.
 
-    The distribution is softmax(hidden · weightᵀ / temperature) over the ids that are not banned: the sampler's own.
+    The distribution is softmax(hidden · weightᵀ / temperature) over the ids that are not banned,
+    the one that the sampler draws from.
 
     Args:
         hidden: [R, H], float32 or bfloat16.
@@ -165,14 +192,16 @@ def token_logprobs(
         targets: int64 [R] or, several at each position, [R, K]; none of them banned.
         temperature: the sampling temperature, > 0.
         banned: int64 [B], ids that can't be sampled; None bans nothing.
-        chunk: positions whose [chunk, V] logits exist at once; None: as many as fit `CHUNK_BYTES`, 128 at least.
+        chunk: positions whose [chunk, V] logits exist at once; None: as many as fit `CHUNK_BYTES`,
+            128 at least.
         with_entropy: False leaves the entropy out, which saves two passes over the logits.
 
     Returns:
-        (logprobs, of the shape of `targets`; entropy [R] or None), float32, differentiable in `hidden` and `weight`.
+        (logprobs, of the shape of `targets`; entropy [R] or None), float32, differentiable in
+            `hidden` and `weight`.
     """
-    sizes = float(temperature), banned, _chunk(hidden, weight, chunk)
-    return _Head.apply(hidden, weight, targets, *sizes, with_entropy)
+    chunk_positions = _chunk(hidden, weight, chunk)
+    return _Head.apply(hidden, weight, targets, float(temperature), banned, chunk_positions, with_entropy)
 
 
 @torch.no_grad()
@@ -185,17 +214,20 @@ def likeliest(
     banned: torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """The k likeliest of the ids that are not banned, or all of them if they are fewer: int64 [R, K]; arguments as of
-    `token_logprobs`."""
+    """Return the k likeliest of the ids that are not banned, int64 [R, K].
+
+    K is k, or the number of ids if that is less. Arguments are those of `token_logprobs`.
+    """
     k, size = min(k, weight.shape[0] - (0 if banned is None else len(banned))), _chunk(hidden, weight, chunk)
-    found = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    top_ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     with bfloat16_products(hidden):
-        rows, matrix = _operands(hidden, weight)
+        hidden_RH, weight_VH = _operands(hidden, weight)
         for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            found[part] = _logits(rows[part], matrix, temperature, banned).topk(k, dim=1).indices
-    return found
+            rows = slice(start, start + size)
+            top_ids[rows] = _logits(hidden_RH[rows], weight_VH, temperature, banned).topk(k, dim=1).indices
+    return top_ids
 
 
 def _chunk(hidden: torch.Tensor, weight: torch.Tensor, chunk: int | None) -> int:
+    """Return the positions of one chunk: `chunk`, or as many as fit `CHUNK_BYTES`, 128 at least."""
     return int(chunk or max(128, CHUNK_BYTES[hidden.device.type] // (4 * weight.shape[0])))

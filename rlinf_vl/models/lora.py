@@ -1,7 +1,8 @@
-"""LoRA (Hu et al. 2021) through peft: where adapters go, and the weights with adapters added.
+"""LoRA (Hu et al. 2021) through peft: where adapters are put, and weights with adapters added.
 
-peft wraps a module in place, and its weight becomes `base_layer.weight`: module paths stay, so that everything that a family says
-of them holds. Adapters are float32 whatever the model's dtype; the model below them is not trained.
+peft wraps a module in place, and its weight becomes `base_layer.weight`: module paths stay, so that
+all paths in a `Family` hold. Adapters are float32 whatever the model's dtype; the model under them
+is not trained.
 """
 
 import re
@@ -30,15 +31,16 @@ NAMED = {
     "projector": ("projector",),
 }
 ADAPTER = "default"  # peft's name of a model's only adapter
-_IN_4_BITS = "is_loaded_in_4bit"  # by which peft knows that it must use its modules for quantized weights
+#: The attribute of a model by which peft chooses its modules for quantized weights.
+_IN_4_BITS = "is_loaded_in_4bit"
 
 
 class AdapterError(ConfigError):
-    """Adapters can't be put where the settings say."""
+    """The settings ask for adapters where none can be put."""
 
 
 class LoraSettings(Protocol):
-    """Section `actor.model.lora` of a config."""
+    """The section `actor.model.lora` of a config."""
 
     rank: int
     alpha: float
@@ -51,8 +53,11 @@ class LoraSettings(Protocol):
 def train_parts(
     model: PreTrainedModel, family: Family, frozen: Collection[str], lora: LoraSettings | None, *, router: bool = True
 ) -> None:
-    """Let adapters be trained and nothing else; without `lora` everything but the `frozen` ones of `PARTS`, and the routers of
-    mixtures unless `router` lets them."""
+    """Make adapters trainable and nothing else.
+
+    Without `lora`, everything is trained except the `frozen` ones of `PARTS`, and the routers of
+    mixtures only if `router`.
+    """
     if lora is None:
         freeze(model, family, frozen, router=not router)
     else:
@@ -60,33 +65,39 @@ def train_parts(
 
 
 def add_adapters(model: PreTrainedModel, family: Family, lora: LoraSettings) -> None:
-    """Wrap the targets, quantized if the settings say so, in adapters that add nothing yet, and freeze everything else. On the
-    device `meta` nothing is quantized.
+    """Wrap the target modules in adapters, which add nothing yet, and freeze everything else.
+
+    The targets are quantized if the settings say so, but not on the device `meta`.
 
     Raises:
-        AdapterError: the settings name nothing that is there, or experts get adapters with dropout or quantization.
+        AdapterError: the settings match no module, or experts get adapters with dropout or
+            quantization.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # which takes seconds
+    from peft import LoraConfig, inject_adapter_in_model  # imported here: it takes seconds
 
     names = adapted_names(model, family, lora)
-    modules = [name for name in names if isinstance(_get(model, name), nn.Module)]
+    modules = [name for name in names if isinstance(_module_or_parameter(model, name), nn.Module)]
     experts = [name for name in names if name not in modules]
     if experts and lora.dropout:
         raise AdapterError(
-            f"actor.model.lora.dropout: {lora.dropout:g}, but adapters of experts ({_pattern(experts[0])}) have none; set it to 0, "
-            "or add experts to actor.model.lora.exclude_modules"
+            f"actor.model.lora.dropout: {lora.dropout:g}, but adapters of experts "
+            f"({_pattern(experts[0])}) have none; set it to 0, or add experts to "
+            "actor.model.lora.exclude_modules"
         )
     if experts and lora.quantization != "none":
         raise AdapterError(
-            f"actor.model.lora.quantization: {lora.quantization}, but bitsandbytes quantizes linear modules only, and experts "
-            f"({_pattern(experts[0])}) are stacked weights; set none, or add '.*experts.*' to actor.model.lora.exclude_modules"
+            f"actor.model.lora.quantization: {lora.quantization}, but bitsandbytes quantizes linear "
+            f"modules only, and experts ({_pattern(experts[0])}) are stacked weights; set none, or add "
+            "'.*experts.*' to actor.model.lora.exclude_modules"
         )
+    # First quantize: peft chooses its kind of wrapper by the module that it finds.
     quantized = lora.quantization != "none" and not next(model.parameters()).is_meta
     if quantized:
         quantize(model, modules)
     settings = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # of no use but as alpha / r
+        # peft annotates an int, and uses it only as alpha / r.
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
         target_modules=modules,
         target_parameters=experts or None,
@@ -97,13 +108,14 @@ def add_adapters(model: PreTrainedModel, family: Family, lora: LoraSettings) -> 
     for name, weight in model.named_parameters():
         if is_adapter(name):
             weight.data = weight.data.float()
-    wrapped = set(map(_original, adapters(model)))
+    # peft matches names by its own rules: compare what it wrapped with what was chosen.
+    wrapped = set(map(_unwrapped_name, adapters(model)))
     expected = {*experts, *(f"{name}.weight" for name in modules)}
     assert wrapped == expected, f"peft adapts {sorted(wrapped ^ expected)} otherwise than asked"
 
 
 def adapted_names(model: PreTrainedModel, family: Family, lora: LoraSettings) -> list[str]:
-    """Names of the modules, and of the stacked matrices of experts, that get adapters, in the model's order.
+    """Return the names of modules and stacked experts that get adapters, in the model's order.
 
     Raises:
         AdapterError: an entry matches no linear module, or all that match are excluded.
@@ -113,82 +125,95 @@ def adapted_names(model: PreTrainedModel, family: Family, lora: LoraSettings) ->
     chosen -= _matching("exclude_modules", lora.exclude_modules, linear)
     if not chosen:
         raise AdapterError(
-            f"actor.model.lora: target_modules={lora.target_modules} less exclude_modules={lora.exclude_modules} leave no module "
-            "to adapt; exclude fewer"
+            f"actor.model.lora: target_modules={lora.target_modules} less "
+            f"exclude_modules={lora.exclude_modules} leave no module to adapt; exclude fewer"
         )
     return [name for name in linear if name in chosen]
 
 
 def linear_names(model: PreTrainedModel) -> Iterator[str]:
-    """Names of linear modules, and of parameters that stack the matrices of experts, [experts, out, in]. The output embedding is
-    left out: its logits are never whole, and so not a module's."""
+    """Yield the names of linear modules, and of parameters that stack the matrices of experts.
+
+    These are [experts, out, in]. The output embedding is left out: the logprob head multiplies by
+    its weight in chunks and never calls the module.
+    """
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
             yield name
         elif not type(module).__module__.startswith("torch."):
-            for own, weight in module.named_parameters(recurse=False):
+            for parameter_name, weight in module.named_parameters(recurse=False):
                 if weight.ndim == 3 and len(weight) > 1:
-                    yield f"{name}.{own}"
+                    yield f"{name}.{parameter_name}"
 
 
 def _matching(key: str, entries: Sequence[str], linear: dict[str, str]) -> set[str]:
-    """Those of `linear` (names, and the part of each) that some entry names."""
-    found: set[str] = set()
+    """Return the names in `linear` that some entry matches.
+
+    `linear` holds the part (`PARTS`) of each name. `key` is the setting, for the message.
+
+    Raises:
+        AdapterError: an entry matches no name.
+    """
+    matching_names: set[str] = set()
     for entry in entries:
-        hits = {
+        entry_names = {
             name
             for name, part in linear.items()
             if part in NAMED.get(entry, ()) or f".{name}".endswith(f".{entry}") or re.fullmatch(entry, name)
         }
-        if not hits:
-            there = ", ".join(sorted({_pattern(name) for name in linear}))
+        if not entry_names:
+            patterns = ", ".join(sorted({_pattern(name) for name in linear}))
             raise AdapterError(
-                f"actor.model.lora.{key}: {entry!r} matches no linear module; name one of {', '.join(NAMED)}, the end of a path or "
-                f"a regular expression for a whole one. There are: {there}"
+                f"actor.model.lora.{key}: {entry!r} matches no linear module; name one of "
+                f"{', '.join(NAMED)}, the end of a path or a regular expression for a whole one. "
+                f"There are: {patterns}"
             )
-        found |= hits
-    return found
+        matching_names |= entry_names
+    return matching_names
 
 
 def _pattern(name: str) -> str:
-    """A module's path without its numbers."""
+    """Return a module's path with `*` for its numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _get(model: nn.Module, name: str) -> Any:
+def _module_or_parameter(model: nn.Module, name: str) -> Any:
+    """Return the module or parameter of this dotted name."""
     path, _, last = name.rpartition(".")
     return getattr(model.get_submodule(path), last)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """Return whether a parameter of this name is an adapter's."""
     return ".lora_A." in name or ".lora_B." in name
 
 
-def _original(name: str) -> str:
+def _unwrapped_name(name: str) -> str:
+    """Return the name that a parameter had before peft wrapped its module."""
     return name.replace(".base_layer", "")
 
 
 def adapters(model: nn.Module) -> dict[str, Any]:
-    """peft's module by the name of the parameter that it adapts."""
-    found = {}
+    """Return peft's modules by the name of the parameter that each adapts."""
+    modules_by_parameter = {}
     for path, module in model.named_modules():
         if isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
             inner: Any = module
             while hasattr(inner, "lora_A"):
                 path, inner = f"{path}.base_layer", inner.base_layer
-            found[f"{path}.{getattr(module, 'parameter_name', 'weight')}"] = module
-    return found
+            modules_by_parameter[f"{path}.{getattr(module, 'parameter_name', 'weight')}"] = module
+    return modules_by_parameter
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Compute as the model without its adapters: the reference of a model that is trained by LoRA."""
+    """Compute without adapters in this context, as the reference of a model trained by LoRA."""
     layers = list(adapters(model).values())
     try:
         for layer in layers:
-            layer._disable_adapters = True  # peft's own call also freezes, which FSDP's sharded parameters must not be
+            # peft's method also freezes the adapters, which FSDP's sharded parameters do not allow.
+            layer._disable_adapters = True
         yield
     finally:
         for layer in layers:
@@ -196,24 +221,32 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def engine_weights(model: nn.Module, merged: bool) -> Iterator[tuple[str, nn.Parameter, Any]]:
-    """(name in the engine, parameter, peft's module to add to it or None) of every weight. `merged`: names are those of the model
-    without adapters; otherwise those of a model with the same adapters, whose own come along."""
+    """Yield (name in the engine, parameter, peft's module to add to it or None) of every weight.
+
+    With `merged`, names are those of the model without adapters; otherwise those of a model with
+    the same adapters, which are yielded as weights.
+    """
     layers = adapters(model) if merged else {}
     for name, weight in model.named_parameters():
         if not (merged and is_adapter(name)):
-            yield _original(name) if merged else name, weight, layers.get(name)
+            yield _unwrapped_name(name) if merged else name, weight, layers.get(name)
 
 
 def with_adapter(weight: torch.Tensor, layer: Any) -> torch.Tensor:
-    """weight + alpha / r · B · A in float32, sharded as the weight is; nothing is changed. Collective for a sharded weight."""
-    a, b = (_whole(factor[ADAPTER].weight, weight.device) for factor in (layer.lora_A, layer.lora_B))
+    """Return weight + alpha / r · B · A in float32, sharded as the weight is.
+
+    Nothing is changed. Collective for a sharded weight.
+    """
+    a, b = (_full_weight(factor[ADAPTER].weight, weight.device) for factor in (layer.lora_A, layer.lora_B))
+    # A sharded weight needs only its own rows of the product.
     local, rows = weight, slice(None)
     if isinstance(weight, DTensor):
-        (count, *_), (first, *_) = compute_local_shape_and_global_offset(
+        (n_rows, *_), (first_row, *_) = compute_local_shape_and_global_offset(
             weight.shape, weight.device_mesh, weight.placements
         )
-        local, rows = weight.to_local(), slice(first, first + count)
-    if weight.ndim == 3:  # peft: A [experts · r, in], B [out, r · experts]
+        local, rows = weight.to_local(), slice(first_row, first_row + n_rows)
+    # peft stores the factors of experts as A [experts · r, in] and B [out, r · experts].
+    if weight.ndim == 3:
         assert not getattr(layer.get_base_layer(), "is_transposed", False), "experts are [experts, out, in] here"
         a, b = a.view(len(weight), -1, a.shape[-1])[rows], b.view(len(b), -1, len(weight))[..., rows]
         delta = torch.bmm(b.permute(2, 0, 1), a)
@@ -227,14 +260,18 @@ def with_adapter(weight: torch.Tensor, layer: Any) -> torch.Tensor:
     return out
 
 
-def _whole(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _full_weight(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the weight on this device, gathered from all ranks if it is sharded (collective)."""
     weight = weight.detach().to(device)
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 @torch.no_grad()
 def merge_adapters(model: PreTrainedModel) -> None:
-    """Add the adapters to the weights of a model on one device, and take the wrappers away. Quantized weights become float32."""
+    """Add the adapters to the weights of a model on one device, and remove peft's wrappers.
+
+    Quantized weights become float32.
+    """
     layers, weights = adapters(model), dict(model.named_parameters())
     for name, layer in layers.items():
         weight = weights[name]
@@ -253,7 +290,7 @@ def merge_adapters(model: PreTrainedModel) -> None:
 
 
 def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
-    """Write the adapters for `peft.PeftModel.from_pretrained` on the transformers model at `base`."""
+    """Write the adapters for `peft.PeftModel.from_pretrained` on the model at `base`."""
     config: Any = model.peft_config[ADAPTER]  # pyright: ignore[reportIndexIssue]
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(str(folder))

@@ -1,11 +1,13 @@
-"""Mixtures of experts: which experts a token goes to, the products of all experts at once, and routing replay.
+"""Mixtures of experts: the choice of experts, the products of all experts at once, and routing
+replay.
 
-The router computes in float32 whatever the dtype of the rest: softmax over all experts, the k most likely ones, their weights
-renormalised, as transformers does. With routing replay (R3; Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning
-Training and Inference Routers") the trainer takes the experts that the engine took. It weighs them by its own router, which so
+The router computes in float32 whatever the dtype of the rest: softmax over all experts, the k most
+likely ones, their weights renormalised, as in transformers. With routing replay (R3; Ma et al.
+2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers") the
+trainer uses the experts that the engine used. It weighs them by its own router, which therefore
 still learns.
 
-T tokens, L mixtures of E experts each, k of them for a token.
+Letters in shapes: T tokens, L mixtures of E experts each, k of them for a token.
 """
 
 from typing import Any
@@ -18,54 +20,68 @@ from rlinf_vl.models.layers import kernels_for
 
 
 class ExpertLoad:
-    """Sums over the tokens of a mini-batch. A token counts for each sequence that it is part of, so that neither packing nor the
-    sharing of prompts matters.
+    """Sums over the tokens of a mini-batch.
+
+    A token counts once for each sequence that it is part of, so the sums depend neither on packing
+    nor on the sharing of prompts.
 
     Attributes:
-        counts: float64 [L, E], tokens that took each expert.
+        counts: float64 [L, E], tokens that each expert received.
         probs: float64 [E], the router's probabilities, over all mixtures.
-        tokens: float64 [3]: all; those whose experts the engine reported; and those of them that this router would send elsewhere in
-            some mixture.
-        differing: float64 [1], (token, mixture) pairs that it would send elsewhere.
+        tokens: float64 [3]: all tokens; those whose experts the engine reported; and those of them
+            for which this router chooses otherwise in some mixture.
+        differing: float64 [1], (token, mixture) pairs for which it chooses otherwise.
     """
 
     def __init__(self, layers: int, experts: int, device: torch.device | str) -> None:
+        # One tensor of all sums, so that one collective adds them up.
         self._sums = torch.zeros(layers * experts + experts + 4, dtype=torch.float64, device=device)
         counts, self.probs, self.tokens, self.differing = self._sums.split((layers * experts, experts, 3, 1))
         self.counts = counts.view(layers, experts)
 
     def sum_over_ranks(self) -> None:
-        """Add what other ranks have counted. Collective."""
+        """Add the sums of the other ranks. Collective."""
         sums = self._sums.cpu()
         dist.all_reduce(sums)
         self._sums.copy_(sums)
 
     def imbalance(self) -> float:
-        """Tokens of the busiest expert over the mean of all, mean over mixtures: 1 if all are equally busy, E/k at most."""
+        """Return the tokens of the busiest expert over the mean of all, averaged over mixtures.
+
+        It is 1 if all experts are equally busy, and E/k at most.
+        """
         return float((self.counts.amax(1) / self.counts.mean(1)).mean())
 
     def balance_loss(self) -> float:
-        """E · Σ_e f_e · P_e, with f_e the experts e taken and P_e the probability of e, per token and mixture (Fedus et al. 2021,
-        "Switch Transformers", equations 4 to 6; for k experts and over all mixtures at once as transformers computes it)."""
+        """Return E · Σ_e f_e · P_e over tokens and mixtures.
+
+        f_e is the share of tokens that went to expert e, and P_e its mean probability (Fedus et al.
+        2021, "Switch Transformers", equations 4 to 6; for k experts and over all mixtures at once
+        as transformers computes it).
+        """
         return float(self.balance_gradient() @ self.probs)
 
     def balance_gradient(self) -> torch.Tensor:
-        """Gradient of `balance_loss` with respect to each probability of a token that counts once, float64 [E]."""
+        """Return the gradient of `balance_loss` in each probability of a token that counts once.
+
+        It is float64 [E].
+        """
         layers, experts = self.counts.shape
         return experts * self.counts.sum(0) / (layers * self.tokens[0].clamp(min=1)) ** 2
 
 
 class Routing:
-    """Chooses experts in the mixtures of one forward.
+    """The choice of experts in the mixtures of one forward.
 
     Attributes:
-        taken: of each mixture in order, int64 [T, k], where `record` asks for it.
-        load: counts what is taken; None from the end of forward on, for backward computes layers again.
+        taken: the experts of each mixture in order, int64 [T, k], if `record` is set.
+        load: receives the counts; set to None at the end of forward, because backward computes
+            layers again and must not count twice.
     """
 
     def __init__(
         self,
-        given: torch.Tensor | None = None,
+        engine_experts: torch.Tensor | None = None,
         *,
         replay: bool = False,
         load: ExpertLoad | None = None,
@@ -73,62 +89,79 @@ class Routing:
         balance: torch.Tensor | None = None,
         record: bool = False,
     ) -> None:
-        """
+        """Store what to replay, to count and to record.
+
         Args:
-            given: what an engine has taken, integers [T, L, k]; all 0 for a token that it did not report.
-            replay: take what is given; otherwise it is only compared with.
+            engine_experts: the experts that an engine used, integers [T, L, k]; all 0 for a token
+                that it did not report.
+            replay: use the engine's experts; otherwise they are only compared with this router's.
+            load: counts experts and differences; None counts nothing.
             copies: float32 [T], how often each token counts in `load` and `balance`.
             balance: float32 [E], added to the gradient of each token's probabilities.
-            record: keep `taken`.
+            record: keep the experts in `taken`.
         """
         self.taken: list[torch.Tensor] = []
         self.load = load
-        self._given = given
+        self._engine_experts = engine_experts
         self._replay = replay
         self._copies = copies
         self._balance = balance
         self._record = record
-        self._differing: torch.Tensor | None = None  # tokens, in a mixture so far
+        #: bool [T], tokens that differ in some mixture so far.
+        self._differing: torch.Tensor | None = None
 
     def __call__(self, number: int, probs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """In mixture `number`: (the router's probabilities float32 [T, E], experts int64 [T, k])."""
-        own = taken = probs.topk(k, dim=-1).indices
-        given = reported = None
-        if self._given is not None:
-            given, reported = self._given[:, number].long(), (self._given != 0).flatten(1).any(1)
+        """Return (the router's probabilities float32 [T, E], experts int64 [T, k]) in mixture
+        `number`."""
+        router_choice = experts = probs.topk(k, dim=-1).indices
+        engine_choice = is_reported = None
+        if self._engine_experts is not None:
+            engine_choice, is_reported = (
+                self._engine_experts[:, number].long(),
+                (self._engine_experts != 0).flatten(1).any(1),
+            )
             if self._replay:
-                taken = torch.where(reported[:, None], given, own)
+                experts = torch.where(is_reported[:, None], engine_choice, router_choice)
         if self._record:
-            self.taken.append(taken)
+            self.taken.append(experts)
         if self.load is not None:
             assert self._copies is not None
-            self._count(self.load, self._copies, number, probs.detach(), taken)
-            if given is not None and reported is not None:
-                differs = (own.sort(-1).values != given.sort(-1).values).any(-1) & reported
-                self._compare(self.load, self._copies, number, reported, differs)
+            self._count(self.load, self._copies, number, probs.detach(), experts)
+            if engine_choice is not None and is_reported is not None:
+                differs = (router_choice.sort(-1).values != engine_choice.sort(-1).values).any(-1) & is_reported
+                self._compare(self.load, self._copies, number, is_reported, differs)
         if self._balance is not None:
             assert self._copies is not None
             probs = _AddGradient.apply(probs, self._copies[:, None] * self._balance)
-        return probs, taken
+        return probs, experts
 
-    def _count(self, load: ExpertLoad, copies: torch.Tensor, number: int, probs, taken) -> None:
+    def _count(self, load: ExpertLoad, copies: torch.Tensor, number: int, probs, experts) -> None:
+        """Add probabilities and chosen experts of one mixture to the load."""
         load.probs += copies @ probs
-        load.counts[number].scatter_add_(0, taken.flatten(), copies.repeat_interleave(taken.shape[1]).double())
+        load.counts[number].scatter_add_(0, experts.flatten(), copies.repeat_interleave(experts.shape[1]).double())
         if number == 0:
             load.tokens[0] += copies.sum()
 
-    def _compare(self, load: ExpertLoad, copies: torch.Tensor, number: int, reported, differs) -> None:
+    def _compare(self, load: ExpertLoad, copies: torch.Tensor, number: int, is_reported, differs) -> None:
+        """Add the tokens for which this router chooses otherwise than the engine did.
+
+        `is_reported` and `differs`: bool [T]. A token counts once in `tokens`, however many
+        mixtures differ.
+        """
         load.differing += (differs * copies).sum()
-        before = self._differing
-        if number == 0 or before is None:
-            load.tokens[1] += (reported * copies).sum()
-            before = torch.zeros_like(differs)
-        load.tokens[2] += ((differs & ~before) * copies).sum()
-        self._differing = before | differs
+        differed_earlier = self._differing
+        if number == 0 or differed_earlier is None:
+            load.tokens[1] += (is_reported * copies).sum()
+            differed_earlier = torch.zeros_like(differs)
+        load.tokens[2] += ((differs & ~differed_earlier) * copies).sum()
+        self._differing = differed_earlier | differs
 
 
 class _AddGradient(torch.autograd.Function):
-    """The tensor itself; backward adds to its gradient. So a loss can be a function of activations that backward computes again."""
+    """The tensor itself; backward adds to its gradient.
+
+    A loss can so be a function of activations that backward computes again.
+    """
 
     @staticmethod
     def forward(ctx, x, gradient):
@@ -142,49 +175,51 @@ class _AddGradient(torch.autograd.Function):
 
 
 def mixture_forward(self: Any, hidden_states: torch.Tensor, *, routing: Routing | None = None, **_) -> torch.Tensor:
-    """`forward` of a transformers mixture, with an expert that all tokens share or without. [B, T, H] → [B, T, H].
+    """Run `forward` of a transformers mixture, with or without a shared expert.
 
-    `self.number` is the mixture's among those of the model.
+    [B, T, H] → [B, T, H]. `self.number` is the mixture's number among those of the model.
     """
     x = hidden_states.flatten(0, -2)
     probs = F.linear(x.float(), self.gate.weight.float()).softmax(-1)
-    probs, taken = (routing or Routing())(self.number, probs, self.gate.top_k)
-    weights = probs.gather(1, taken)
+    probs, experts = (routing or Routing())(self.number, probs, self.gate.top_k)
+    weights = probs.gather(1, experts)
     weights = weights / weights.sum(-1, keepdim=True)
-    out = self.experts(x, taken, weights.to(x.dtype))
+    out = self.experts(x, experts, weights.to(x.dtype))
     if hasattr(self, "shared_expert"):
         out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
     return out.view_as(hidden_states)
 
 
-def experts_forward(self: Any, x: torch.Tensor, taken: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`forward` of transformers' fused experts: one grouped product for all of them.
+def experts_forward(self: Any, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Run `forward` of transformers' fused experts: one grouped product for all of them.
 
-    x [T, H], taken int64 [T, k], weights [T, k] → [T, H]. transformers' own, where it can't have grouped products, quietly takes a
-    loop whose backward is tens of times slower.
+    x [T, H], experts int64 [T, k], weights [T, k] → [T, H]. Where transformers cannot use grouped
+    products, it silently falls back to a loop whose backward is tens of times slower.
     """
     if any(size * x.itemsize % 16 for size in self.down_proj.shape[1:]):
         raise ValueError(
-            f"experts {tuple(self.down_proj.shape)} in {x.dtype}: grouped products take rows of whole 16 bytes, multiples of 4 "
-            "numbers in float32 and of 8 in bfloat16"
+            f"experts {tuple(self.down_proj.shape)} in {x.dtype}: grouped products take rows of whole "
+            "16 bytes, multiples of 4 numbers in float32 and of 8 in bfloat16"
         )
-    k = taken.shape[1]
-    order = taken.flatten().argsort(stable=True)  # by expert
+    k = experts.shape[1]
+    # Rows are sorted by expert: a grouped product takes consecutive rows for each.
+    by_expert = experts.flatten().argsort(stable=True)
     counts = torch.zeros(len(self.gate_up_proj), dtype=torch.int32, device=x.device)
-    ends = counts.scatter_add_(0, taken.flatten(), torch.ones_like(taken.flatten(), dtype=torch.int32)).cumsum(0)
+    ends = counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten(), dtype=torch.int32)).cumsum(0)
     ends = ends.to(torch.int32)
-    rows = x.repeat_interleave(k, dim=0).index_select(0, order)
+    rows = x.repeat_interleave(k, dim=0).index_select(0, by_expert)
     gate, up = F.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     inner = kernels_for(x).swiglu(gate, up)
     out = F.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    return (out.index_select(0, back).view(*taken.shape, -1) * weights.unsqueeze(-1)).sum(1)
+    # The inverse permutation brings the k results of each token together again.
+    token_order = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=x.device))
+    return (out.index_select(0, token_order).view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
 def mixture_layer_forward(
     self: Any, hidden_states: torch.Tensor, *, routing: Routing | None = None, **kwargs
 ) -> torch.Tensor:
-    """`forward` of a transformers decoder layer that may have a mixture: it hands `routing` on to it."""
+    """Run `forward` of a transformers decoder layer that hands `routing` on to its mixture."""
     mixer = self.self_attn if hasattr(self, "self_attn") else self.linear_attn
     mixed = mixer(hidden_states=self.input_layernorm(hidden_states), **kwargs)
     hidden_states = hidden_states + (mixed[0] if isinstance(mixed, tuple) else mixed)

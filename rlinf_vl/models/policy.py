@@ -1,6 +1,8 @@
-"""A packed row through a vision-language model: images to features, features into the embeddings, text layers, logprobs.
+"""A packed row through a vision-language model, from images to logprobs.
 
-The trainer and the torch engine's prefill share `hidden_states`, so they can't disagree on how a prompt is fed.
+Images become features, features go into the embeddings, then follow the text layers and the logprob
+head. The trainer and the torch engine's prefill share `hidden_states`, so both feed a prompt in the
+same manner.
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,10 @@ from rlinf_vl.types import MicroBatch
 def encode_images(
     model: PreTrainedModel, family: Family, pixel_values: np.ndarray, grids: np.ndarray, device: torch.device | str
 ) -> VisionFeatures:
-    """Run the vision tower on the patches, float32 [P, d], of images with `grids`, int64 [n, 3]; differentiable if it is trained."""
+    """Run the vision tower on the patches, float32 [P, d], of images with `grids`, int64 [n, 3].
+
+    The result is differentiable if the tower is trained.
+    """
     tower = model.get_submodule(family.vision_tower or "")
     patches = on_device(pixel_values, device)
     with torch.set_grad_enabled(is_trained(tower) and torch.is_grad_enabled()):
@@ -32,7 +37,7 @@ def encode_images(
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether any parameter of the module takes gradients."""
+    """Return whether any parameter of the module takes gradients."""
     return any(p.requires_grad for p in module.parameters())
 
 
@@ -46,9 +51,17 @@ def hidden_states(
     image_positions: torch.Tensor | None = None,
     routing: Routing | None = None,
 ) -> torch.Tensor:
-    """Last hidden states [T, H] of a packed row with ids [T], positions [4, T] and the features of its image tokens, which
-    stand at `image_positions` int64 [N]; features without a position only keep a trained tower in the graph. `routing`, if given,
-    chooses the experts in mixtures."""
+    """Return the last hidden states [T, H] of a packed row.
+
+    Args:
+        ids: [T].
+        positions: [4, T].
+        context: attention and delta nets of this row.
+        features: the features of the row's image tokens. Without `image_positions` they only keep a
+            trained tower in the graph.
+        image_positions: int64 [N], where the features go.
+        routing: chooses the experts in mixtures.
+    """
     text_model: Any = model.get_submodule(family.text_model)
     embeds = text_model.get_input_embeddings()(ids)
     deepstack = ()
@@ -58,26 +71,35 @@ def hidden_states(
         embeds = embeds.index_put((image_positions,), features.tokens.to(embeds.dtype))
         deepstack = features.deepstack
     elif features is not None and features.tokens.requires_grad:
-        # A zero that hangs on the tower: its backward runs, and its collectives with it.
+        # A zero that depends on the tower: its backward runs, and its collectives with it.
         embeds = embeds + 0.0 * (features.tokens.sum() + sum(layer.sum() for layer in features.deepstack))
-    more: dict[str, Any] = {} if routing is None else {"routing": routing}
+    routing_kwargs: dict[str, Any] = {} if routing is None else {"routing": routing}
     return family.text_forward(
-        text_model, embeds.unsqueeze(0), positions.unsqueeze(1), image_positions, deepstack, context=context, **more
+        text_model,
+        embeds.unsqueeze(0),
+        positions.unsqueeze(1),
+        image_positions,
+        deepstack,
+        context=context,
+        **routing_kwargs,
     )[0]
 
 
 @dataclass(slots=True)
 class Candidates:
-    """Tokens beside the sampled ones that several models are asked about: the first one asked names its `k` likeliest."""
+    """Tokens beside the sampled ones whose logprobs several models return.
+
+    The first model that runs sets `ids` to its `k` likeliest tokens; the others use these.
+    """
 
     k: int
-    ids: torch.Tensor | None = None  # int64 [R, K]; K is k, or all tokens that can be sampled
+    ids: torch.Tensor | None = None  # int64 [R, K]; K is k, or the number of tokens if less
 
 
 class PolicyModel(nn.Module):
-    """A transformers model that answers a `MicroBatch` with per-token logprobs and entropies.
+    """A transformers model that returns per-token logprobs and entropies of a `MicroBatch`.
 
-    FSDP wraps this module as its root, so the output embedding is whole while the head runs.
+    FSDP wraps this module as its root, so the output embedding is unsharded while the head runs.
     """
 
     banned: torch.Tensor  # int64 [B]
@@ -85,19 +107,26 @@ class PolicyModel(nn.Module):
     def __init__(
         self, model: PreTrainedModel, family: Family, banned: np.ndarray, *, temperature: float, chunk: int | None
     ) -> None:
-        """`banned`: bool [V], ids the sampler never draws; `temperature`: the sampler's; `chunk`: positions per head chunk."""
+        """Wrap a transformers model.
+
+        Args:
+            banned: bool [V], ids that the sampler never draws.
+            temperature: the sampler's temperature.
+            chunk: positions per chunk of the head.
+        """
         super().__init__()
         self.model = model
         self.family = family
         self.temperature = temperature
         self.chunk = chunk
-        self.context_ranks: ContextRanks | None = None  # that share each row; batches are then parts of rows
-        self.replay = False  # take the experts that the engine took, where it reported them
+        #: The ranks that share each row; a batch is then one rank's part of a row.
+        self.context_ranks: ContextRanks | None = None
+        self.replay = False  # use the engine's experts, where it reported them
         self.mixture = family.mixture(model.config)
         self.register_buffer("banned", torch.from_numpy(np.flatnonzero(banned)), persistent=False)
 
     def encode(self, pixel_values: np.ndarray, grids: np.ndarray) -> VisionFeatures:
-        """Features of some images, for `forward`."""
+        """Return the features of some images, for `forward`."""
         return encode_images(self.model, self.family, pixel_values, grids, self.banned.device)
 
     def forward(
@@ -108,11 +137,16 @@ class PolicyModel(nn.Module):
         balance: torch.Tensor | None = None,
         candidates: Candidates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(logprobs, entropy), float32 [R], of the row's response tokens; a pass without gradients gives no entropy. Ranks that
-        share the row all get them whole, and each its own tokens' part of the gradient.
+        """Return (logprobs, entropy), float32 [R], of the row's response tokens.
 
-        `features` of `batch.images`, in order, stand in for its pixels. `load` counts which experts tokens go to; `balance`: as of
-        `Routing`. With `candidates`, logprobs are [R, 1 + K]: of the sampled tokens, then of those.
+        A pass without gradients gives no entropy. Ranks that share the row all get the logprobs and
+        entropies of the whole row, and each the gradient of its own tokens.
+
+        Args:
+            features: the features of `batch.images`, in order, in place of its pixels.
+            load: counts the experts that tokens go to.
+            balance: see `Routing`.
+            candidates: further tokens; logprobs are then [R, 1 + K], the sampled token's first.
         """
         device = self.banned.device
         ids, positions, predict, targets, image_positions, image_features = (
@@ -121,7 +155,8 @@ class PolicyModel(nn.Module):
         )
         if features is None and self.family.vision_tower and (batch.run_vision or self._learns_in_tower_alone()):
             pixel_values, grids = batch.pixel_values, batch.grids
-            if pixel_values is None:  # the tower runs as often as on other ranks, so that collectives match
+            # The tower must run as often as on other ranks, so that FSDP's collectives match.
+            if pixel_values is None:
                 pixel_values, grids = self.family.blank_image(self.model.config)
             features = self.encode(pixel_values, grids)
         if features is not None and len(image_features):
@@ -132,6 +167,7 @@ class PolicyModel(nn.Module):
             context = ContextAttention(context, self.context_ranks)
         routing = None if self.mixture is None else self._routing(self.mixture, batch, load, balance)
         hidden = hidden_states(self.model, self.family, ids, positions, context, features, image_positions, routing)
+        # Backward computes layers again, and must not count their tokens a second time.
         if routing is not None:
             routing.load = None
         hidden = hidden.index_select(0, predict)
@@ -143,16 +179,21 @@ class PolicyModel(nn.Module):
         logprobs, entropy = token_logprobs(hidden, weight, targets, with_entropy=torch.is_grad_enabled(), **head)
         if self.context_ranks is None or batch.part is None:
             return logprobs, entropy
-        own, size = on_device(batch.part.sampled, device), len(batch.trajectories)
+        sampled_rows, n_sampled = on_device(batch.part.sampled, device), len(batch.trajectories)
         if entropy is None:
-            return self.context_ranks.whole(logprobs, own, size), None
-        both = torch.cat([logprobs.view(len(own), logprobs.shape[1:].numel()), entropy[:, None]], 1)
-        both = self.context_ranks.whole(both, own, size)
-        return both[:, :-1].reshape(size, *logprobs.shape[1:]), both[:, -1]
+            return self.context_ranks.gather_rows(logprobs, sampled_rows, n_sampled), None
+        # Logprobs and entropy side by side, so that one collective gathers both.
+        columns = torch.cat([logprobs.view(len(sampled_rows), logprobs.shape[1:].numel()), entropy[:, None]], 1)
+        columns = self.context_ranks.gather_rows(columns, sampled_rows, n_sampled)
+        return columns[:, :-1].reshape(n_sampled, *logprobs.shape[1:]), columns[:, -1]
 
     def _learns_in_tower_alone(self) -> bool:
-        """Whether this forward has gradients in the vision tower and in nothing else. Without the tower, backward would have no
-        graph, and FSDP would not reduce in it what earlier micro-batches have left to the last one."""
+        """Return whether this forward has gradients in the vision tower and in nothing else.
+
+        A row without images must then run the tower, too. Otherwise backward would have no graph,
+        and FSDP would not reduce the gradients of earlier micro-batches, which wait for the last
+        one.
+        """
         if not torch.is_grad_enabled():
             return False
         tower = f"{self.family.vision_tower}."
@@ -162,12 +203,13 @@ class PolicyModel(nn.Module):
     def _routing(
         self, mixture: Mixture, batch: MicroBatch, load: ExpertLoad | None, balance: torch.Tensor | None
     ) -> Routing:
+        """Return the routing of this row: experts to replay, and what to count."""
         device = self.banned.device
-        given = copies = None
+        engine_experts = copies = None
         if batch.routes is not None and (self.replay or load is not None):
-            given = on_device(batch.routes.reshape(len(batch.ids), len(mixture.layers), mixture.top_k), device)
+            engine_experts = on_device(batch.routes.reshape(len(batch.ids), len(mixture.layers), mixture.top_k), device)
         if load is not None or balance is not None:
-            own = batch.part.tokens if batch.part else slice(None)
+            rank_tokens = batch.part.tokens if batch.part else slice(None)
             copies = np.repeat(batch.copies, np.diff(batch.cu_seqlens)).astype(np.float32)
-            copies = on_device(copies[own], device)
-        return Routing(given, replay=self.replay, load=load, copies=copies, balance=balance)
+            copies = on_device(copies[rank_tokens], device)
+        return Routing(engine_experts, replay=self.replay, load=load, copies=copies, balance=balance)

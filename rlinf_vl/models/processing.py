@@ -1,7 +1,8 @@
-"""Tokenizer and image preprocessing of a checkpoint: pixels, grids, the ids that end a response or are never sampled, decoding.
+"""Tokenizer and image preprocessing of a checkpoint: pixels, grids, special ids and decoding.
 
-Tokenizer and image processor are loaded apart (transformers' combined processor wants torchvision for video), and the
-engine and the trainer use this one class with one setting of pixel limits, so both see the same pixels and counts.
+Tokenizer and image processor are loaded separately (transformers' combined processor needs
+torchvision for video). Engine and trainer use this one class with one setting of pixel limits, so
+both see the same pixels and counts.
 """
 
 from collections.abc import Callable
@@ -16,14 +17,19 @@ from rlinf_vl.models.byte_cache import ByteCache, text_bytes
 from rlinf_vl.models.families import Family, ImageProcessor
 from rlinf_vl.types import Grid, ImageRef
 
-#: Bytes of decoded answers that are kept: an answer is decoded for its environment, for its reward and to be shown.
+#: Bytes of decoded answers in the cache: an answer is decoded for its environment, for its reward
+#: and for samples on display.
 TEXT_BYTES = 2**24
-#: Images whose grids are kept: every turn of an episode asks for those of all images so far.
+#: Images whose grids are in the cache: every turn of an episode needs those of all images so far.
 MAX_GRIDS = 65536
 
 
 class Processor:
-    """Images → grids and pixel patches; ids → text; the ids that may not be sampled, and those that end a response."""
+    """The tokenizer and the image processor of a checkpoint.
+
+    It turns images into grids and patches and ids into text, and lists the ids that end a response
+    and those that may not be sampled.
+    """
 
     def __init__(
         self,
@@ -34,13 +40,17 @@ class Processor:
         max_pixels: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """`min_pixels` and `max_pixels` bound an image's area after resizing; None means the checkpoint's own bound."""
+        """Load tokenizer and image processor of a checkpoint.
+
+        `min_pixels` and `max_pixels` bound an image's area after resizing; None means the
+        checkpoint's own bound.
+        """
         self.family = family
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         #: Ids that end a response, the end of a turn first.
         self.stop_ids = family.stop_ids(self.tokenizer, str(path), trust_remote_code)
         self.merge_size = 1
-        self.image_token_id = -1  # no token's, where the family reads no images
+        self.image_token_id = -1  # matches no token, where the family reads no images
         self._decoded = ByteCache(self._decode, size=text_bytes, max_bytes=TEXT_BYTES)
         self._grids: dict[str, Grid] = {}  # by hash
         self._image_processor: ImageProcessor | None = None
@@ -54,51 +64,60 @@ class Processor:
 
     @property
     def image_processor(self) -> ImageProcessor:
-        """ValueError: the family reads no images."""
+        """The checkpoint's image processor.
+
+        Raises:
+            ValueError: the family reads no images.
+        """
         if self._image_processor is None:
             raise ValueError(
-                f"images for a model of type {self.family.model_type}, which has no vision tower; take them out of the prompts, or "
-                "set rollout.model.model_path to a vision-language model"
+                f"images for a model of type {self.family.model_type}, which has no vision tower; take "
+                "them out of the prompts, or set rollout.model.model_path to a vision-language model"
             )
         return self._image_processor
 
     @property
     def pad_id(self) -> int:
-        """Filler of padded rows; any id does, its positions carry no loss."""
+        """The id that fills padded rows; any id does, as its positions carry no loss."""
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else self.tokenizer.eos_token_id
 
     def banned_ids(self, vocab_size: int) -> np.ndarray:
-        """bool [vocab_size], True where an id may never be sampled: vision and padding ids, and ids without a token.
+        """Return bool [vocab_size], True where an id may never be sampled.
 
-        The trainer's log-softmax leaves the same ids out.
+        Banned are vision and padding ids, and ids without a token. The trainer's log-softmax leaves
+        the same ids out.
         """
-        known = self.tokenizer.get_vocab()
-        never = {self.tokenizer.pad_token_id, *map(known.get, self.family.special_tokens)}
-        allowed = set(known.values()) - never | set(self.stop_ids)
+        vocabulary = self.tokenizer.get_vocab()
+        never = {self.tokenizer.pad_token_id, *map(vocabulary.get, self.family.special_tokens)}
+        allowed = set(vocabulary.values()) - never | set(self.stop_ids)
         banned = np.ones(vocab_size, bool)
         banned[[i for i in allowed if i < vocab_size]] = False
         return banned
 
     def grid(self, image: ImageRef) -> Grid:
-        """(t, h, w) in patches of an image after resizing, from its header alone."""
-        known = self._grids.get(image.hash)
-        if known is None:
+        """Return (t, h, w) in patches of an image after resizing; reads only its header."""
+        grid = self._grids.get(image.hash)
+        if grid is None:
             if len(self._grids) >= MAX_GRIDS:
                 self._grids.clear()
-            known = self._grids[image.hash] = self.image_processor.grid(*image_size(image))
-        return known
+            grid = self._grids[image.hash] = self.image_processor.grid(*image_size(image))
+        return grid
 
     def image_tokens(self, grids: np.ndarray) -> np.ndarray:
-        """int [n]: placeholder ids that each image of `grids` [n, 3] takes."""
+        """Return int [n]: the number of placeholder ids of each image in `grids` [n, 3]."""
         return grids.prod(axis=1) // self.merge_size**2
 
     def pixels(self, image: ImageRef) -> np.ndarray:
-        """`ImageProcessor.patches` of an encoded image; ImageError: it can't be decoded."""
+        """Return `ImageProcessor.patches` of an encoded image.
+
+        Raises:
+            ImageError: it can't be decoded.
+        """
         return self.image_processor.patches(decode(image))
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of response ids, special tokens left out."""
+        """Return the text of response ids, special tokens left out."""
         return self._decoded(ids.astype(np.int32, copy=False).tobytes())
 
     def _decode(self, ids: bytes) -> str:
@@ -106,7 +125,10 @@ class Processor:
 
 
 class PixelCache(ByteCache[ImageRef, np.ndarray]):
-    """The most recently used images' pixels, by content hash. Callable like `Processor.pixels`, from any thread."""
+    """The most recently used images' pixels, by content hash.
+
+    It is called like `Processor.pixels`, from any thread.
+    """
 
     def __init__(self, pixels: Callable[[ImageRef], np.ndarray], max_bytes: int = 2**29) -> None:
         super().__init__(

@@ -1,14 +1,14 @@
-"""Host arrays to the device that computes, without waiting for it."""
+"""Copies of host arrays to the device that computes, without waiting for it."""
 
 import numpy as np
 import torch
 
 
 def on_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """`array` as a tensor on `device`; on a CPU it shares the array's memory.
+    """Return `array` as a tensor on `device`; on a CPU it shares the array's memory.
 
-    A copy to a GPU from pageable memory waits for all work queued before it. From pinned memory it is queued like a kernel;
-    PyTorch frees the pinned block after the copy.
+    A copy to a GPU from pageable memory waits for all work queued before it. From pinned memory it
+    is queued like a kernel; PyTorch frees the pinned block after the copy.
     """
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cuda":
