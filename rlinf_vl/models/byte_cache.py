@@ -16,8 +16,7 @@ def same(argument: Hashable) -> Hashable:
 
 
 def text_bytes(argument: object, value: object) -> int:
-    """Return the bytes of an argument and its value, each text, bytes, or a flat tuple of them or
-    ints."""
+    """Return the bytes of argument and value: text, bytes, or a flat tuple of them or ints."""
     total = 0
     for item in (argument, value):
         total += sys.getsizeof(item)

@@ -142,6 +142,7 @@ def _kv_heads_by_rank(heads: int, kv_heads: int, size: int) -> tuple[int, ...]:
     """
     assert heads % size == 0, f"{size} ranks can't divide {heads} heads"
     queries_per_key = heads // kv_heads
+    # The gcd is the longest run of query heads that always share both a rank and a key head.
     return tuple(head // queries_per_key for head in range(0, heads, math.gcd(heads // size, queries_per_key)))
 
 
@@ -154,6 +155,7 @@ def _channels(
     The channels are int64 [C, n]: of queries, keys and values, in this order.
     """
     keys = torch.tensor(_kv_heads_by_rank(value_heads, key_heads, size)).view(size, -1, 1)
+    # Channels lie in the order queries, keys, values.
     query_channels = (keys * key_dim + torch.arange(key_dim)).flatten(1)
     value_channels = torch.arange(value_heads * value_dim).view(size, -1) + 2 * key_heads * key_dim
     channels = torch.cat([query_channels, query_channels + key_heads * key_dim, value_channels], 1)

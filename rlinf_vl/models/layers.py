@@ -70,6 +70,7 @@ def gated_attention_forward(self: Any, hidden_states, position_embeddings, *, co
     """
     kernels = kernels_for(hidden_states)
     q, k, v = kernels.projections(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    # The projection has query and gate of each head side by side.
     q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
     k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (k, v))
     cos, sin = (x.unsqueeze(2) for x in position_embeddings)
@@ -86,6 +87,7 @@ def delta_net_forward(self: Any, hidden_states, *, context, **_) -> torch.Tensor
     """
     kernels = kernels_for(hidden_states)
     qkv, z, b, a = kernels.projections(hidden_states, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+    # g is the log of the decay: never positive, as exp and softplus are not negative.
     g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
     weight = self.conv1d.weight.squeeze(1)
     mixer = Mixer(weight, self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
@@ -95,8 +97,7 @@ def delta_net_forward(self: Any, hidden_states, *, context, **_) -> torch.Tensor
 
 
 def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, context, **_) -> torch.Tensor:
-    """Run `forward` of a transformers vision attention with one product for queries, keys and
-    values.
+    """Run `forward` of a transformers vision attention that projects q, k and v at once.
 
     hidden_states [P, H], position_embeddings (cos, sin) [P, D] → [P, H]. The rotation is in
     float32, as in transformers.

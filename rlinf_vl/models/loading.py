@@ -1,5 +1,4 @@
-"""Reading and writing checkpoints: transformers models with our attention, and their trainable
-part."""
+"""Reading and writing checkpoints: transformers models with our attention, and what they train."""
 
 import shutil
 import types

@@ -124,6 +124,7 @@ def _statistics(logits, banned, targets, with_entropy: bool):
 
     Overwrites the logits [C, V].
     """
+    # Shifted by the maximum, so that exp cannot overflow.
     top = logits.amax(dim=1, keepdim=True)
     logits.sub_(top)
     logprobs = logits.gather(1, targets)

@@ -282,6 +282,7 @@ def merge_adapters(model: PreTrainedModel) -> None:
             layer.base_layer = plain
         else:
             weight.data = with_adapter(weight.data, layer).to(weight.dtype)
+    # A module with several adapted parameters has wrappers within wrappers: replace the outer one.
     wrappers = set(layers.values())
     for path, module in list(model.named_modules()):
         if module in wrappers and ".base_layer" not in path:

@@ -1,5 +1,4 @@
-"""Mixtures of experts: the choice of experts, the products of all experts at once, and routing
-replay.
+"""Mixtures of experts: the choice of experts, their products, and routing replay.
 
 The router computes in float32 whatever the dtype of the rest: softmax over all experts, the k most
 likely ones, their weights renormalised, as in transformers. With routing replay (R3; Ma et al.
@@ -111,9 +110,13 @@ class Routing:
         self._differing: torch.Tensor | None = None
 
     def __call__(self, number: int, probs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (the router's probabilities float32 [T, E], experts int64 [T, k]) in mixture
-        `number`."""
+        """Return the router's probabilities, float32 [T, E], and the experts, int64 [T, k].
+
+        `number` is that of the mixture.
+        """
         router_choice = experts = probs.topk(k, dim=-1).indices
+        # Zeros in all places mark a token that was not reported: with k > 1 no token has expert 0
+        # in all of them.
         engine_choice = is_reported = None
         if self._engine_experts is not None:
             engine_choice, is_reported = (
@@ -128,6 +131,7 @@ class Routing:
             assert self._copies is not None
             self._count(self.load, self._copies, number, probs.detach(), experts)
             if engine_choice is not None and is_reported is not None:
+                # The order of experts does not matter: sorted, equal sets are equal.
                 differs = (router_choice.sort(-1).values != engine_choice.sort(-1).values).any(-1) & is_reported
                 self._compare(self.load, self._copies, number, is_reported, differs)
         if self._balance is not None:
@@ -139,7 +143,7 @@ class Routing:
         """Add probabilities and chosen experts of one mixture to the load."""
         load.probs += copies @ probs
         load.counts[number].scatter_add_(0, experts.flatten(), copies.repeat_interleave(experts.shape[1]).double())
-        if number == 0:
+        if number == 0:  # tokens count once, and not in every mixture
             load.tokens[0] += copies.sum()
 
     def _compare(self, load: ExpertLoad, copies: torch.Tensor, number: int, is_reported, differs) -> None:

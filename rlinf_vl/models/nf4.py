@@ -65,11 +65,10 @@ def dense(weight: Any) -> torch.Tensor:
 
 
 def try_on(device: str) -> None:
-    """Quantize a small module on the CPU, and check products with it and their gradient on
-    `device`.
+    """Quantize a small module on the CPU, and check it and its gradient on `device`.
 
     Raises:
-        ValueError: one of them is wrong.
+        ValueError: a product or a gradient is wrong.
     """
     linear = nn.Linear(128, 64, bias=False)
     model = nn.Sequential(linear)

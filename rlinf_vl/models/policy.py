@@ -170,11 +170,13 @@ class PolicyModel(nn.Module):
         # Backward computes layers again, and must not count their tokens a second time.
         if routing is not None:
             routing.load = None
+        # The head is the costly part: it runs only where a response token is predicted.
         hidden = hidden.index_select(0, predict)
         head: Any = {"temperature": self.temperature, "banned": self.banned, "chunk": self.chunk}
         if candidates is not None:
             if candidates.ids is None:
                 candidates.ids = likeliest(hidden, weight, candidates.k, **head)
+            # The sampled token comes first, and is there even if it is no candidate.
             targets = torch.cat([targets[:, None], candidates.ids], dim=1)
         logprobs, entropy = token_logprobs(hidden, weight, targets, with_entropy=torch.is_grad_enabled(), **head)
         if self.context_ranks is None or batch.part is None:

@@ -42,6 +42,7 @@ def mrope_positions(ids: np.ndarray, image_token_id: int, grids: np.ndarray, mer
             )
         position = out[1, start]
         out[1:, start:end] = position + _grid_coordinates(t, h // merge_size, w // merge_size)
+        # Later tokens were counted one by one: move them to just after the grid's longer side.
         out[1:, end:] += position + max(h, w) // merge_size - out[1, end : end + 1]
         n_used += n
     return out

@@ -99,6 +99,7 @@ class Processor:
         """Return (t, h, w) in patches of an image after resizing; reads only its header."""
         grid = self._grids.get(image.hash)
         if grid is None:
+            # Dropping all is rare, and costs one reading of each header.
             if len(self._grids) >= MAX_GRIDS:
                 self._grids.clear()
             grid = self._grids[image.hash] = self.image_processor.grid(*image_size(image))

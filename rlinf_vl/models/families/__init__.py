@@ -58,8 +58,7 @@ def family_of(
 def family_at(
     config: PreTrainedConfig, paths: Paths, checkpoint: str | Path = "", trust_remote_code: bool = False
 ) -> Family:
-    """Return the family of a model with this config, by the paths of its vision tower and text
-    model.
+    """Return a model's family by its config and the paths of its vision tower and text model.
 
     It is `family_by_path`, or the table's family if that has tower and text model at these paths.
 

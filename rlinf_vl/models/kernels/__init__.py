@@ -1,2 +1,1 @@
-"""Parts of layers (norm, rotation, gate, projections): a module for each kind of device, same
-names."""
+"""The parts of layers: a module for each kind of device, with the same names."""

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from rlinf_vl.models.kernels.products import bfloat16_products, has_bfloat16_units
 from rlinf_vl.models.transfer import on_device
 
+# Operators below autograd: its backward would use one part's log-sum-exp, ours uses the merged one.
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _varlen = torch.ops.aten._flash_attention_forward
@@ -171,8 +172,10 @@ class AmxCpu(FlashCpu):
             g, s = _by_key_head(part_grad, kv_heads), _by_key_head(part_lse, kv_heads)
             queries, d = (_by_key_head(_heads(x, part.rows), kv_heads) for x in (q, delta))
             k_part, v_part = (_by_key_head(_heads(x, part.keys), kv_heads) for x in (k, v))
+            # baddbmm subtracts the log-sum-exp in the pass of the product.
             with bfloat16_products(q):
                 p = torch.baddbmm(s, queries.float(), k_part.float().transpose(1, 2), beta=-1, alpha=scale).exp_()
+            # The query heads of a key head lie below each other, each an [L, L] block of its own.
             if self.causal:
                 p.view(-1, k_part.shape[1], k_part.shape[1]).tril_()
             if part.mask is not None:
@@ -229,7 +232,7 @@ def _put(x: torch.Tensor, rows: torch.Tensor | slice, real: torch.Tensor | None,
     values = values.flatten(0, 1)
     if isinstance(rows, slice) or real is None:
         x[rows] = values
-    else:
+    else:  # rows of padding name other rows, whose values must stay
         x.index_copy_(0, rows.view(-1)[real], values.index_select(0, real).to(x.dtype))
 
 
@@ -260,6 +263,7 @@ class Varlen:
         self.longest = [int(np.diff(cu).max()) for cu in bounds]
 
     def forward(self, q, k, v, scale):
+        # Backward takes dropout's random state, though the rate is 0.
         out, lse, self.rng, self.unused, _ = _varlen(
             *map(_to_eighths, (q, k, v)), *self.cu, *self.longest, 0.0, self.causal, False, scale=scale
         )

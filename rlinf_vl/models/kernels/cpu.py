@@ -103,6 +103,7 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> t
     width, n_pairs = cos.shape[-1], cos.shape[-1] // 2
     first, second, sin = x[..., :n_pairs], x[..., n_pairs:width], sin[..., n_pairs:]
     out = x * cos if width == x.shape[-1] else torch.cat([x[..., :width] * cos, x[..., width:]], -1)
+    # Fused multiply-adds on the halves: no swapped copy of x is made.
     out[..., :n_pairs].addcmul_(second, sin, value=-sign)
     out[..., n_pairs:width].addcmul_(first, sin, value=sign)
     return out

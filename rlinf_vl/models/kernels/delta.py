@@ -126,6 +126,7 @@ class _Convolution(torch.autograd.Function):
         taps = weight.float().t().contiguous()  # [W, C]; the last is a token's own
         n_earlier, x_float32 = len(taps) - 1, x.float()
         earlier_inputs = edges.inputs_before.take(x_float32, tails)
+        # Over the whole row first; then tokens whose taps cross a segment's start are replaced.
         out = x_float32 * taps[n_earlier]
         first_out = out[edges.first_tokens]
         for i in range(n_earlier):
@@ -205,6 +206,7 @@ def _by_chunk(qk, v, g, beta, layout: DeltaLayout, initial: torch.Tensor | None)
     repeat = heads // key_heads
     v_chunks = _Gather.apply(v.reshape(-1, value_dim).float(), value_index, value_inverse, None)
     v_chunks = v_chunks.view(-1, key_heads, repeat, size, value_dim)
+    # Padding gets g = 0 and beta = 0: it neither decays the state nor adds to it.
     g, beta = (_Gather.apply(x, chunks.tokens, chunks.places, None).view(-1, size, heads) for x in (g, beta))
     g, beta = (x.transpose(1, 2).masked_fill(chunks.padding, 0).unflatten(1, (key_heads, repeat)) for x in (g, beta))
     total = g.cumsum(-1, dtype=torch.float64)  # in float64: differences of large sums are used
@@ -244,6 +246,8 @@ class _Units(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, scale, inverse = ctx.saved_tensors
+        # For y = s · x / |x|, dx = s / |x| · (dy - y (y · dy) / s²): s² is 1 / dk for queries and 1
+        # for keys.
         dx = torch.stack([dq, dk])
         for d, y, dim in zip(dx, (q, k), (q.shape[1], 1), strict=True):
             d.addcmul_(y, (d * y).sum(-1, keepdim=True), value=-dim)
@@ -281,6 +285,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, total, beta):
+        # Added before exp: entries above the diagonal become 0, and cannot overflow.
         mask = torch.full((total.shape[-1],) * 2, -torch.inf, device=total.device).triu(1)
         decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).float().add_(mask).exp_()
         a, p = ((x @ k.transpose(-1, -2)) * decay for x in (k, q))
@@ -290,6 +295,7 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, da, dp):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, beta, decay, a, p = ctx.saved_tensors
+        # A and P have the factor e^(G_i - G_j): the exponent's gradient is dA · A + dP · P.
         da_times_a = da * a
         dbeta, beta = da_times_a.sum(-1), beta.unsqueeze(-1)
         dexponent = da_times_a.mul_(beta).addcmul_(dp, p)
@@ -346,6 +352,7 @@ def inverse_of_unit_lower(a: torch.Tensor, base: int = 8) -> torch.Tensor:
         lower, first, second = (
             x.movedim(-1, 1).flatten(0, 1) for x in (below[:, 1, :, 0], blocks[:, 0, :, 0], blocks[:, 1, :, 1])
         )
+        # `first` and `second` are T₁₁ and T₂₂ of each pair, `lower` is A₂₁.
         lower_inverse = torch.bmm(second @ lower, first).neg_()
         blocks[:, 1, :, 0].copy_(lower_inverse.unflatten(0, (n, -1)).movedim(1, -1))
         base *= 2
@@ -403,11 +410,13 @@ class _Scan(torch.autograd.Function):
             state = level_final_grads[:0]
             for step in reversed(level.steps):
                 rows = slice(step.start * heads, step.stop * heads)
+                # Backwards, shorter segments join in at their last chunk.
                 if (n_rows := rows.stop - rows.start) > len(state):
                     state = torch.cat([state, level_final_grads[len(state) : n_rows]])
                 ends[rows] = state
                 value_grads = dv[rows].baddbmm_(k[rows], state)
                 state = ds[rows].addcmul_(state, e[rows]).baddbmm_(w[rows].transpose(1, 2), value_grads, alpha=-1)
+            # Segments that continue the same one add up the gradients of its final state.
             if level.parents is not None:
                 state = torch.cat([state, level_final_grads[len(state) :]]).view(-1, *final.shape[1:])
                 final.index_add_(0, level.parents, state)

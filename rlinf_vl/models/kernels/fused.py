@@ -31,6 +31,7 @@ def serves(x: torch.Tensor) -> bool:
 
 
 if triton is not None:
+    # e^x is 2^(x · log2 e), and GPUs have an instruction for 2^x.
     _LOG2E = tl.constexpr(1.4426950408889634)
 
     @triton.jit
@@ -77,6 +78,7 @@ if triton is not None:
         d = tl.load(grad + i, i < n, 0.0).to(tl.float32)
         g = tl.load(gate + i, i < n, 0.0).to(tl.float32)
         u = tl.load(up + i, i < n, 0.0).to(tl.float32)
+        # The derivative of silu(g) = g · s is s · (1 + g · (1 - s)).
         s = tl.sigmoid(g)
         tl.store(dgate + i, (d * u * s * (1 + g * (1 - s))).to(dgate.dtype.element_ty), i < n)
         tl.store(dup + i, (d * g * s).to(dup.dtype.element_ty), i < n)
@@ -99,6 +101,7 @@ if triton is not None:
             x = tl.load(logits + row * V + i, i < V, float("-inf")) * inverse
             if BANNED:
                 x = tl.where(tl.load(banned + i, i < V, 1) != 0, float("-inf"), x)
+            # While all ids so far are banned, the maximum is -inf: -inf - -inf would be NaN.
             new_top = tl.maximum(top, tl.max(x, 0))
             scale = tl.where(top > float("-inf"), tl.exp2((top - new_top) * _LOG2E), 0.0)
             x_below_top = tl.where(x > float("-inf"), x - new_top, 0.0)
@@ -154,6 +157,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bo
     """Launch `_rotate_kernel`, forward or backward; returns x's shape and dtype."""
     rotated_width, (rows, width) = cos.shape[-1], (cos[..., 0].numel(), x.shape[-1])
     flat = x.reshape(rows, -1, width)
+    # The kernel takes any stride between rows, but heads must lie end to end.
     if flat.stride()[1:] != (width, 1):
         flat = flat.contiguous()
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)

@@ -35,11 +35,10 @@ def onednn_is_faster() -> bool:
 
 @contextmanager
 def bfloat16_products(like: torch.Tensor) -> Iterator[None]:
-    """On a CPU, multiply float32 copies of bfloat16 numbers with bfloat16 units, if `like` is
-    bfloat16.
+    """On a CPU, multiply float32 copies of bfloat16 numbers with bfloat16 units.
 
-    Products are exact, sums and results float32. Products of bfloat16 tensors there round their
-    results to bfloat16, too coarse for logits.
+    It does so if `like` is bfloat16. Products are exact, sums and results float32. Products of
+    bfloat16 tensors there round their results to bfloat16, too coarse for logits.
     """
     if like.is_cuda or like.dtype != torch.bfloat16:
         yield
