@@ -1,1 +1,1 @@
-"""The learner: an FSDP2 policy and reference on one Ray actor per rank, the update step, and checkpoints."""
+"""The learner: an FSDP2 policy and reference on a Ray actor per rank, updates, and checkpoints."""

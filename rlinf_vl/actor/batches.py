@@ -1,4 +1,4 @@
-"""A rank's micro-batches: made in the background while it trains, with image features that are computed once."""
+"""Make a rank's micro-batches in the background while it trains; encode each image only once."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,31 +26,45 @@ def prefetched(items: Iterable[T]) -> Iterator[T]:
     """Yield `items`; another thread makes the next one while the caller works on the last."""
     source = iter(items)
     with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, source, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, source, None)
+        next_item = thread.submit(next, source, None)
+        while (item := next_item.result()) is not None:
+            next_item = thread.submit(next, source, None)
             yield item
 
 
 def turn_kl(kl: np.ndarray, batch: MicroBatch, turns: int) -> tuple[np.ndarray, list[tuple[float, float, float]]]:
-    """From the KL of each sampled token of a micro-batch, float64 [R]: that from it on to its trajectory's end, itself included,
-    [R]; and for each of the `turns` of the micro-batch what `TurnKl` has."""
-    whole = np.cumsum(kl)
-    ends = np.searchsorted(batch.trajectories, batch.trajectories, side="right") - 1
-    later = whole[ends] - whole + kl
-    sums = (np.bincount(batch.turns, values, turns).tolist() for values in (kl, later, later**2))
-    return later, list(zip(*sums, strict=True))
+    """Return the KL from each token to its trajectory's end, and the sums of each turn.
+
+    Args:
+        kl: KL of each sampled token of a micro-batch, float64 [R].
+        turns: number of turns in the micro-batch.
+
+    Returns:
+        float64 [R], each token itself included; and for each turn the three sums of `TurnKl`.
+    """
+    cumulative = np.cumsum(kl)
+    # Rows of a trajectory are contiguous and their numbers rise, so the last one ends where the
+    # next number would be inserted.
+    last_tokens = np.searchsorted(batch.trajectories, batch.trajectories, side="right") - 1
+    kl_to_end = cumulative[last_tokens] - cumulative + kl
+    sums = (np.bincount(batch.turns, values, turns).tolist() for values in (kl, kl_to_end, kl_to_end**2))
+    return kl_to_end, list(zip(*sums, strict=True))
 
 
 class BatchMaker:
     """Makes the micro-batches of one rank.
 
-    With a `cache`, the vision tower does not change: `prepare` encodes each image once, and each micro-batch comes with the
-    features of its images. Without a cache, it comes with pixels, and the tower runs in each micro-batch.
+    With a `cache`, the vision tower does not change: `prepare` encodes each image once, and each
+    micro-batch comes with the features of its images. Without a cache, it comes with pixels, and
+    the tower runs in each micro-batch.
     """
 
     def __init__(self, policy: PolicyModel, collate: Collator, cache: VisionCache | None, max_patches: int) -> None:
-        """`collate.pixels` is called from several threads. At most `max_patches` patches are encoded at once, or one image."""
+        """Store the parts; on ranks that share trajectories, collate this rank's part only.
+
+        `collate.pixels` is called from several threads. At most `max_patches` patches are encoded
+        at once, or one image.
+        """
         assert collate.pixels is not None
         self.pixels = collate.pixels
         if ranks := policy.context_ranks:
@@ -67,26 +81,32 @@ class BatchMaker:
     def __call__(
         self, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Advantages
     ) -> Iterator[tuple[MicroBatch, VisionFeatures | None]]:
-        """Each micro-batch of `mini` and, with a cache, the features of its images; call `prepare` with its groups before."""
+        """Yield each micro-batch of `mini` and, with a cache, the features of its images.
 
-        def made() -> Iterator[MicroBatch]:
+        Call `prepare` with its groups before.
+        """
+
+        def micro_batches() -> Iterator[MicroBatch]:
             for items, vision in zip(mini.micro_batches, mini.run_vision, strict=True):
                 members = [Member(groups[i.group], i.index, advantages[i.group][i.index]) for i in items]
                 yield self._collate(members, run_vision=vision and self.cache is None)
 
-        for batch in prefetched(made()):
+        for batch in prefetched(micro_batches()):
             yield batch, self.cache.get(batch.images) if self.cache and batch.images else None
 
     def prepare(self, groups: Iterable[Group]) -> None:
-        """Encode the images of `groups` that the cache lacks, while another thread makes the next pixels. Collective: all ranks call
-        the tower equally often, those with less to do on a blank image."""
+        """Encode the images of `groups` that the cache lacks; another thread makes the next pixels.
+
+        Collective: all ranks call the tower equally often, those with fewer images on a blank one,
+        because FSDP2 gathers the tower's weights in each call.
+        """
         if self.cache is None:
             return
         images = {image.hash: (image, grid) for group in groups for image, grid in group.images}
         self.cache.pin(images)
         chunks = _chunks([images[name] for name in self.cache.missing(images)], self.max_patches)
-        calls = torch.tensor(len(chunks))
-        dist.all_reduce(calls, dist.ReduceOp.MAX)
+        n_calls = torch.tensor(len(chunks))
+        dist.all_reduce(n_calls, dist.ReduceOp.MAX)
         workers = torch.get_num_threads()
         blank = self.policy.family.blank_image(self.policy.model.config)
 
@@ -95,7 +115,7 @@ class BatchMaker:
                 for chunk in chunks:
                     patches = np.concatenate(list(threads.map(self.pixels, [image for image, _ in chunk])))
                     yield [i.hash for i, _ in chunk], patches, np.array([grid for _, grid in chunk])
-            for _ in range(int(calls) - len(chunks)):
+            for _ in range(int(n_calls) - len(chunks)):
                 yield [], *blank
 
         with torch.no_grad():
@@ -107,14 +127,14 @@ class BatchMaker:
 
 
 def _chunks(images: Sequence[tuple[ImageRef, Grid]], max_patches: int) -> list[list[tuple[ImageRef, Grid]]]:
-    """The images in order, in chunks of at most `max_patches` patches, or of one image."""
-    out: list[list[tuple[ImageRef, Grid]]] = []
-    room = 0
+    """Return the images in order, in chunks of at most `max_patches` patches, or of one image."""
+    chunks: list[list[tuple[ImageRef, Grid]]] = []
+    free_patches = 0
     for image, grid in images:
         patches = math.prod(grid)
-        if patches > room:
-            out.append([])
-            room = max_patches
-        out[-1].append((image, grid))
-        room -= patches
-    return out
+        if patches > free_patches:
+            chunks.append([])
+            free_patches = max_patches
+        chunks[-1].append((image, grid))
+        free_patches -= patches
+    return chunks

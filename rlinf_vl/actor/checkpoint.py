@@ -1,7 +1,7 @@
-"""What a rank writes and reads: model and optimizer through torch.distributed.checkpoint, which reshards on load.
+"""Save and load a rank's model and optimizer with torch.distributed.checkpoint, which reshards.
 
-A save has two halves. `CheckpointWriter.stage` copies this rank's state to host memory while nothing trains; `write` writes the
-copy, in any thread, while training goes on.
+A save has two halves. `CheckpointWriter.stage` copies this rank's state to host memory while
+nothing trains; `write` writes the copy, in any thread, while training goes on.
 """
 
 import hashlib
@@ -25,13 +25,14 @@ from rlinf_vl.models.lora import is_adapter
 
 
 class CheckpointWriter:
-    """Of one rank; both methods are collective. One checkpoint at a time."""
+    """The writer of one rank's checkpoints, one at a time; both methods are collective."""
 
-    _state: dict[str, Any]  # what `stage` has copied, for `write`
-    _random: dict[str, torch.Tensor]
+    _state: dict[str, Any]  # the copy that `stage` made, for `write`
+    _random: dict[str, torch.Tensor]  # states of torch's generators, by device
 
     def __init__(self) -> None:
-        # Its own: collectives of the writing thread would otherwise meet those of training.
+        # A group of its own: in the default group, collectives of the writing thread would be
+        # matched with those of training.
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
@@ -40,12 +41,16 @@ class CheckpointWriter:
         self._stager = ArenaStager(page_locked=on_gpu)
 
     def stage(self, policy: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False) -> None:
-        """Copy the sharded state, and this rank's random states. The learning rate is not part of it: it follows from the config
-        and the step. `trained_only`: without weights that are not trained."""
+        """Copy the sharded state, and this rank's random states, to host memory.
+
+        The learning rate is not part of it: it follows from the config and the step.
+        `trained_only`: without weights that are not trained.
+        """
         model_state, optimizer_state = get_state_dict(policy, optimizer)
         if trained_only:
             model_state = {name: model_state[name] for name, p in policy.named_parameters() if p.requires_grad}
-        random = {"cpu": torch.get_rng_state()}  # torch's generators are the only ones that training may draw from
+        # torch's generators are the only ones that training may draw from.
+        random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()
         self._random = random
@@ -53,8 +58,14 @@ class CheckpointWriter:
         self._state = self._stager.stage(state, non_blocking=self._on_gpu)
 
     def write(self, folder: str) -> dict[str, str]:
-        """Write what was staged under a folder or URL; returns the SHA-256 of each file that this rank wrote, by its name there.
-        OSError if some rank can't."""
+        """Write the staged state under a folder or URL.
+
+        Returns:
+            The SHA-256 of each file that this rank wrote, by its name in the folder.
+
+        Raises:
+            OSError: a rank can't write.
+        """
         writer = FsspecWriter(folder, sync_files="://" not in folder, per_thread_copy_ahead=0)
         writer.fs = files = _HashedFiles()
         writer.path = files.init_path(folder)
@@ -68,7 +79,11 @@ class CheckpointWriter:
 
 
 class _HashedFiles(FileSystem):
-    """Files wherever fsspec reaches; takes the digest of what is written on its way, not of what a disk gives back."""
+    """Files wherever fsspec reaches, which hash the bytes that are written.
+
+    The digest is taken on the way to the disk: one of the bytes read back would not show that the
+    disk had changed them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,11 +98,12 @@ class _HashedFiles(FileSystem):
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
+        # torch writes its metadata under a temporary name first.
         self.digests[_name(new_path)] = self.digests.pop(_name(path))
 
 
 class _Hashed:
-    """A stream that is written from its begin to its end."""
+    """A stream that is written from its beginning to its end, and hashed."""
 
     def __init__(self, stream: IOBase) -> None:
         self._stream = stream
@@ -106,29 +122,32 @@ def _name(path: Any) -> str:
 
 
 def load(folder: str, rank: int, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read what `CheckpointWriter` wrote, on any number of ranks; a rank that is new keeps its random states. Collective.
+    """Read a checkpoint of `CheckpointWriter`, on any number of ranks. Collective.
 
-    Of the optimizer, its moments are read; its settings (learning rate, weight decay, …) stay those of the config. A weight that
-    was frozen when the checkpoint was written, and is trained now, starts without moments. A checkpoint of adapters leaves the
-    weights below them as they are.
+    A rank that the writing run did not have keeps its random states. Of the optimizer, the moments
+    are read; its settings (learning rate, weight decay, …) stay those of the config. A weight that
+    was frozen when the checkpoint was written, and is trained now, starts without moments. A
+    checkpoint of adapters leaves the weights below them as they are.
 
     Raises:
         RunError: the checkpoint has other adapters, or none.
     """
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    known = FsspecReader(folder).read_metadata().state_dict_metadata
-    saved = {name.removeprefix("model.") for name in known if name.startswith("model.")}
-    trained = {name: tuple(p.shape) for name, p in policy.named_parameters() if p.requires_grad}
-    others = [n for n, shape in trained.items() if tuple(getattr(known.get(f"model.{n}"), "size", ())) != shape]
-    if others or any(is_adapter(name) and name not in trained for name in saved):
+    stored = FsspecReader(folder).read_metadata().state_dict_metadata
+    saved_weights = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    trained_shapes = {name: tuple(p.shape) for name, p in policy.named_parameters() if p.requires_grad}
+    mismatched = [
+        n for n, shape in trained_shapes.items() if tuple(getattr(stored.get(f"model.{n}"), "size", ())) != shape
+    ]
+    if mismatched or any(is_adapter(name) and name not in trained_shapes for name in saved_weights):
         raise RunError(
-            f"runner.resume_dir: the checkpoint {folder} was written with other adapters ({(others or ['more'])[0]} …); "
+            f"runner.resume_dir: the checkpoint {folder} was written with other adapters ({(mismatched or ['more'])[0]} …); "
             "set actor.model.is_lora and actor.model.lora to what its run's config.yaml says, or start afresh"
         )
-    model_state = {name: value for name, value in model_state.items() if name in saved}
+    model_state = {name: value for name, value in model_state.items() if name in saved_weights}
     moments = optimizer_state["state"]
     assert isinstance(moments, dict)
-    state = {name: value for name, value in moments.items() if f"optimizer.state.{name}.step" in known}
+    state = {name: value for name, value in moments.items() if f"optimizer.state.{name}.step" in stored}
     dcp.load({"model": model_state, "optimizer": {"state": state}}, storage_reader=FsspecReader(folder))  # pyright: ignore[reportPrivateImportUsage]
     set_state_dict(
         policy,
@@ -137,12 +156,14 @@ def load(folder: str, rank: int, policy: nn.Module, optimizer: torch.optim.Optim
         optim_state_dict=optimizer_state,
         options=StateDictOptions(strict=False),
     )
+    # `get_state_dict` made moments of every trained weight by a step with gradients of zero. Where
+    # the checkpoint has none they must go: AdamW's bias correction would count that step.
     for name, param in policy.named_parameters():
         if name in moments and name not in state:
             del optimizer.state[param]
     files = FileSystem()
-    if files.init_path(own := f"{folder}/random-{rank}.pt") and files.exists(own):
-        with files.create_stream(own, "rb") as file:
+    if files.init_path(random_path := f"{folder}/random-{rank}.pt") and files.exists(random_path):
+        with files.create_stream(random_path, "rb") as file:
             states = torch.load(file)  # pyright: ignore[reportArgumentType]
         torch.set_rng_state(states["cpu"])
         if torch.cuda.is_available() and "cuda" in states:
@@ -150,8 +171,13 @@ def load(folder: str, rank: int, policy: nn.Module, optimizer: torch.optim.Optim
 
 
 def load_weights_only(folder: str, model: nn.Module) -> None:
-    """Read the weights of a checkpoint into a transformers model, without process groups (for export). Those below adapters stay as
-    they are where the checkpoint lacks them. OSError if they are damaged, or another model's."""
+    """Read the weights of a checkpoint into a transformers model, without process groups.
+
+    Exports use it. Weights below adapters stay as they are where the checkpoint lacks them.
+
+    Raises:
+        OSError: the weights are damaged, or another model's.
+    """
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
     if any(map(is_adapter, weights)):
         saved = FsspecReader(folder).read_metadata().state_dict_metadata
@@ -159,7 +185,7 @@ def load_weights_only(folder: str, model: nn.Module) -> None:
     state = {"model": weights}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
             dcp.load(state, storage_reader=FsspecReader(folder), no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
     except CheckpointException as error:  # as in `write`
         raise OSError(f"{folder}: {next(str(reason) for reason, _ in error.failures.values())}") from None

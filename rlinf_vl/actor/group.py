@@ -1,12 +1,13 @@
-"""The actor ranks as one: what the controller calls.
+"""The group of all actor ranks, which the controller calls as one.
 
-A rank that dies or hangs takes the others with it: they wait for it in a collective. Every call here therefore watches all
-ranks while it waits, and raises `ActorsLost`; the group is then of no use but to be killed.
+A rank that dies or hangs takes the others with it: they wait for it in a collective. Every call
+here therefore watches all ranks while it waits, and raises `ActorsLost`; the group is then of no
+use but to be killed.
 """
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -25,12 +26,20 @@ log = logging.getLogger(__name__)
 
 
 class ActorGroup:
-    prices: Prices  #: what things cost in the model; from `start` on, as are those below
-    data_size: int  #: shares that a step's trajectories are divided into
-    _shares: list[int]  #: the number of each rank's share
+    """The actor ranks of a run; `start` sets the attributes.
+
+    Attributes:
+        prices: cost of training in this model, for the packing of micro-batches.
+        data_size: number of shares that a step's trajectories are divided into.
+        _shares: number of each rank's share; ranks that share trajectories have the same.
+    """
+
+    prices: Prices
+    data_size: int
+    _shares: list[int]
 
     def __init__(self, config: Config, model_path: str, device: str, options: Sequence[dict[str, Any]]) -> None:
-        """`options[rank]` are the Ray options that place each rank."""
+        """Start the processes of the ranks; `options[rank]` are the Ray options that place each."""
         self.ranks = [
             ActorWorker.options(**option).remote(config, model_path, device, rank)
             for rank, option in enumerate(options)
@@ -41,7 +50,10 @@ class ActorGroup:
         self._processes = [rank.process.remote() for rank in self.ranks]
 
     def placed(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait until the processes of all ranks have begun, or one has died; False: `interrupted` said so."""
+        """Wait until the processes of all ranks have begun, or one has died.
+
+        Return False if `interrupted` returned True before.
+        """
         waiting = list(self._processes)
         while waiting:
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=1)
@@ -50,8 +62,9 @@ class ActorGroup:
         return True
 
     def start(self, total_steps: int) -> None:
-        """Join the ranks and load the model, for a run of so many steps."""
-        processes = self.wait(self._processes, beating=False)  # a process that still imports answers no heartbeat
+        """Join the ranks and load the model, for a run of `total_steps`."""
+        # A process that still imports answers no heartbeat.
+        processes = self.wait(self._processes, beating=False)
         (address,) = self.wait([self.ranks[0].listen.remote()])
         size = len(self.ranks)
         shard = size if self._strategy == "fsdp2" else ranks_per_node([node for node, _ in processes])
@@ -62,35 +75,41 @@ class ActorGroup:
         log.info("what is trained:\n%s", started[0][2])
 
     def entries(self, restarts: int) -> list[dict[str, object]]:
-        """A line on each rank, for `StatusFile`, after so many restarts of all of them."""
+        """Return an entry for each rank, for `StatusFile`; `restarts` counts those of all."""
         return [entry(f"actor {rank}", process, restarts) for rank, process in enumerate(self._processes)]
 
     def wait(self, pending: Sequence[ray.ObjectRef], beating: bool = True) -> list[Any]:
-        """What these calls of ranks return: `wait_for_all`, with an eye on the heartbeats of all ranks if `beating`."""
+        """Return the results of these calls, and watch the heartbeats of all ranks if `beating`."""
         ranks = {f"actor rank {rank}": actor for rank, actor in enumerate(self.ranks)}
         return wait_for_all(pending, ranks, heartbeat_timeout=self.heartbeat_timeout if beating else math.inf)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method returns in each rank: see `ActorRank.call`."""
+        """Call a method in each rank, and return the results by rank; see `ActorRank.call`."""
         return self.wait([rank.call.remote(method, *arguments) for rank in self.ranks])
 
     def kill(self) -> None:
-        """End every rank's process, whatever it does."""
+        """Kill every rank's process, whatever it is doing."""
         for rank, process in zip(self.ranks, self._processes, strict=True):
             kill(rank, process)
 
     def fetch_groups(
         self, minibatches: Sequence[Sequence[RankMiniBatch]], groups: Sequence[ray.ObjectRef]
     ) -> list[int]:
-        """Let each rank fetch the groups that it will train on or score, and no others. Returns the lost groups.
+        """Let each rank fetch the groups that it will train on or score, and no others.
 
-        `minibatches[m][share]`: what the ranks with that share of the trajectories train on in optimizer step m.
+        Args:
+            minibatches: `minibatches[m][share]`: the trajectories that the ranks with that share
+                train on in optimizer step m.
+            groups: references to all groups of the step.
+
+        Returns:
+            Numbers of the groups that are lost.
         """
         pending = []
         for rank, share in zip(self.ranks, self._shares, strict=True):
-            items = (item for mini in minibatches for items in mini[share].micro_batches for item in items)
-            pending.append(rank.fetch_groups.remote({item.group: groups[item.group] for item in items}))
-        return sorted({group for lost in self.wait(pending) for group in lost})
+            used_groups = _group_numbers([mini[share] for mini in minibatches])
+            pending.append(rank.fetch_groups.remote({group: groups[group] for group in used_groups}))
+        return sorted(set().union(*self.wait(pending)))
 
     def update(
         self,
@@ -101,18 +120,28 @@ class ActorGroup:
         kl_scale: float = 0.0,
         then: Callable[[], None] = lambda: None,
     ) -> tuple[dict[str, float], list[ray.ObjectRef]]:
-        """Train `step` on the fetched groups; `minibatches` are those of `fetch_groups`. `then` is called when the ranks have been
-        asked to: what it asks of them comes next.
+        """Train `step` on the fetched groups.
 
-        Returns the step's metrics, exact over all response tokens of all ranks, and each rank's `Logprobs` of the groups `recorded`.
+        Args:
+            minibatches: those of `fetch_groups`.
+            recorded: numbers of the groups whose logprobs are returned.
+            kl_scale: see `Trainer.update`.
+            then: called once all ranks have been sent their update, before this waits for
+                them; calls that it makes run after the update.
+
+        Returns:
+            The step's metrics, exact over all response tokens of all ranks; each rank's `Logprobs`.
         """
         pending = []
         for rank, share in zip(self.ranks, self._shares, strict=True):
-            mine = [mini[share] for mini in minibatches]
+            rank_minibatches = [mini[share] for mini in minibatches]
+            # Two objects: logprobs stay in the object store, for whoever writes the trajectories.
             update = rank.update.options(num_returns=2)
-            named = {item.group for mini in mine for items in mini.micro_batches for item in items}
-            own = {group: advantages[group] for group in named}
-            pending.append(update.remote(step, mine, own, named & set(recorded), kl_scale))
+            used_groups = set(_group_numbers(rank_minibatches))
+            used_advantages = {group: advantages[group] for group in used_groups}
+            pending.append(
+                update.remote(step, rank_minibatches, used_advantages, used_groups & set(recorded), kl_scale)
+            )
         then()
         metrics = MetricSums.merged(self.wait([state for state, _ in pending])).compute()
         if "actor/tis_square" in metrics:
@@ -122,20 +151,31 @@ class ActorGroup:
         return metrics, [logprobs for _, logprobs in pending]
 
     def reference_kl(self, minibatches: Sequence[Sequence[RankMiniBatch]]) -> TurnKl:
-        """`Trainer.reference_kl` of all that the ranks are about to train on; `minibatches` are those of `fetch_groups`."""
+        """Return the reference KL of all trajectories that the ranks are about to train on.
+
+        `minibatches` are those of `fetch_groups`; see `Trainer.reference_kl`.
+        """
         pending = []
         for rank, share in zip(self.ranks, self._shares, strict=True):
             pending.append(rank.reference_kl.remote([mini[share] for mini in minibatches]))
-        return {trajectory: turns for found in self.wait(pending) for trajectory, turns in found.items()}
+        merged: TurnKl = {}
+        for rank_kl in self.wait(pending):
+            merged |= rank_kl
+        return merged
 
     def score(self, minibatch: Sequence[RankMiniBatch]) -> list[tuple[int, int, float, float]]:
-        """`Trainer.score` of every trajectory that `minibatch[share]` names; its groups are fetched."""
+        """Score every trajectory that `minibatch[share]` names, as `Trainer.score` does.
+
+        Its groups are fetched already.
+        """
         shares = zip(self.ranks, self._shares, strict=True)
         return sum(self.wait([rank.score.remote(minibatch[share]) for rank, share in shares]), [])
 
     def release_memory(self, parts: Sequence[str]) -> None:
-        """Let every rank move these parts (`rlinf_vl.actor.offload`) to host memory, and give back what its device has cached: on a
-        CPU nothing."""
+        """Let every rank move these parts to host memory, and free its device's cached memory.
+
+        `parts`: of `rlinf_vl.actor.offload`. On a CPU without parts there is nothing to do.
+        """
         if parts or self._device == "cuda":
             self.call("trainer.memory.release", parts)
 
@@ -143,21 +183,33 @@ class ActorGroup:
         self.call("trainer.memory.restore")
 
     def stage(self) -> None:
-        """Let every rank copy its part of a checkpoint to host memory; then the weights may change. OSError where a rank could
-        not."""
+        """Let every rank copy its part of a checkpoint to host memory; then the weights may change.
+
+        Raises:
+            OSError: a rank could not.
+        """
         try:
             self.call("trainer.stage")
         except RayTaskError as error:
             raise OSError(f"the state was not copied to host memory: {reason_of(error)}") from error
 
     def write(self, folder: str) -> dict[str, str]:
-        """Let the ranks write what they staged into a folder or URL together, also while they train on. Returns the SHA-256 of every
-        file by its name there; OSError where a rank could not."""
+        """Let the ranks write the staged checkpoint into one folder or URL, also while they train.
+
+        Returns:
+            The SHA-256 of every file by its name in the folder.
+
+        Raises:
+            OSError: a rank could not write.
+        """
         try:
-            written = self.wait([rank.write.remote(folder) for rank in self.ranks])
+            digests_by_rank = self.wait([rank.write.remote(folder) for rank in self.ranks])
         except RayTaskError as error:
             raise OSError(str(error)) from error
-        return {name: digest for files in written for name, digest in files.items()}
+        merged: dict[str, str] = {}
+        for digests in digests_by_rank:
+            merged |= digests
+        return merged
 
     def load(self, folder: str, step: int) -> None:
         """Let the ranks read the checkpoint of `step`, written by any number of them."""
@@ -168,8 +220,19 @@ class ActorGroup:
         self.wait([rank.stop.remote() for rank in self.ranks])
 
 
+def _group_numbers(minibatches: Iterable[RankMiniBatch]) -> list[int]:
+    """Return the numbers of the groups that these mini-batches train on, in the order of use."""
+    numbers: dict[int, None] = {}
+    for mini in minibatches:
+        for items in mini.micro_batches:
+            numbers.update((item.group, None) for item in items)
+    return list(numbers)
+
+
 def ranks_per_node(nodes: Sequence[str]) -> int:
-    """How many ranks each node has, for `hsdp`, whose neighbours by number share the weights; `nodes[rank]` is a node's id.
+    """Return how many ranks each node has, for `hsdp`; `nodes[rank]` is a node's id.
+
+    Ranks with neighbouring numbers share the weights, so those of a node must be neighbours.
 
     Raises:
         RunError: a node has more ranks than another, or ranks that are not neighbours.

@@ -1,4 +1,4 @@
-"""The trainer of a run from its config: which models it reads, and what makes their micro-batches."""
+"""Build a run's trainer from its config: read the models, and make their collators."""
 
 import torch
 
@@ -14,32 +14,45 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.packing.collator import Collator
 
-#: (height, width) of images whose grids a teacher must make like the policy.
-SIZES = ((28, 28), (224, 224), (480, 640), (1080, 1920), (3000, 200))
+#: (height, width) of images whose grids a teacher must make like the policy: tiny to large, since
+#: image processors enlarge and shrink to limits of their own, and one that is long and narrow.
+SIZES = [(28, 28), (224, 224), (480, 640), (1080, 1920), (3000, 200)]
 
 
 def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) -> Trainer:
-    """The trainer of a run, its models read from `model_path`, a teacher from `algorithm.distillation.teacher_path`. Collective.
+    """Load the trainer of a run.
+
+    The policy and reference are read from `model_path`, a teacher from
+    `algorithm.distillation.teacher_path`. Collective.
 
     Raises:
         RunError: the teacher has other tokens or image grids than the policy.
     """
     max_tokens = config.runner.max_tokens_per_mbs
-    load, collate, processor = _model(config, model_path, config.rollout.model.model_type)
+    load_policy, collate_policy, processor = _model(config, model_path, config.rollout.model.model_type)
     teacher: Teacher | None = None
     if (path := config.algorithm.distillation.teacher_path) is not None:
-        load_teacher, teaches, other = _model(config, path, "auto")
-        _check_alike(path, processor, other)
-        teacher = load_teacher, teaches
-    name, loss = config.algorithm.loss_type, None
-    if is_code(name):
-        loss = load_code(name, {}, config.runner.code_files, kind=LOSSES.what, signature=LOSSES.signature)
-    models, settings = (load, collate, mesh), (config.actor, config.algorithm)
-    return Trainer(*models, *settings, max_tokens=max_tokens, total_steps=total_steps, loss=loss, teacher=teacher)
+        load_teacher, collate_teacher, teacher_processor = _model(config, path, "auto")
+        _check_teacher(path, processor, teacher_processor)
+        teacher = (load_teacher, collate_teacher)
+    loss_name, loss = config.algorithm.loss_type, None
+    if is_code(loss_name):
+        loss = load_code(loss_name, {}, config.runner.code_files, kind=LOSSES.what, signature=LOSSES.signature)
+    return Trainer(
+        load_policy,
+        collate_policy,
+        mesh,
+        config.actor,
+        config.algorithm,
+        max_tokens=max_tokens,
+        total_steps=total_steps,
+        loss=loss,
+        teacher=teacher,
+    )
 
 
 def _model(config: Config, path: str, model_type: str):
-    """What reads the model at `path`, the collator for it, and its processor."""
+    """Return the function that reads the model at `path`, its collator and its processor."""
     rollout, actor, files = config.rollout.model, config.actor, config.runner.code_files
     family = family_of(model_type, path, rollout.trust_remote_code, actor.model.vlm.paths, files)
     processor = Processor(
@@ -68,21 +81,24 @@ def _model(config: Config, path: str, model_type: str):
     return load, collate, processor
 
 
-def _check_alike(path: str, policy: Processor, teacher: Processor) -> None:
+def _check_teacher(path: str, policy: Processor, teacher: Processor) -> None:
     """Raise RunError unless a teacher reads the policy's ids and images as they are."""
-    key = f"algorithm.distillation.teacher_path: {path}"
-    ours, theirs = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
-    if ours != theirs:
-        token = next(token for token in (*ours, *theirs) if ours.get(token) != theirs.get(token))
+    setting = f"algorithm.distillation.teacher_path: {path}"
+    policy_ids, teacher_ids = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
+    if policy_ids != teacher_ids:
+        token = next(token for token in (*policy_ids, *teacher_ids) if policy_ids.get(token) != teacher_ids.get(token))
         raise RunError(
-            f"{key} has another tokenizer than the policy: {token!r} is {theirs.get(token, 'no token')} there and "
-            f"{ours.get(token, 'no token')} here; take a teacher of the policy's family"
+            f"{setting} has another tokenizer than the policy: {token!r} is {teacher_ids.get(token, 'no token')} there and "
+            f"{policy_ids.get(token, 'no token')} here; take a teacher of the policy's family"
         )
     for height, width in SIZES if policy.family.vision_tower else ():
         if teacher.family.vision_tower is None:
-            raise RunError(f"{key} reads no images, and the policy does; take a vision-language model")
-        if (grids := tuple(p.image_processor.grid(height, width) for p in (policy, teacher)))[0] != grids[1]:
+            raise RunError(f"{setting} reads no images, and the policy does; take a vision-language model")
+        policy_grid = policy.image_processor.grid(height, width)
+        teacher_grid = teacher.image_processor.grid(height, width)
+        if teacher_grid != policy_grid:
             raise RunError(
-                f"{key} cuts an image of {width}×{height} pixels into {grids[1]} patches, the policy into {grids[0]}: their prompts "
-                "differ; take a teacher with the policy's image processor"
+                f"{setting} cuts an image of {width}×{height} pixels into {teacher_grid} patches, "
+                f"the policy into {policy_grid}: their prompts differ; take a teacher with the "
+                "policy's image processor"
             )

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, as `algorithm.*` says, and its part of the step's metrics."""
+"""Compute the loss of one micro-batch from `algorithm.*`, and its part of the step's metrics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,10 @@ from rlinf_vl.types import MicroBatch
 
 
 def needs_start(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the loss of every mini-batch depends on the logprobs of the weights before the first optimizer step."""
+    """Return whether every mini-batch's loss needs logprobs of the weights before the step.
+
+    These are the weights before the first optimizer step.
+    """
     rejection = algorithm.rejection
     return algorithm.old_policy == "start" or rejection.level is not None or rejection.veto is not None
 
@@ -32,53 +35,57 @@ def micro_batch_loss(
     loss_code: Callable[..., torch.Tensor] | None = None,
     version: int = 0,
 ) -> tuple[torch.Tensor, MetricSums]:
-    """This micro-batch's share of the mini-batch loss (a scalar), and its part of the metrics.
+    """Return this micro-batch's part of the mini-batch loss (a scalar) and of the metrics.
 
     Args:
         logprobs, entropy: float32 [R], differentiable, of the current weights.
-        start_logprobs: float32 [R], detached, of the weights before the first optimizer step. None: no pass was made with them,
-            because `algorithm.old_policy` and `algorithm.rejection` need none (`needs_start`); nothing is compared with the engine.
-        passes: what further passes over the same tokens say, for `extra_terms`.
+        start_logprobs: float32 [R], detached, of the weights before the first optimizer step. None:
+            no forward was made with them, because `algorithm.old_policy` and `algorithm.rejection`
+            need none (`needs_start`); then nothing is compared with the engine.
+        passes: results of the other forwards over the same tokens, for `extra_terms`.
         denominator: the mini-batch's, a count over all its micro-batches and ranks.
-        loss_code: what `algorithm.loss_type` names where that is code.
+        loss_code: the function that `algorithm.loss_type` names where that is code.
         version: of the weights before the first optimizer step.
 
     Raises:
         RunError: that code fails.
     """
     assert start_logprobs is not None or not needs_start(algorithm), "no pass was made with the weights of the start"
-    n, device = len(logprobs), logprobs.device
-    mask = torch.ones(n, dtype=torch.bool, device=device)
+    n_tokens, device = len(logprobs), logprobs.device
+    mask = torch.ones(n_tokens, dtype=torch.bool, device=device)
     sequences = batch.turns if algorithm.turns_are_sequences else batch.trajectories
-    n_segments = int(sequences.max()) + 1 if n else 0
+    n_segments = int(sequences.max()) + 1 if n_tokens else 0
     segments: Any = {"segment_ids": on_device(sequences, device), "n_segments": n_segments}
-    rollout = None if batch.rollout_logprobs is None else on_device(batch.rollout_logprobs, device)
-    current = logprobs.detach()
-    train = current if start_logprobs is None else start_logprobs
-    compared: Any = n
-    if rollout is not None and batch.corrupted is not None:
-        # Sampled on another image than it is trained on: nothing to correct, and nothing to compare.
+    rollout_logprobs = None if batch.rollout_logprobs is None else on_device(batch.rollout_logprobs, device)
+    current_logprobs = logprobs.detach()
+    trainer_logprobs = current_logprobs if start_logprobs is None else start_logprobs
+    n_compared: Any = n_tokens
+    if rollout_logprobs is not None and batch.corrupted is not None:
+        # Tokens sampled on another image than they are trained on: their logprobs differ by intent,
+        # so nothing is corrected or compared.
         corrupted = on_device(batch.corrupted, device)
-        rollout, compared = torch.where(corrupted, train, rollout), n - corrupted.sum()
-    ratio_base = train
+        rollout_logprobs = torch.where(corrupted, trainer_logprobs, rollout_logprobs)
+        n_compared = n_tokens - corrupted.sum()
+    # The denominator of the loss's ratio: `algorithm.old_policy` says of which weights.
+    ratio_base = trainer_logprobs
     if algorithm.old_policy != "start":
-        assert rollout is not None, "validation asks for rollout.return_logprobs"
-        ratio_base = rollout
+        assert rollout_logprobs is not None, "validation asks for rollout.return_logprobs"
+        ratio_base = rollout_logprobs
         if algorithm.old_policy == "interpolated":
             staleness = (version - on_device(batch.versions, device)).clamp(min=0)
-            ratio_base = interpolated_logprobs(current, rollout, staleness)
+            ratio_base = interpolated_logprobs(current_logprobs, rollout_logprobs, staleness)
     weights, clip = None, algorithm.importance_sampling_clip
     if algorithm.importance_sampling_fix:
-        assert rollout is not None, "validation asks for rollout.return_logprobs"
+        assert rollout_logprobs is not None, "validation asks for rollout.return_logprobs"
         level = algorithm.importance_sampling_level
-        weights = importance_weights(ratio_base, rollout, mask, clip=clip, level=level, **segments)
-    kept, sums = reject(train, rollout, mask, algorithm.rejection, **segments)
+        weights = importance_weights(ratio_base, rollout_logprobs, mask, clip=clip, level=level, **segments)
+    loss_mask, sums = reject(trainer_logprobs, rollout_logprobs, mask, algorithm.rejection, **segments)
     try:
         per_token, stats = policy_loss(
             logprobs,
             ratio_base,
             guided_advantages(on_device(batch.advantages, device), ratio_base, passes, algorithm),
-            kept,
+            loss_mask,
             clip_low=algorithm.clip_ratio_low,
             clip_high=algorithm.clip_ratio_high,
             clip_c=algorithm.clip_ratio_c,
@@ -88,30 +95,31 @@ def micro_batch_loss(
             tau_neg=algorithm.tau_neg,
             **segments,
         )
-    except Exception as error:  # whatever code of the user does
+    except Exception as error:  # a user's code may raise anything
         if loss_code is None:
             raise
         raise RunError(f"algorithm.loss_type: {algorithm.loss_type} failed: {type(error).__name__}: {error}") from error
+    # Terms of weight 0 are reported only.
     for name, weight, values in extra_terms(logprobs, entropy, passes, algorithm):
         per_token = per_token + weight * values if weight else per_token
-        sums.add(name, values.detach().sum(), n)
+        sums.add(name, values.detach().sum(), n_tokens)
     assert algorithm.loss_agg_func is not None
-    mode = algorithm.loss_agg_func.removesuffix("-norm")  # the constant length is in the denominator
-    loss = aggregate(per_token, kept, mode=mode, denominator=denominator, **segments)
-    if not n:
+    mode = algorithm.loss_agg_func.removesuffix("-norm")  # its constant length is in `denominator`
+    loss = aggregate(per_token, loss_mask, mode=mode, denominator=denominator, **segments)
+    if not n_tokens:
         return loss, sums
-    trained = kept.sum()
+    n_trained = loss_mask.sum()
     for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):
         if name in stats and (name != "dual_clip_fraction" or algorithm.clip_ratio_c is not None):
-            sums.add(f"actor/{name}", stats[name] * trained, trained)
-    if rollout is not None and start_logprobs is not None:
-        difference = rollout - start_logprobs
-        sums.add("actor/rollout_train_kl", difference.sum(), compared)
-        sums.add("actor/rollout_train_k3", divergence(start_logprobs, rollout, mask, "k3").sum(), compared)
-        sums.add("actor/rollout_train_abs_diff_mean", difference.abs().sum(), compared)
+            sums.add(f"actor/{name}", stats[name] * n_trained, n_trained)
+    if rollout_logprobs is not None and start_logprobs is not None:
+        difference = rollout_logprobs - start_logprobs
+        sums.add("actor/rollout_train_kl", difference.sum(), n_compared)
+        sums.add("actor/rollout_train_k3", divergence(start_logprobs, rollout_logprobs, mask, "k3").sum(), n_compared)
+        sums.add("actor/rollout_train_abs_diff_mean", difference.abs().sum(), n_compared)
         sums.maximum("actor/rollout_train_abs_diff_max", difference.abs().max())
     if weights is not None:
-        sums.add("actor/tis_mean", weights.sum(), n)
-        sums.add("actor/tis_square", weights.square().sum(), n)
-        sums.add("actor/tis_clip_fraction", (weights >= clip).sum(), n)
+        sums.add("actor/tis_mean", weights.sum(), n_tokens)
+        sums.add("actor/tis_square", weights.square().sum(), n_tokens)
+        sums.add("actor/tis_clip_fraction", (weights >= clip).sum(), n_tokens)
     return loss, sums

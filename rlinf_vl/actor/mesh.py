@@ -1,4 +1,4 @@
-"""The ranks of the trainer: who trains on what, and over whom FSDP2 shards a model."""
+"""The mesh of the trainer's ranks: assign trajectories to them, and shard models over them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +19,23 @@ from rlinf_vl.models.nf4 import is_quantized
 from rlinf_vl.models.policy import PolicyModel, is_trained
 from rlinf_vl.transport.rendezvous import TIMEOUT, Store
 
-#: Parameters up to which a model is one FSDP unit: gathering it at once takes less memory than anything else, and less time than a
-#: round trip for each block.
+#: Parameters up to which a model is one FSDP unit: gathering it at once takes less memory than
+#: anything else, and less time than a round trip for each block.
 ONE_UNIT = 2**24
 #: Bytes of a rank's shards that `whole_tensors` gathers at once.
 GATHERED_BYTES = 2**25
 
 
 def join_ranks(device: str, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
-    """Make the process group of all ranks, which meet in `store`; a single rank needs none. Collective."""
+    """Make the process group of all ranks, which meet in `store`; a single rank needs none.
+
+    Collective.
+    """
     if device == "cuda":
         torch.cuda.set_device(0)  # a rank's process sees its own GPU only
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",  # ranks also reduce counts, which are CPU tensors
+        # Ranks with GPUs also reduce counts, which are CPU tensors.
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         store=store or dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=size,
@@ -41,11 +45,13 @@ def join_ranks(device: str, rank: int = 0, size: int = 1, store: Store | None = 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Arranges the ranks of the process group.
+    """The arrangement of the ranks of the process group.
 
     Attributes:
-        ranks: dimensions `data` (ranks with trajectories of their own) and `context` (ranks that share each trajectory).
-        sharding: all ranks, as FSDP2 shards over them: `shard`, or `replicate` × `shard` where each row has whole weights.
+        ranks: dimensions `data` (ranks with trajectories of their own) and `context` (ranks that
+            share each trajectory).
+        sharding: all ranks, as FSDP2 shards over them: `shard`, or `replicate` × `shard` where each
+            row has whole weights.
     """
 
     ranks: DeviceMesh
@@ -53,15 +59,22 @@ class Mesh:
 
     @classmethod
     def make(cls, device: str, *, context: int = 1, shard: int | None = None) -> "Mesh":
-        """`context` ranks share each trajectory, `shard` ranks (None: all) the weights: neighbours by number. Collective."""
+        """Arrange all ranks: neighbours by number share trajectories and weights. Collective.
+
+        Args:
+            device: "cpu" or "cuda".
+            context: number of ranks that share each trajectory.
+            shard: number of ranks that share the weights; None: all.
+        """
         size = dist.get_world_size()
-        rows = size // (shard or size)
-        return cls(
-            init_device_mesh(device, (size // context, context), mesh_dim_names=("data", "context")),
-            init_device_mesh(device, (rows, size // rows), mesh_dim_names=("replicate", "shard"))
-            if rows > 1
-            else init_device_mesh(device, (size,), mesh_dim_names=("shard",)),
-        )
+        replicas = size // (shard or size)
+        ranks = init_device_mesh(device, (size // context, context), mesh_dim_names=("data", "context"))
+        if replicas > 1:
+            names = ("replicate", "shard")
+            sharding = init_device_mesh(device, (replicas, size // replicas), mesh_dim_names=names)
+        else:
+            sharding = init_device_mesh(device, (size,), mesh_dim_names=("shard",))
+        return cls(ranks, sharding)
 
     @property
     def device(self) -> str:
@@ -69,17 +82,17 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks in all dimensions, over which FSDP2 averages gradients."""
+        """Number of ranks in all dimensions, over which FSDP2 averages gradients."""
         return self.ranks.size()
 
     @property
     def data_rank(self) -> int:
-        """Which share of a step's trajectories this rank trains on."""
+        """The number of this rank's share of a step's trajectories."""
         return self.ranks.get_local_rank("data")
 
     @property
     def context_ranks(self) -> ContextRanks | None:
-        """The ranks that share this one's trajectories; None if it has them alone."""
+        """The ranks that share this rank's trajectories; None if it has them alone."""
         dimension = self.ranks["context"]
         if dimension.size() == 1:
             return None
@@ -87,86 +100,107 @@ class Mesh:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports what all of those that share its trajectories know."""
+        """Whether this rank reports for all ranks that share its trajectories; one of them does."""
         return self.ranks.get_local_rank("context") == 0
 
     def gathers_once(self, settings: FsdpConfig) -> bool:
-        """Whether weights stay gathered from the first micro-batch of an optimizer step to its last, and gradients are reduced
-        after that one only. A single rank does so always: it has nothing to free."""
+        """Return whether weights stay gathered through all micro-batches of an optimizer step.
+
+        Gradients are then reduced after the last micro-batch only. A single rank always does so: it
+        has nothing to free.
+        """
         return self.size == 1 or not settings.reshard_after_forward
 
     def shard(self, policy: PolicyModel, settings: FsdpConfig) -> PolicyModel:
-        """Shard parameters in the FSDP units of the model's family, and one for the rest; a small model (`ONE_UNIT`) in one.
+        """Shard parameters in the FSDP units of the model's family, and one for the rest.
 
-        `policy` is on the CPU. FSDP2 moves a unit to the mesh's device when it shards it, and drops the whole unit then: beside the
-        shards, a device has one whole unit at most. With `cpu_offload` the shards return to host memory.
-        Master weights stay in their dtype (float32); units compute in `param_dtype`; gradients are reduced in `reduce_dtype`.
-        Quantized weights stay whole, and those of `Family.float32_weights`: a unit computes in one dtype.
+        A small model (`ONE_UNIT`) is one unit. `policy` is on the CPU. FSDP2 moves a unit to the
+        mesh's device when it shards it, and drops the whole unit then: beside the shards, a device
+        has one whole unit at most. With `cpu_offload` the shards return to host memory.
+
+        Master weights stay in their dtype (float32); units compute in `param_dtype`; gradients are
+        reduced in `reduce_dtype`. Quantized weights stay whole, and those of
+        `Family.float32_weights`: a unit computes in one dtype.
         """
-        kept_whole = set(map(id, _kept_whole(policy)))  # FSDP2 ignores these, so it does not move them either
-        policy._apply(lambda value: value.to(self.device) if id(value) in kept_whole else value)
+        # FSDP2 ignores these, so it does not move them either.
+        unsharded = set(map(id, _unsharded(policy)))
+        policy._apply(lambda value: value.to(self.device) if id(value) in unsharded else value)
         options: dict[str, Any] = {
             "mesh": self.sharding,
             "reshard_after_forward": not self.gathers_once(settings),
             "mp_policy": fsdp.MixedPrecisionPolicy(
                 param_dtype=DTYPES[settings.mixed_precision.param_dtype],
                 reduce_dtype=DTYPES[settings.mixed_precision.reduce_dtype],
-                # Every layer computes in its weights' dtype by itself. A cast here would round what is float32 on purpose,
-                # as in the engine: the vision blocks' rotary tables.
+                # Every layer computes in its weights' dtype by itself. A cast here would round
+                # what is float32 on purpose, as in the engine: the vision blocks' rotary tables.
                 cast_forward_inputs=False,
             ),
-            "ignored_params": set(_kept_whole(policy)),
+            "ignored_params": set(_unsharded(policy)),
             "offload_policy": fsdp.CPUOffloadPolicy() if settings.cpu_offload else fsdp.OffloadPolicy(),
         }
         small = sum(p.numel() for p in policy.parameters()) <= ONE_UNIT
         paths = () if small else policy.family.fsdp_units
-        for unit in (module for path in paths for module in submodules(policy.model, path)):
-            own = options
-            if not is_trained(unit):  # FSDP2 fails on gradients to reduce, in another dtype, of a unit that never ran
-                own = options | {"mp_policy": replace(options["mp_policy"], reduce_dtype=None)}
-            fsdp.fully_shard(unit, **own)
+        units: list[nn.Module] = []
+        for path in paths:
+            units += submodules(policy.model, path)
+        for unit in units:
+            unit_options = options
+            # FSDP2 fails on gradients to reduce, in another dtype, of a unit that never ran.
+            if not is_trained(unit):
+                unit_options = options | {"mp_policy": replace(options["mp_policy"], reduce_dtype=None)}
+            fsdp.fully_shard(unit, **unit_options)
         options["reshard_after_forward"] = False  # backward starts with the root's weights
         fsdp.fully_shard(policy, **options)
         fsdp.register_fsdp_forward_method(policy, "encode")
         return policy
 
     def average_gradients(self, weights: Sequence[nn.Parameter]) -> None:
-        """Average over all ranks the gradients of weights that FSDP2 leaves whole, as it does for those that it shards.
-        Collective: every rank names the same weights."""
+        """Average the gradients of weights that FSDP2 leaves whole over all ranks.
+
+        FSDP2 does so for those that it shards. Collective: every rank names the same weights.
+        """
         if not weights or self.size == 1:
             return
-        own = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
-        flat = torch.cat([gradient.flatten() for gradient in own])
-        dist.all_reduce(flat)
-        flat /= self.size
-        for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+        # A rank whose micro-batches did not use a weight has no gradient of it.
+        gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+        summed = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(summed)
+        summed /= self.size
+        for weight, part in zip(weights, summed.split([w.numel() for w in weights]), strict=True):
             weight.grad = part.view_as(weight)
 
 
-def _kept_whole(policy: PolicyModel) -> list[nn.Parameter]:
+def _unsharded(policy: PolicyModel) -> list[nn.Parameter]:
     """Return the parameters that every rank has whole, outside of FSDP2."""
     named = policy.model.named_parameters()
     return [p for name, p in named if is_quantized(p) or policy.family.stays_float32(name)]
 
 
 def reduce_in_backward(policy: Any, reduce: bool) -> None:
-    """Let the next backward reduce gradients and reshard weights, or leave both to a later one. `policy` is sharded."""
+    """Let the next backward reduce gradients and reshard weights, or leave both to a later one.
+
+    `policy` is sharded.
+    """
     policy.set_requires_gradient_sync(reduce)
     policy.set_reshard_after_backward(reduce)
     policy.set_is_last_backward(reduce)
 
 
 def reshard_all(policy: nn.Module) -> None:
-    """Reshard parameters left unsharded by a no-grad forward: the optimizer's are the sharded ones."""
+    """Reshard parameters left unsharded by a no-grad forward: the optimizer steps on the shards."""
     for module in policy.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
 def whole_tensors(values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The values by name in order, DTensors whole. Shards are gathered many at a time: a round trip for each would take longer than
-    its bytes, unless they are many. Collective; every rank must exhaust it."""
-    pending, size = list[tuple[str, torch.Tensor]](), 0
+    """Yield the values by name in order, DTensors whole. Collective; every rank must exhaust it.
+
+    Shards are gathered many at a time: a round trip for each would take longer than its bytes,
+    unless they are many.
+    """
+    pending: list[tuple[str, torch.Tensor]] = []
+    size = 0
     for name, value in values:
         local = value.to_local() if isinstance(value, DTensor) else value
         if pending and (size + local.nbytes > GATHERED_BYTES or value.dtype != pending[0][1].dtype):
@@ -178,32 +212,36 @@ def whole_tensors(values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[
 
 
 def _gathered(values: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Values of one dtype whole, by one collective for all that FSDP2 has sharded."""
-    sharded = [x for _, x in values if isinstance(x, DTensor) and x.placements[-1] == Shard(0)]
-    whole = iter(_gathered_rows(sharded))
+    """Yield values of one dtype whole, by one collective for all that FSDP2 has sharded."""
+    row_sharded = [x for _, x in values if isinstance(x, DTensor) and x.placements[-1] == Shard(0)]
+    gathered_values = iter(_gathered_rows(row_sharded))
     for name, value in values:
         if isinstance(value, DTensor):  # a product of sharded factors may be laid out otherwise
-            value = next(whole) if value.placements[-1] == Shard(0) else value.full_tensor()
+            value = next(gathered_values) if value.placements[-1] == Shard(0) else value.full_tensor()
         yield name, value
 
 
 def _gathered_rows(values: Sequence[DTensor]) -> Iterator[torch.Tensor]:
-    """Whole values, each sharded by rows over one mesh: rank r of n has rows r·⌈rows/n⌉ … of each."""
+    """Yield each of these values whole; all are sharded by rows over one mesh.
+
+    Rank r of n has rows r·⌈rows/n⌉ … of each.
+    """
     if not values:
         return
     mesh = values[0].device_mesh
-    n = mesh.size(-1)
-    rows = [-(-x.shape[0] // n) for x in values]
-    own = [_padded(x, r).flatten() for x, r in zip(values, rows, strict=True)]
-    everyone = own[0].new_empty(n * sum(map(len, own)))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    gather(everyone, torch.cat(own), group=mesh.get_group(mesh.ndim - 1))
-    for x, part in zip(values, everyone.view(n, -1).split(list(map(len, own)), dim=1), strict=True):
-        yield part.reshape(-1, *x.shape[1:])[: x.shape[0]]
+    n_ranks = mesh.size(-1)
+    rows_per_rank = [-(-x.shape[0] // n_ranks) for x in values]
+    local_rows = [_padded(x, r).flatten() for x, r in zip(values, rows_per_rank, strict=True)]
+    all_rows = local_rows[0].new_empty(n_ranks * sum(map(len, local_rows)))
+    # The second is its name before torch 2.13.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(all_rows, torch.cat(local_rows), group=mesh.get_group(mesh.ndim - 1))
+    for x, value_rows in zip(values, all_rows.view(n_ranks, -1).split(list(map(len, local_rows)), dim=1), strict=True):
+        yield value_rows.reshape(-1, *x.shape[1:])[: x.shape[0]]
 
 
 def _padded(value: DTensor, rows: int) -> torch.Tensor:
-    """This rank's rows, with zeros behind them up to so many."""
+    """Return this rank's rows, followed by zeros up to `rows`: a collective needs equal sizes."""
     local = value.to_local()
-    missing = rows - len(local)
-    return torch.cat([local, local.new_zeros(missing, *local.shape[1:])]) if missing else local
+    n_missing = rows - len(local)
+    return torch.cat([local, local.new_zeros(n_missing, *local.shape[1:])]) if n_missing else local

@@ -1,8 +1,9 @@
-"""What a rank moves from its device to host memory while collocated engines use the device, and back before it trains.
+"""Move parts of a rank to host memory while collocated engines use its device, and back.
 
-The part `optimizer` is the optimizer's state, the reference and a teacher; `weights` is the policy's parameters, which move last,
-because a weight sync reads them on the device. Beside a GPU, host memory is page-locked, which makes copies several times as fast;
-it is allocated once, because page-locking costs more than a copy.
+The part `optimizer` is the optimizer's state, the reference and a teacher; `weights` is the
+policy's parameters, which move last, because a weight sync reads them on the device. Beside a GPU,
+host memory is page-locked, which makes copies several times as fast; it is allocated once, because
+page-locking costs more than a copy.
 """
 
 import gc
@@ -25,16 +26,16 @@ class Offload:
         self._frozen = frozen
         self._device = device
         self._away: set[str] = set()  # parts in host memory
-        self._host: dict[object, torch.Tensor] = {}  # memory for each tensor, by what names it
+        self._host: dict[object, torch.Tensor] = {}  # memory for each tensor, by `_to_host`'s key
 
     def release(self, parts: Iterable[str]) -> None:
-        """Move those of these `PARTS` to host memory that are not there; then give the device's cached memory back."""
+        """Move these `PARTS` to host memory, unless they are there; free cached device memory."""
         for part in set(parts) - self._away:
             self._move(part, self._to_host)
             self._away.add(part)
         if self._device == "cuda":
             torch.cuda.synchronize()
-            gc.collect()
+            gc.collect()  # a cycle may still hold device tensors, whose memory could not be freed
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
@@ -44,8 +45,10 @@ class Offload:
         self._away.clear()
 
     def measured(self) -> dict[str, float]:
-        """GiB of the device: what this process's tensors took at their most since this was last asked, and what all processes hold
-        now. Nothing without a GPU."""
+        """Return GiB of the device: this process's peak of tensors, and the use by all processes.
+
+        The peak is the one since the last call. Without a GPU the result is empty.
+        """
         if self._device != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info()
@@ -53,20 +56,21 @@ class Offload:
         torch.cuda.reset_peak_memory_stats()
         return {"actor/gpu_memory_peak": peak / 2**30, "actor/gpu_memory_used": (total - free) / 2**30}
 
-    def _move(self, part: str, moved: Callable[[torch.Tensor, object], torch.Tensor]) -> None:
-        def parameter_moved(value: torch.Tensor) -> torch.Tensor:  # buffers are small, and stay
-            return moved(value, id(value)) if isinstance(value, nn.Parameter) else value
+    def _move(self, part: str, move_tensor: Callable[[torch.Tensor, object], torch.Tensor]) -> None:
+        def move_parameter(value: torch.Tensor) -> torch.Tensor:  # buffers are small, and stay
+            return move_tensor(value, id(value)) if isinstance(value, nn.Parameter) else value
 
         with torch.no_grad():
             if part == "weights":
-                self._policy._apply(parameter_moved)  # as `nn.Module.to` does
+                self._policy._apply(move_parameter)  # as `nn.Module.to` does
                 return
             for model in self._frozen:
-                model._apply(parameter_moved)
+                model._apply(move_parameter)
             for parameter, state in self._optimizer.state.items():
                 for name, value in state.items():
+                    # A scalar is AdamW's step count: too small to be worth a move.
                     if isinstance(value, torch.Tensor) and value.ndim:
-                        state[name] = moved(value, (id(parameter), name))
+                        state[name] = move_tensor(value, (id(parameter), name))
 
     def _to_host(self, value: torch.Tensor, key: object) -> torch.Tensor:
         if key not in self._host:

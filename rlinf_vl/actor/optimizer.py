@@ -1,4 +1,4 @@
-"""AdamW over what is trained, its learning rates, and a table of them."""
+"""AdamW over the trained parameters, its learning rates, and a table of them."""
 
 import math
 from itertools import product
@@ -16,19 +16,22 @@ from rlinf_vl.models.policy import PolicyModel
 
 
 def learning_rates(optim: OptimConfig) -> dict[str, float]:
-    """Peak learning rate of each of `PARTS`."""
-    own = {"projector": optim.projector_lr, "vision_tower": optim.vision_tower_lr}
-    return {part: own.get(part) or optim.lr for part in PARTS}
+    """Return the peak learning rate of each of `PARTS`."""
+    part_rates = {"projector": optim.projector_lr, "vision_tower": optim.vision_tower_lr}
+    return {part: part_rates.get(part) or optim.lr for part in PARTS}
 
 
 def make_optimizer(policy: PolicyModel, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters, each part at its learning rate; weight decay spares vectors (norms and biases)."""
+    """Make AdamW over the trainable parameters, each part at its learning rate.
+
+    Weight decay spares vectors (norms and biases).
+    """
     # One fused call takes sharded weights or whole ones (`Family.float32_weights`), never both.
     groups: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
-    for name, p in policy.model.named_parameters():
-        if p.requires_grad:
-            key = part_of(name, policy.family), p.ndim > 1, isinstance(p, DTensor)
-            groups.setdefault(key, []).append(p)
+    for name, param in policy.model.named_parameters():
+        if param.requires_grad:
+            decays, sharded = param.ndim > 1, isinstance(param, DTensor)
+            groups.setdefault((part_of(name, policy.family), decays, sharded), []).append(param)
     rates = learning_rates(optim)
     return torch.optim.AdamW(
         [
@@ -46,8 +49,11 @@ def make_optimizer(policy: PolicyModel, optim: OptimConfig) -> torch.optim.Optim
 def make_scheduler(
     optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total: int, done: int = 0
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """Learning-rate factor per optimizer step of `total`, of which `done` were taken before: linear warm-up, then
-    `optim.lr_scheduler` down to `optim.min_lr_ratio`. A second scheduler of an optimizer starts from the first one's peak."""
+    """Make the schedule of the learning rate per optimizer step, of which `done` were taken before.
+
+    Linear warm-up, then `optim.lr_scheduler` down to `optim.min_lr_ratio` at step `total`. A second
+    scheduler of an optimizer starts from the first one's peak.
+    """
 
     def factor(step: int) -> float:
         if step < optim.lr_warmup_steps:
@@ -63,25 +69,31 @@ def make_scheduler(
 
 
 def parts_table(policy: PolicyModel, mesh: Mesh, actor: ActorConfig) -> str:
-    """What is trained, a line a part, one for what is quantized in it and one for its adapters: parameters, dtypes, over how many
-    ranks they are sharded (1: each rank has all), learning rate."""
+    """Return a table of the model's parts, for the log.
+
+    A part has a line for its plain weights, one for its quantized weights and one for its adapters,
+    each with parameters, dtypes, over how many ranks they are sharded (1: each rank has all), and
+    learning rate.
+    """
     rates = learning_rates(actor.optim)
     lines = [f"{'part':<23}{'parameters':>14}{'trained':>14}  weights, compute  ranks  learning rate"]
     for part in PARTS:
-        named = [(n, p) for n, p in policy.model.named_parameters() if part_of(n, policy.family) == part]
-        for what in ("", " in nf4", " adapters"):
-            own = [p for name, p in named if _kind(name, p) == what]
-            if not own:
+        part_weights = [(n, p) for n, p in policy.model.named_parameters() if part_of(n, policy.family) == part]
+        for kind in ("", " in nf4", " adapters"):
+            weights = [p for name, p in part_weights if _kind(name, p) == kind]
+            if not weights:
                 continue
-            trained = sum(p.numel() for p in own if p.requires_grad)
-            stored = "nf4" if what == " in nf4" else str(own[0].dtype).removeprefix("torch.")
-            dtypes = f"{stored}, {actor.fsdp_config.mixed_precision.param_dtype}"
+            trained = sum(p.numel() for p in weights if p.requires_grad)
+            stored_dtype = "nf4" if kind == " in nf4" else str(weights[0].dtype).removeprefix("torch.")
+            dtypes = f"{stored_dtype}, {actor.fsdp_config.mixed_precision.param_dtype}"
             rate = f"{rates[part]:g}" if trained else "frozen"
-            total = sum(shape_of(p).numel() for p in own)
-            shards = 1 if stored == "nf4" else mesh.sharding.size()
-            lines.append(f"{part + what:<23}{total:>14,}{trained:>14,}  {dtypes:<16}  {shards:>5}  {rate:>13}")
+            total = sum(shape_of(p).numel() for p in weights)
+            # Quantized weights stay whole on every rank (`Mesh.shard`).
+            shards = 1 if stored_dtype == "nf4" else mesh.sharding.size()
+            lines.append(f"{part + kind:<23}{total:>14,}{trained:>14,}  {dtypes:<16}  {shards:>5}  {rate:>13}")
     return "\n".join(lines)
 
 
 def _kind(name: str, weight: torch.Tensor) -> str:
+    """Return which line of its part in `parts_table` a weight belongs to, as the line's suffix."""
     return " adapters" if is_adapter(name) else " in nf4" if is_quantized(weight) else ""

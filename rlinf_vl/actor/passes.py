@@ -1,8 +1,8 @@
-"""The passes over a micro-batch beside the policy's own: by the reference, by a teacher, and by the policy on corrupted images.
+"""Forwards beside the policy's own: of the reference, a teacher, and on corrupted images.
 
-All see the rows that the policy sees, packed alike, so they cost one forward each. The reference shares the policy's image
-features; a teacher has a tower of its own, which encodes each image once; corrupted images are new in each step, and go through the
-tower in each micro-batch.
+All take the policy's rows, packed alike, so they cost one forward each. The reference shares the
+policy's image features. A teacher has a tower of its own, which encodes each image once. Corrupted
+images are new in each step, and go through the policy's tower in each micro-batch.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -23,95 +23,133 @@ from rlinf_vl.models.policy import Candidates, PolicyModel
 from rlinf_vl.observe.spans import span
 from rlinf_vl.types import Group, ImageRef, MicroBatch
 
-#: A micro-batch, and the features of its images if they are not to be made of its pixels.
-Fed = tuple[MicroBatch, VisionFeatures | None]
+#: A micro-batch, and the features of its images; None: the tower makes them from its pixels.
+ModelInput = tuple[MicroBatch, VisionFeatures | None]
 
 
 @dataclass(slots=True)
-class View:
-    """One micro-batch on its way through all passes: `before` the policy's own, `after` it."""
+class MicroBatchInputs:
+    """The inputs of one micro-batch's forwards.
 
-    own: Fed
-    corrupted: Fed | None
-    lesson: Fed | None
-    further: "FurtherPasses"
+    Attributes:
+        policy: of the policy and the reference.
+        corrupted: of the policy on corrupted images; None without PAPO.
+        teacher: of the teacher; None without one.
+    """
 
-    def before(self) -> Passes:
-        """By the reference, and by the policy on corrupted images: with gradients only if their entropy is in the loss."""
+    policy: ModelInput
+    corrupted: ModelInput | None
+    teacher: ModelInput | None
+    forwards: "AuxiliaryForwards"
+
+    def before_policy(self) -> Passes:
+        """Run the forwards that precede the policy's: of the reference, and on corrupted images.
+
+        The latter get gradients only if their entropy is in the loss.
+        """
         reference = corrupted = None
-        if (model := self.further.reference) is not None:
-            reference = reference_logprobs(model, self.own)
+        if (model := self.forwards.reference) is not None:
+            reference = reference_logprobs(model, self.policy)
         if self.corrupted is not None:
-            graded = self.further.algorithm.papo.entropy_weight > 0
-            with torch.set_grad_enabled(graded), span("corrupted images"):
-                corrupted = self.further.policy(*_routed_anew(self.corrupted))
+            with_gradients = self.forwards.algorithm.papo.entropy_weight > 0
+            with torch.set_grad_enabled(with_gradients), span("corrupted images"):
+                corrupted = self.forwards.policy(*_without_routes(self.corrupted))
         return Passes(reference, corrupted=corrupted)
 
-    def after(self, passes: Passes, logprobs: torch.Tensor, candidates: Candidates | None) -> Passes:
-        """By the teacher too, of the policy's candidates as well, whose logprobs stand in `logprobs` [R, 1 + K]."""
-        if self.lesson is None or self.further.teacher is None:
+    def after_policy(self, passes: Passes, logprobs: torch.Tensor, candidates: Candidates | None) -> Passes:
+        """Run the teacher's forward, and return `passes` with its logprobs.
+
+        With `candidates`, `logprobs` are the policy's, [R, 1 + K]: of the sampled tokens, then of
+        the candidates. The teacher is asked for the same tokens.
+        """
+        if self.teacher is None or self.forwards.teacher is None:
             return passes
         with torch.no_grad(), span("teacher"):
-            taught, _ = self.further.teacher(*_routed_anew(self.lesson), candidates=candidates)
+            teacher_logprobs, _ = self.forwards.teacher(*_without_routes(self.teacher), candidates=candidates)
         if candidates is None:
-            return replace(passes, teacher=taught)
-        return replace(passes, teacher=taught[:, 0], candidates=(logprobs[:, 1:], taught[:, 1:]))
+            return replace(passes, teacher=teacher_logprobs)
+        return replace(passes, teacher=teacher_logprobs[:, 0], candidates=(logprobs[:, 1:], teacher_logprobs[:, 1:]))
 
 
 @torch.no_grad()
-def reference_logprobs(reference: PolicyModel, fed: Fed) -> torch.Tensor:
-    """float32 [R], of a model that may be the policy, whose adapters are then off."""
+def reference_logprobs(reference: PolicyModel, model_input: ModelInput) -> torch.Tensor:
+    """Return the reference's logprobs, float32 [R], without gradients.
+
+    With LoRA the reference is the policy with its adapters off.
+    """
     with span("reference"), adapters_off(reference.model):
-        return reference(*_routed_anew(fed))[0]
+        return reference(*_without_routes(model_input))[0]
 
 
-def _routed_anew(fed: Fed) -> Fed:
-    """Another model, or another image: it chooses its experts by itself."""
-    batch, features = fed
+def _without_routes(model_input: ModelInput) -> ModelInput:
+    """Return the input without the engine's expert routes.
+
+    Another model, or another image, chooses its experts by itself.
+    """
+    batch, features = model_input
     return replace(batch, routes=None), features
 
 
-class FurtherPasses:
+class AuxiliaryForwards:
+    """The models of the auxiliary forwards, and the makers of their inputs."""
+
     def __init__(
         self,
         policy: PolicyModel,
         reference: PolicyModel | None,
         teacher: PolicyModel | None,
-        lessons: BatchMaker | None,
+        teacher_batches: BatchMaker | None,
         algorithm: AlgorithmConfig,
     ) -> None:
-        """`reference`: whose KL is in the loss. `lessons` makes the teacher's micro-batches."""
+        """Store the models; `teacher_batches` makes the teacher's micro-batches.
+
+        `reference` is None where its KL is not in the loss.
+        """
         self.policy = policy
         self.reference = reference
         self.teacher = teacher
         self.algorithm = algorithm
-        self._lessons = lessons
-        self._corrupted: BatchMaker | None = None  # of the step
+        self._teacher_batches = teacher_batches
+        self._corrupted_batches: BatchMaker | None = None  # made anew in each step
 
     def prepare(self, batches: BatchMaker, groups: Collection[Group], seed: int) -> None:
-        """Begin a step on these groups: `batches` makes the policy's micro-batches, `seed` draws what corrupts. Collective."""
-        if self._lessons is not None:
-            self._lessons.prepare(groups)
+        """Prepare a step on these groups. Collective.
+
+        `batches` makes the policy's micro-batches; `seed` seeds the corruption of images.
+        """
+        if self._teacher_batches is not None:
+            self._teacher_batches.prepare(groups)
         papo = self.algorithm.papo
         if papo.weight or papo.entropy_weight:
             corrupt, pixels = Corruption(papo.kind, papo.strength), batches.pixels
 
-            def corrupted(image: ImageRef) -> Any:
+            def corrupted_pixels(image: ImageRef) -> Any:
                 return pixels(corrupt(image, seed))
 
-            collate = replace(batches.collate, pixels=corrupted)
-            self._corrupted = BatchMaker(self.policy, collate, None, batches.max_patches)
+            collate = replace(batches.collate, pixels=corrupted_pixels)
+            self._corrupted_batches = BatchMaker(self.policy, collate, None, batches.max_patches)
 
     def candidates(self) -> Candidates | None:
-        """Room for the tokens that the policy's own pass names for the teacher; None: the sampled ones do."""
+        """Return an object for the policy's likeliest tokens, which its own forward fills in.
+
+        None if the teacher is compared on the sampled tokens only, or there is none.
+        """
         k = self.algorithm.distillation.top_k
         return Candidates(k) if self.teacher is not None and k else None
 
-    def over(
+    def inputs(
         self, batches: BatchMaker, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Advantages
-    ) -> Iterator[View]:
-        """The micro-batches of `mini`, in order, as every pass is fed them."""
-        fed = (maker and maker(mini, groups, advantages) for maker in (self._corrupted, self._lessons))
-        others = (repeat(None) if one is None else one for one in fed)
-        for own, corrupted, lesson in zip(batches(mini, groups, advantages), *others, strict=False):
-            yield View(own, corrupted, lesson, self)
+    ) -> Iterator[MicroBatchInputs]:
+        """Yield the inputs of all forwards for each micro-batch of `mini`, in order."""
+        if self._corrupted_batches is None:
+            corrupted_inputs = repeat(None)
+        else:
+            corrupted_inputs = self._corrupted_batches(mini, groups, advantages)
+        if self._teacher_batches is None:
+            teacher_inputs = repeat(None)
+        else:
+            teacher_inputs = self._teacher_batches(mini, groups, advantages)
+        policy_inputs = batches(mini, groups, advantages)
+        # Not strict: an input that no forward needs is None without end.
+        for policy, corrupted, teacher in zip(policy_inputs, corrupted_inputs, teacher_inputs, strict=False):
+            yield MicroBatchInputs(policy, corrupted, teacher, self)

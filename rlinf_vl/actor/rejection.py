@@ -1,4 +1,7 @@
-"""Which tokens of a micro-batch `algorithm.rejection` leaves in the loss, and what there was before it rejected any."""
+"""Reject tokens whose trainer and rollout logprobs differ too much (`algorithm.rejection`).
+
+The metrics describe all tokens, those rejected included.
+"""
 
 import torch
 
@@ -17,10 +20,13 @@ def reject(
     segment_ids: torch.Tensor,
     n_segments: int,
 ) -> tuple[torch.Tensor, MetricSums]:
-    """Tokens that stay, bool [R], and metrics over all tokens or sequences: the range of their ratios, the shares that go.
+    """Return the mask of tokens that stay in the loss, bool [R], and metrics.
+
+    The metrics are over all tokens or sequences: the range of their ratios, the shares rejected.
 
     Args:
-        train, rollout: float32 [R], logprobs of the trainer's weights, and of those that sampled each token.
+        train, rollout: float32 [R], logprobs of the trainer's weights, and of those that sampled
+            each token.
         mask: bool [R].
     """
     sums, level, veto = MetricSums(), rejection.level, rejection.veto
@@ -28,22 +34,23 @@ def reject(
         return mask, sums
     assert rollout is not None, "validation asks for rollout.return_logprobs"
     segments = {"segment_ids": segment_ids, "n_segments": n_segments}
+    # A veto of one token rejects its whole sequence, at whatever level the bounds apply.
     vetoed = ~rejection_mask(train, rollout, mask, level=None, veto=veto, **segments)
-    kept = ~vetoed
+    accepted = ~vetoed
     if level is not None:
         assert rejection.low is not None and rejection.high is not None, "filled by config/presets.py"
         bounds = {"low": rejection.low, "high": rejection.high}
-        kept = kept & rejection_mask(train, rollout, mask, level=level, **bounds, **segments)
+        accepted = accepted & rejection_mask(train, rollout, mask, level=level, **bounds, **segments)
     if not len(mask):
-        return kept, sums
-    _, rejected, tokens = segment_sums((~kept).float(), mask, segment_ids, n_segments)
-    sequences = (tokens > 0).sum()
-    sums.add("actor/rejected_tokens", (~kept).sum(), len(mask))
-    sums.add("actor/rejected_sequences", (rejected > 0).sum(), sequences)
+        return accepted, sums
+    _, rejected_counts, token_counts = segment_sums((~accepted).float(), mask, segment_ids, n_segments)
+    n_sequences = (token_counts > 0).sum()
+    sums.add("actor/rejected_tokens", (~accepted).sum(), len(mask))
+    sums.add("actor/rejected_sequences", (rejected_counts > 0).sum(), n_sequences)
     if veto is not None:
-        _, stopped, _ = segment_sums(vetoed.float(), mask, segment_ids, n_segments)
-        sums.add("actor/vetoed_sequences", (stopped > 0).sum(), sequences)
+        _, vetoed_counts, _ = segment_sums(vetoed.float(), mask, segment_ids, n_segments)
+        sums.add("actor/vetoed_sequences", (vetoed_counts > 0).sum(), n_sequences)
     ratios = log_ratios(train, rollout, mask, level or "token", **segments).exp()
     sums.minimum("actor/rejection_ratio_min", ratios.min())
     sums.maximum("actor/rejection_ratio_max", ratios.max())
-    return kept, sums
+    return accepted, sums

@@ -1,10 +1,12 @@
 """One rank's trainer: policy, reference and optimizer on a mesh, and the training step. No Ray.
 
-A step (`Trainer.update`), in order: encode the images that no step before had; compute old logprobs, where the first forward
-does not give them; then, per mini-batch, the loss and gradient of each micro-batch, and one optimizer step.
+A step (`Trainer.update`), in order: encode the images that no step before had; compute old
+logprobs, where the first forward does not give them; then, per mini-batch, the loss and gradient
+of each micro-batch, and one optimizer step.
 
-The loss is a sum over micro-batches and ranks of terms whose denominators are global counts, agreed before the first
-micro-batch. So neither loss nor gradient depends on how trajectories are packed or who trains them.
+The loss is a sum over micro-batches and ranks of terms whose denominators are global counts,
+agreed before the first micro-batch. So neither loss nor gradient depends on how trajectories are
+packed or who trains them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all, whole_ten
 from rlinf_vl.actor.messages import Advantages, Logprobs, RankMiniBatch, TurnKl
 from rlinf_vl.actor.offload import Offload
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
-from rlinf_vl.actor.passes import FurtherPasses, reference_logprobs
+from rlinf_vl.actor.passes import AuxiliaryForwards, reference_logprobs
 from rlinf_vl.algorithms import divergence
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
 from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of
@@ -46,7 +48,15 @@ Teacher = tuple[Load, Collator]
 
 
 class Trainer:
-    """Methods are collective: all ranks call them together, with equally many micro-batches. Groups go by number."""
+    """Trains one rank's part of the policy.
+
+    Methods are collective: all ranks call them together, with equally many micro-batches. Groups go
+    by number.
+
+    Attributes:
+        kl_passes: for each mini-batch and micro-batch of the coming step, old logprobs [R] and the
+            KL from each token to its trajectory's end [R]: set by `reference_kl`, used by `update`.
+    """
 
     def __init__(
         self,
@@ -61,44 +71,56 @@ class Trainer:
         loss: Callable[..., torch.Tensor] | None = None,
         teacher: Teacher | None = None,
     ) -> None:
-        """`load` reads the model in a dtype, on the CPU: once for the policy, and again for a reference when the policy is sharded,
-        so that a host need not have both whole. `collate` makes pixels. `max_tokens`: of a micro-batch, and so of the images that
-        are encoded at once. `total_steps`: of the run, for the learning rate. `loss`: the code that `algorithm.loss_type` names.
-        `teacher`: how it is read, and its collator."""
+        """Load the models, shard them, and make the optimizer.
+
+        Args:
+            load: reads the model in a dtype, on the CPU: once for the policy, and again for a
+                reference when the policy is sharded, so that a host need not have both whole.
+            collate: makes the policy's micro-batches; it has `pixels`.
+            max_tokens: of a micro-batch, and so of the images that are encoded at once.
+            total_steps: of the run, for the learning rate.
+            loss: the code that `algorithm.loss_type` names.
+            teacher: the function that reads the teacher, and its collator.
+        """
         self.mesh = mesh
         self.actor = actor
         self.algorithm = algorithm
         self.total_steps = total_steps
         self.loss = loss
-        #: By mini-batch and micro-batch of the step to come, old logprobs and the KL from each token on: see `reference_kl`.
-        self.before: list[list[tuple[torch.Tensor, np.ndarray]]] = []
+        self.kl_passes: list[list[tuple[torch.Tensor, np.ndarray]]] = []
         self.max_patches = max_tokens * collate.merge_size**2
-        self.frozen_differ = False  # from those of the engines' first weights
-        computes = DTYPES[actor.fsdp_config.mixed_precision.param_dtype]  # what never changes is stored as it computes
-        self.policy = self._sharded(load(computes if actor.model.is_lora else torch.float32), frozen=False)
+        self.frozen_differ = False  # whether frozen weights differ from those the engines loaded
+        # Weights that never change are stored in the dtype in which they compute; those that train
+        # need the digits of float32 for small updates.
+        compute_dtype = DTYPES[actor.fsdp_config.mixed_precision.param_dtype]
+        self.policy = self._sharded(load(compute_dtype if actor.model.is_lora else torch.float32), frozen=False)
         self.reference: PolicyModel | None = None
-        if algorithm.kl_beta > 0:  # of LoRA, the policy without its adapters
-            self.reference = self.policy if actor.model.is_lora else self._sharded(load(computes), frozen=True)
+        if algorithm.kl_beta > 0:  # with LoRA, it is the policy without its adapters
+            self.reference = self.policy if actor.model.is_lora else self._sharded(load(compute_dtype), frozen=True)
         self.optimizer = make_optimizer(self.policy, actor.optim)
         self.writer: checkpoint.CheckpointWriter | None = None  # from the first checkpoint on
         self.scheduler = self._schedule(done=0)
-        self.passes = FurtherPasses(
+        teacher_model, teacher_batches = self._load_teacher(teacher)
+        self.forwards = AuxiliaryForwards(
             self.policy,
             self.reference if algorithm.kl_placement == "loss" else None,
-            *self._taught_by(teacher),
+            teacher_model,
+            teacher_batches,
             algorithm,
         )
-        frozen = [m for m in (self.reference, self.passes.teacher) if m not in (None, self.policy)]
+        frozen = [m for m in (self.reference, self.forwards.teacher) if m not in (None, self.policy)]
         self.memory = Offload(self.policy, self.optimizer, frozen, mesh.device)
         family, named = self.policy.family, self.policy.model.named_parameters()
         trained = {part_of(name, family) for name, p in named if p.requires_grad}
-        self.trains_vision = not trained <= {"language_model"}  # images must then be encoded again in every micro-batch
+        # Images must then be encoded again in every micro-batch.
+        self.trains_vision = not trained <= {"language_model"}
         encodes_once = family.vision_tower and not self.trains_vision
         self.batches = BatchMaker(
             self.policy, collate, self._vision_cache() if encodes_once else None, self.max_patches
         )
 
     def _sharded(self, policy: PolicyModel, frozen: bool) -> PolicyModel:
+        """Prepare a model for training, or freeze it, and shard it over the mesh."""
         fsdp = self.actor.fsdp_config
         policy.context_ranks = self.mesh.context_ranks
         if frozen:
@@ -111,8 +133,8 @@ class Trainer:
             checkpoint_blocks(policy.model, policy.family, fsdp.gradient_checkpointing_use_reentrant)
         return self.mesh.shard(policy, fsdp).train(not frozen)
 
-    def _taught_by(self, teacher: Teacher | None) -> tuple[PolicyModel | None, BatchMaker | None]:
-        """The teacher, sharded as the policy, and what makes its micro-batches."""
+    def _load_teacher(self, teacher: Teacher | None) -> tuple[PolicyModel | None, BatchMaker | None]:
+        """Return the teacher, sharded as the policy is, and the maker of its micro-batches."""
         if teacher is None:
             return None, None
         load, collate = teacher
@@ -124,7 +146,7 @@ class Trainer:
         return VisionCache(int(self.actor.vision_cache_gb * 2**30), self.mesh.device)
 
     def _schedule(self, done: int) -> torch.optim.lr_scheduler.LRScheduler:
-        """The learning rate of the config, after so many steps of the run."""
+        """Make the schedule of the learning rate, `done` steps of the run having been taken."""
         n = self.algorithm.n_minibatches
         return make_scheduler(self.optimizer, self.actor.optim, total=self.total_steps * n, done=done * n)
 
@@ -138,90 +160,114 @@ class Trainer:
         seed: int = 0,
         version: int = 0,
     ) -> tuple[MetricSums, Logprobs]:
-        """Train on this rank's mini-batches of `groups`, one optimizer step each. Returns its part of the metrics, and the old
-        logprobs of what it has trained on of the groups `recorded`. `kl_scale`: how much of the KL from a token on to its
-        trajectory's end, as `reference_kl` has found it, is subtracted from the token's advantage. `seed` draws what PAPO hides.
-        `version`: of the weights as they are."""
-        sums, seen = MetricSums(), dict[int, dict[int, torch.Tensor]]()
+        """Train on this rank's mini-batches of `groups`, one optimizer step each.
+
+        Args:
+            recorded: groups whose logprobs are returned.
+            kl_scale: how much of the KL from a token to its trajectory's end is subtracted from the
+                token's advantage; `reference_kl` has computed it.
+            seed: seeds the corruption of images.
+            version: of the current weights.
+
+        Returns:
+            This rank's part of the metrics, and the old logprobs of the trajectories that it has
+            trained on, of the groups `recorded`.
+        """
+        sums = MetricSums()
+        recorded_logprobs: dict[int, dict[int, torch.Tensor]] = {}
         with span("images"):
             self.batches.prepare(groups.values())
-            self.passes.prepare(self.batches, groups.values(), seed)
+            self.forwards.prepare(self.batches, groups.values(), seed)
         with span("old logprobs"):
-            old = [[logprobs for logprobs, _ in mini] for mini in self.before]
-            old = old or self._logprobs_before(groups, minibatches, advantages)
+            old_logprobs: list[list[torch.Tensor]] = []
+            for mini_passes in self.kl_passes:
+                old_logprobs.append([logprobs for logprobs, _ in mini_passes])
+            if not self.kl_passes:
+                old_logprobs = self._logprobs_before(groups, minibatches, advantages)
         gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
         for m, mini in enumerate(minibatches):
             load, balance = self._expert_load(), self._balance(groups, mini, advantages)
-            for i, view in enumerate(self.passes.over(self.batches, mini, groups, advantages)):
-                batch, features = view.own
+            for i, inputs in enumerate(self.forwards.inputs(self.batches, mini, groups, advantages)):
+                batch, features = inputs.policy
                 if kl_scale:
-                    later = (kl_scale * self.before[m][i][1]).astype(np.float32)
-                    batch = replace(batch, advantages=batch.advantages - later)
-                passes, candidates = view.before(), self.passes.candidates()
+                    kl_penalty = (kl_scale * self.kl_passes[m][i][1]).astype(np.float32)
+                    batch = replace(batch, advantages=batch.advantages - kl_penalty)
+                passes, candidates = inputs.before_policy(), self.forwards.candidates()
                 reduce_in_backward(self.policy, not gathers_once or i == len(mini.micro_batches) - 1)
                 with span("forward", micro_batch=i):
                     logprobs, entropy = self.policy(batch, features, load, balance, candidates)
-                passes = view.after(passes, logprobs, candidates)
+                passes = inputs.after_policy(passes, logprobs, candidates)
                 logprobs = logprobs if candidates is None else logprobs[:, 0]
-                start = old[m][i] if old[m] else logprobs.detach() if m == 0 else None
-                loss, part = micro_batch_loss(
+                # In the first mini-batch the weights are still those of the start, so the forward's
+                # own logprobs are the old ones.
+                start = old_logprobs[m][i] if old_logprobs[m] else logprobs.detach() if m == 0 else None
+                loss, metrics = micro_batch_loss(
                     logprobs, entropy, start, passes, batch, self.algorithm, mini.denominator, self.loss, version
                 )
                 with span("backward", micro_batch=i):
-                    (loss * self.mesh.size).backward()  # FSDP2 averages gradients; the loss is a sum over ranks
+                    # FSDP2 averages gradients; the loss is a sum over ranks.
+                    (loss * self.mesh.size).backward()
                 if not self.mesh.reports:
                     continue
-                part.add("actor/loss", loss.detach(), 0)  # a sum over micro-batches and ranks: counted in `_optimize`
-                sums.merge(part)
+                # A sum over micro-batches and ranks: `_optimize` adds its count, once.
+                metrics.add("actor/loss", loss.detach(), 0)
+                sums.merge(metrics)
                 for place, item in enumerate(mini.micro_batches[i]):
                     if item.group in recorded:
-                        own = slice(*np.searchsorted(batch.trajectories, (place, place + 1)))
-                        trained = logprobs.detach() if start is None else start
-                        seen.setdefault(item.group, {})[item.index] = trained[own]
+                        begin, end = np.searchsorted(batch.trajectories, (place, place + 1))
+                        trained_logprobs = logprobs.detach() if start is None else start
+                        recorded_logprobs.setdefault(item.group, {})[item.index] = trained_logprobs[begin:end]
             with span("optimizer", mini_batch=m):
                 sums.merge(self._optimize())
             if load is not None:
                 sums.merge(self._expert_metrics(load))
-        self.before = []
+        self.kl_passes = []
         sums.add("actor/lr", self.scheduler.get_last_lr()[0], 1)
         for name, gib in self.memory.measured().items():
             sums.maximum(name, gib)
-        return sums, {group: {i: x.cpu().numpy() for i, x in parts.items()} for group, parts in seen.items()}
+        logprobs_on_host: Logprobs = {}
+        for group, by_trajectory in recorded_logprobs.items():
+            logprobs_on_host[group] = {index: x.cpu().numpy() for index, x in by_trajectory.items()}
+        return sums, logprobs_on_host
 
     @torch.no_grad()
     def reference_kl(self, groups: Groups, minibatches: Sequence[RankMiniBatch]) -> TurnKl:
-        """KL(policy‖reference) of this rank's part of what `update` is about to train on, of the weights as they are, in nats. What
-        `update` needs of it stays in `before`."""
+        """Return KL(policy‖reference), in nats, of this rank's part of the coming `update`.
+
+        It is that of the current weights. `kl_passes` keeps what `update` needs of it.
+        """
         assert self.reference is not None and self.algorithm.kl_penalty_type is not None
-        none = {g: [[0.0] * len(t.turns) for t in group.trajectories] for g, group in groups.items()}
+        no_advantages = _no_advantages(groups)
         with span("images"):
             self.batches.prepare(groups.values())
         with span("old logprobs"):
-            old = self._logprobs_before(groups, minibatches, none, first=0)
-        self.before, found = [], {}
-        for mini, logprobs in zip(minibatches, old, strict=True):
-            self.before.append([])
-            for i, (batch, features) in enumerate(self.batches(mini, groups, none)):
+            old_logprobs = self._logprobs_before(groups, minibatches, no_advantages, first=0)
+        self.kl_passes = []
+        kl_by_trajectory: TurnKl = {}
+        for mini, logprobs in zip(minibatches, old_logprobs, strict=True):
+            self.kl_passes.append([])
+            for i, (batch, features) in enumerate(self.batches(mini, groups, no_advantages)):
                 reference = reference_logprobs(self.reference, (batch, features))
                 mask = torch.ones_like(reference, dtype=torch.bool)
                 kl = divergence(reference, logprobs[i], mask, self.algorithm.kl_penalty_type).double().cpu().numpy()
-                turns = [len(groups[item.group].trajectories[item.index].turns) for item in mini.micro_batches[i]]
-                later, of_turns = turn_kl(kl, batch, sum(turns))
-                self.before[-1].append((logprobs[i], later))
-                ends = np.cumsum(turns)
-                for item, end, n in zip(mini.micro_batches[i], ends, turns, strict=True):
-                    found[item.group, item.index] = of_turns[end - n : end]
-        return found
+                turn_counts = [len(groups[item.group].trajectories[item.index].turns) for item in mini.micro_batches[i]]
+                kl_to_end, sums_by_turn = turn_kl(kl, batch, sum(turn_counts))
+                self.kl_passes[-1].append((logprobs[i], kl_to_end))
+                ends = np.cumsum(turn_counts)
+                for item, end, n in zip(mini.micro_batches[i], ends, turn_counts, strict=True):
+                    kl_by_trajectory[item.group, item.index] = sums_by_turn[end - n : end]
+        return kl_by_trajectory
 
     def _logprobs_before(
         self, groups: Groups, minibatches: Sequence[RankMiniBatch], advantages: Advantages, first: int | None = None
     ) -> list[list[torch.Tensor]]:
-        """Logprobs of the weights as they are, for every micro-batch of every mini-batch from the `first` on; [] where no
-        pass is needed.
+        """Return logprobs of the current weights, [R], by mini-batch and micro-batch.
 
-        The first optimizer step starts from these very weights, so its own forward gives them: `auto` makes the pass for the
-        mini-batches behind it only, `true` for all. Dropout is for gradients alone, so with it the step's own forward gives no old
-        logprobs. Where nothing in the loss needs them (`needs_start`), there is no pass.
+        Mini-batches before number `first` get [], as they need no forward of their own. The first
+        optimizer step starts from these very weights, so its own forward gives them: `auto` makes
+        the forward for later mini-batches only, `true` for all. Dropout is for gradients alone, so
+        with it the step's own forward gives no old logprobs. Where nothing in the loss needs them
+        (`needs_start`), there is no forward.
         """
         auto = 0 if self.actor.model.is_lora and self.actor.model.lora.dropout else 1
         if first is None:
@@ -229,35 +275,43 @@ class Trainer:
             first = first if needs_start(self.algorithm) else len(minibatches)
         self.policy.eval()
         with torch.no_grad():
-            old = [
-                [self.policy(*batch)[0] for batch in self.batches(mini, groups, advantages)] if m >= first else []
-                for m, mini in enumerate(minibatches)
-            ]
+            old_logprobs: list[list[torch.Tensor]] = []
+            for m, mini in enumerate(minibatches):
+                inputs = self.batches(mini, groups, advantages) if m >= first else ()
+                old_logprobs.append([self.policy(batch, features)[0] for batch, features in inputs])
         self.policy.train()
-        return old
+        return old_logprobs
 
     def _expert_load(self) -> ExpertLoad | None:
+        """Make empty counters of how busy the experts are; None for a model without experts."""
         mixture = self.policy.mixture
         return None if mixture is None else ExpertLoad(len(mixture.layers), mixture.experts, self.mesh.device)
 
     def _balance(self, groups: Groups, mini: RankMiniBatch, advantages: Advantages) -> torch.Tensor | None:
-        """`Routing`'s `balance` for the load-balancing loss; None without one. Its gradient for any token depends on how busy each
-        expert is in the whole mini-batch, which a pass without gradients counts."""
+        """Return `Routing`'s `balance` for the load-balancing loss; None without one.
+
+        Its gradient for any token depends on how busy each expert is in the whole mini-batch, which
+        a forward without gradients counts.
+        """
         load, weight = self._expert_load(), self.actor.model.router_aux_loss_coef
         if load is None or not weight:
             return None
         with torch.no_grad(), span("expert load"):
-            for batch in self.batches(mini, groups, advantages):
-                self.policy(*batch, load)
+            for batch, features in self.batches(mini, groups, advantages):
+                self.policy(batch, features, load)
         load.sum_over_ranks()
-        return (weight * self.mesh.size * load.balance_gradient()).float()  # FSDP2 averages gradients
+        # FSDP2 averages gradients, and the loss is a sum over ranks.
+        return (weight * self.mesh.size * load.balance_gradient()).float()
 
     def _expert_metrics(self, load: ExpertLoad) -> MetricSums:
-        """Of one mini-batch; its loss among them, which `micro_batch_loss` does not see."""
+        """Return the expert metrics of one mini-batch, the balance loss included.
+
+        `micro_batch_loss` does not see that loss.
+        """
         sums, weight = MetricSums(), self.actor.model.router_aux_loss_coef
-        _, reported, differing = load.tokens.clone()
-        sums.add("actor/routing_disagreement", load.differing.clone(), len(load.counts) * reported)
-        sums.add("actor/routing_disagreement_tokens", differing, reported)
+        _, n_reported, n_differing = load.tokens.clone()
+        sums.add("actor/routing_disagreement", load.differing.clone(), len(load.counts) * n_reported)
+        sums.add("actor/routing_disagreement_tokens", n_differing, n_reported)
         load.sum_over_ranks()
         sums.add("actor/expert_load", load.imbalance(), 1)
         if weight:
@@ -267,10 +321,11 @@ class Trainer:
         return sums
 
     def _optimize(self) -> MetricSums:
-        """Clip the gradient by its norm over all shards, and take an optimizer step unless that norm is 0 or not finite.
+        """Clip the gradient by its norm over all shards, and take an optimizer step.
 
-        A gradient of 0 has nothing to teach (no trajectory to train on, or advantages that all tie): a step would still move
-        the weights, by momentum and by their decay.
+        There is no step if that norm is 0 or not finite. A gradient of 0 has nothing to teach (no
+        trajectory to train on, or advantages that all tie): a step would still move the weights, by
+        momentum and by their decay.
         """
         reshard_all(self.policy)
         norm = self._clip_gradient()
@@ -279,7 +334,8 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
-        # Every rank reports these; only ratios matter, so the equal weights cancel. The loss is summed over ranks.
+        # Every rank reports these; only ratios matter, so the equal weights cancel. The loss is
+        # summed over ranks.
         sums = MetricSums()
         sums.add("actor/grad_norm", norm, 1)
         sums.add("actor/skipped_steps", float(not finite), 1)
@@ -290,74 +346,96 @@ class Trainer:
     @torch.no_grad()
     def _clip_gradient(self) -> float:
         """Clip the gradient by its norm over all shards, and return that norm. Collective."""
-        trained, limit = [p for p in self.policy.parameters() if p.requires_grad], self.actor.optim.clip_grad
-        whole = [p for p in trained if not isinstance(p, DTensor)]
-        if not whole:
-            norm = nn.utils.clip_grad_norm_(trained, limit)
+        max_norm = self.actor.optim.clip_grad
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        unsharded = [p for p in trained if not isinstance(p, DTensor)]
+        if not unsharded:
+            norm = nn.utils.clip_grad_norm_(trained, max_norm)
             return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        self.mesh.average_gradients(whole)
+        # torch computes a norm over DTensors or over plain tensors, not over both at once.
+        self.mesh.average_gradients(unsharded)
         sharded = [p for p in trained if isinstance(p, DTensor)]
         norms = []
-        for weights in (whole, sharded):
-            norm = nn.utils.get_total_norm([p.grad for p in weights if p.grad is not None])
+        for params in (unsharded, sharded):
+            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            norms.append(norm.to(self.mesh.device))  # shards may be in host memory, beside whole weights on the device
+            # Shards may be in host memory, beside whole weights on the device.
+            norms.append(norm.to(self.mesh.device))
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        for weights in (whole, sharded):
-            nn.utils.clip_grads_with_norm_(weights, limit, norm)
+        for params in (unsharded, sharded):
+            nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return float(norm)
 
     @torch.no_grad()
     def score(self, groups: Groups, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
-        """Compare the engine's logprobs of trajectories with this policy's, with the images that the engine saw and with blank ones.
-        At most one trajectory of a group in a micro-batch: corrupted images are not shared.
+        """Compare the engine's logprobs of trajectories with this policy's.
 
-        Returns, per trajectory, (group, sampled tokens, Σ|rollout - train|, the same with blank images).
+        The policy is given the images that the engine saw, then blank ones. At most one trajectory
+        of a group may be in a micro-batch: corrupted images are not shared.
+
+        Returns:
+            Per trajectory, (group, sampled tokens, Σ|rollout - train|, the same with blank images).
         """
-        seeing = self.batches.without_cache()
-        blank = replace(seeing.collate, pixels=lambda image: np.zeros_like(seeing.pixels(image)))
-        makers = seeing, BatchMaker(self.policy, blank, None, seeing.max_patches)
+        image_batches = self.batches.without_cache()
+        pixels = image_batches.pixels
+        collate = replace(image_batches.collate, pixels=lambda image: np.zeros_like(pixels(image)))
+        blank_batches = BatchMaker(self.policy, collate, None, image_batches.max_patches)
         groups = {
             g: replace(group, trajectories=tuple(map(group.as_seen, group.trajectories))) for g, group in groups.items()
         }
-        no_advantage = {g: [[0.0] * len(t.turns) for t in group.trajectories] for g, group in groups.items()}
-        pairs = zip(*(make(mini, groups, no_advantage) for make in makers), strict=True)
-        rows = []
+        no_advantages = _no_advantages(groups)
+        pairs = zip(
+            image_batches(mini, groups, no_advantages),
+            blank_batches(mini, groups, no_advantages),
+            strict=True,
+        )
+        scores: list[tuple[int, int, float, float]] = []
         self.policy.eval()
-        for pair, items in zip(pairs, mini.micro_batches, strict=True):
-            found = [(batch, self.policy(batch)[0].cpu().numpy()) for batch, _ in pair]
+        for ((batch, _), (blank_batch, _)), items in zip(pairs, mini.micro_batches, strict=True):
+            # |rollout - train| of each sampled token, [R].
+            gaps = np.abs(batch.rollout_logprobs - self.policy(batch)[0].cpu().numpy())
+            blank_logprobs = self.policy(blank_batch)[0].cpu().numpy()
+            blank_gaps = np.abs(blank_batch.rollout_logprobs - blank_logprobs)
             for place, item in enumerate(items):
-                where = pair[0][0].trajectories == place
-                sums = [float(np.abs(batch.rollout_logprobs - logprobs)[where].sum()) for batch, logprobs in found]
-                rows.append((item.group, int(where.sum()), *sums))
+                mask = batch.trajectories == place
+                gap, blank_gap = float(gaps[mask].sum()), float(blank_gaps[mask].sum())
+                scores.append((item.group, int(mask.sum()), gap, blank_gap))
         self.policy.train()
         reshard_all(self.policy)
-        return rows if self.mesh.reports else []
+        return scores if self.mesh.reports else []
 
     def weights(self, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """Name (the transformers model's own) and whole value of every weight that the engines need, cast once to `dtype`, on
-        `device`. A tied weight appears once. Of a model with adapters, the weights that these change, with them added; or the
-        adapters, in float32 and by their own names (`actor.model.lora.sync`). Every rank must exhaust it; on the device `meta`
-        one rank alone may."""
+        """Yield the name and whole value of every weight that the engines need, on `device`.
+
+        Names are the transformers model's own; values are cast once to `dtype`. A tied weight
+        appears once. Of a model with adapters, the weights that these change, with them added; or
+        the adapters, in float32 and by their own names (`actor.model.lora.sync`). Every rank must
+        exhaust it; on the device `meta` one rank alone may.
+        """
         for name, value in whole_tensors(self._sharded_weights(dtype, device)):
             yield name, value.to(device)
 
     def _sharded_weights(self, dtype: torch.dtype, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `weights`, sharded as the parameters are; on the device `meta` whole."""
+        """Yield what `weights` does, sharded as the parameters are; on the device `meta` whole."""
         merged = self.actor.model.lora.sync == "merged"
         for name, param, adapter in engine_weights(self.policy.model, merged):
+            # The engines have the frozen weights from their own start.
             if not param.requires_grad and adapter is None and not self.frozen_differ:
                 continue
-            keeps = is_adapter(name) or self.policy.family.stays_float32(name)
-            sent = torch.float32 if keeps else dtype
+            stays_float32 = is_adapter(name) or self.policy.family.stays_float32(name)
+            sent_dtype = torch.float32 if stays_float32 else dtype
             if device == "meta":
-                yield name, torch.empty(shape_of(param), device="meta", dtype=sent)
+                yield name, torch.empty(shape_of(param), device="meta", dtype=sent_dtype)
                 continue
-            value = dense(param).detach().to(self.mesh.device)  # from host memory, with `fsdp_config.cpu_offload`
-            yield name, (with_adapter(value, adapter) if adapter else value).to(sent)
+            # With `fsdp_config.cpu_offload` the parameter is in host memory.
+            value = dense(param).detach().to(self.mesh.device)
+            yield name, (with_adapter(value, adapter) if adapter else value).to(sent_dtype)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Part]:
-        """This rank's part of each of `weights`, on the rank's device. Every rank must exhaust it."""
+        """Yield this rank's part of each of `weights`, on the rank's device.
+
+        Every rank must exhaust it.
+        """
         for name, value in self._sharded_weights(dtype, self.mesh.device):
             yield local_part(name, value)
 
@@ -368,20 +446,21 @@ class Trainer:
         self.writer.stage(self.policy, self.optimizer, trained_only=model.is_lora and model.lora.save_lora_only)
 
     def write(self, folder: str) -> dict[str, str]:
-        """Write what was staged, in any thread: `CheckpointWriter.write`."""
+        """Write the staged checkpoint, in any thread: `CheckpointWriter.write`."""
         assert self.writer is not None
         return self.writer.write(folder)
 
     def load(self, folder: str, step: int) -> None:
         """Read the checkpoint of `step`, written on any number of ranks.
 
-        Frozen weights may have been trained before: the engines, which have those of `rollout.model.model_path`, are then
-        sent them, too. The reference remains the model at that path, so it encodes images itself.
+        Frozen weights may have been trained before: the engines, which have those of
+        `rollout.model.model_path`, are then sent them, too. The reference remains the model at that
+        path, so it encodes images itself.
         """
-        before = self._frozen_fingerprint()
+        initial_fingerprint = self._frozen_fingerprint()
         checkpoint.load(folder, dist.get_rank(), self.policy, self.optimizer)
         self.scheduler = self._schedule(done=step)
-        differ = torch.tensor(int(self._frozen_fingerprint() != before))
+        differ = torch.tensor(int(self._frozen_fingerprint() != initial_fingerprint))
         dist.all_reduce(differ, dist.ReduceOp.MAX)
         self.frozen_differ = bool(differ)
         if self.batches.cache is not None:
@@ -390,6 +469,14 @@ class Trainer:
                 self.batches = self.batches.without_cache()
 
     def _frozen_fingerprint(self) -> int:
-        """Of this rank's part of the weights that are not trained."""
+        """Return the fingerprint of this rank's part of the weights that are not trained."""
         frozen = (p.detach() for p in self.policy.parameters() if not p.requires_grad)
         return fingerprint(p.to_local() if isinstance(p, DTensor) else p for p in frozen)
+
+
+def _no_advantages(groups: Groups) -> dict[int, list[list[float]]]:
+    """Return an advantage of 0 for every turn, for forwards whose logprobs alone are used."""
+    advantages: dict[int, list[list[float]]] = {}
+    for number, group in groups.items():
+        advantages[number] = [[0.0] * len(trajectory.turns) for trajectory in group.trajectories]
+    return advantages

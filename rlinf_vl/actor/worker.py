@@ -1,7 +1,7 @@
-"""One rank of the actor group: a Ray actor around a `Trainer`, which fetches what it trains on and sends its weights.
+"""One rank of the actor group: a Ray actor that gives a `Trainer` its groups and sends its weights.
 
-What takes seconds to import, the rank's process imports when it begins: the controller names this class, and needs neither
-transformers nor FSDP.
+The rank's process imports transformers and FSDP when it begins. The controller, which names this
+class, needs neither and would wait seconds for them.
 """
 
 import importlib
@@ -34,8 +34,16 @@ log = logging.getLogger(__name__)
 
 
 class ActorRank:
-    trainer: "Trainer"  # from `start` on
-    sender: Sender  # from `set_weight_sync` on
+    """The Ray actor of one rank.
+
+    Attributes:
+        trainer: from `start` on.
+        sender: of weights; from `set_weight_sync` on.
+        groups: those fetched for the coming step, by number.
+    """
+
+    trainer: "Trainer"
+    sender: Sender
 
     def __init__(self, config: Config, model_path: str, device: str, rank: int) -> None:
         own_process(config.cluster.cpu_threads, device)
@@ -52,7 +60,10 @@ class ActorRank:
 
     @ray.method(concurrency_group="health")
     def process(self) -> tuple[str, int]:
-        """(node id, process id) of this rank. Answers while the process lives and runs, whatever it does."""
+        """Return (node id, process id) of this rank.
+
+        It answers while the process lives and runs, whatever it is doing: this is the heartbeat.
+        """
         return where()
 
     def listen(self) -> tuple[str, int]:
@@ -61,9 +72,18 @@ class ActorRank:
         return address
 
     def start(self, address: tuple[str, int], size: int, shard: int, total_steps: int) -> tuple[int, Prices, str]:
-        """Join the `size` ranks at `address`, load the model and shard it over `shard` ranks, for a run of `total_steps`.
-        Collective. Returns which share of a step's trajectories this rank trains on, what things cost in this model, and a table
-        of what is trained."""
+        """Join the ranks, load the model and shard it. Collective.
+
+        Args:
+            address: of the store that the ranks meet in.
+            size: number of ranks.
+            shard: number of ranks that share the weights.
+            total_steps: of the run.
+
+        Returns:
+            The number of this rank's share of a step's trajectories, the costs of training in this
+            model, and a table of what is trained.
+        """
         from rlinf_vl.actor.load import load_trainer
         from rlinf_vl.actor.mesh import Mesh, join_ranks
         from rlinf_vl.actor.optimizer import parts_table
@@ -79,9 +99,12 @@ class ActorRank:
         return mesh.data_rank, policy.family.prices(policy.model.config, trained), table
 
     def fetch_groups(self, groups: dict[int, ray.ObjectRef]) -> list[int]:
-        """Fetch these groups from the object store, for `score` and `update`. Not collective. A fetched group outlives the
-        rollout worker that made it. Returns the groups that are lost with their worker."""
-        self.groups = {}
+        """Fetch these groups from the object store, for `score` and `update`. Not collective.
+
+        A fetched group outlives the rollout worker that made it. Return the numbers of the groups
+        that are lost with their worker.
+        """
+        self.groups = {}  # memory of the groups before is free while the new ones come
         with span("fetch groups"):
             self.groups = fetch_surviving(groups)
         return sorted(groups.keys() - self.groups.keys())
@@ -94,10 +117,15 @@ class ActorRank:
         recorded: set[int],
         kl_scale: float,
     ) -> tuple[dict, Logprobs]:
-        """`Trainer.update` on the fetched groups, which are then released. Returns the state of its metrics, and logprobs."""
+        """Run `Trainer.update` on the fetched groups, and release them.
+
+        Returns:
+            The state of this rank's metrics, and logprobs of the groups `recorded`.
+        """
         runner, profile = self.config.runner, self.config.runner.profile
         if runner.schedule != "sync":
             check_fresh(self.groups.values(), step - 1 - runner.max_staleness)
+        # Distinct for every pair of the run's seed and a step.
         seed = 1_000_003 * runner.seed + step
         profiled = step in profile.steps and self.rank in profile.ranks
         with profiler(run_folder(self.config), step, self.rank) if profiled else nullcontext():
@@ -119,11 +147,11 @@ class ActorRank:
         from rlinf_vl.models.loading import DTYPES
 
         rollout = self.config.rollout
-        names = self.trainer.policy.family.engine_names if rollout.rollout_backend == "sglang" else same_name
+        engine_names = self.trainer.policy.family.engine_names if rollout.rollout_backend == "sglang" else same_name
 
         def weights(device: str) -> Iterator[tuple[str, torch.Tensor]]:
-            whole = self.trainer.weights(DTYPES[rollout.model.precision], device)
-            return (part for name, value in whole for part in names(name, value))
+            for name, value in self.trainer.weights(DTYPES[rollout.model.precision], device):
+                yield from engine_names(name, value)
 
         parts = partial(self.trainer.parts, DTYPES[rollout.model.precision])
         size = dist.get_world_size()
@@ -131,14 +159,17 @@ class ActorRank:
 
     @torch.no_grad()
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of a part of this rank, such as `trainer.save` or `sender.offer`: collective where that method is."""
+        """Call a method of a part of this rank, such as `trainer.stage` or `sender.offer`.
+
+        It is collective where that method is.
+        """
         with span(method):
             return attrgetter(method)(self)(*arguments)
 
     @ray.method(concurrency_group="checkpoint")
     @torch.no_grad()
     def write(self, folder: str) -> dict[str, str]:
-        """`Trainer.write`, in a thread of its own while this rank trains on."""
+        """Run `Trainer.write` in a thread of its own, while this rank trains on."""
         with span("write checkpoint"):
             return self.trainer.write(folder)
 
@@ -159,4 +190,6 @@ def check_fresh(groups: Iterable[Group], oldest: int) -> None:
             )
 
 
-ActorWorker = ray.remote(concurrency_groups={"health": 1, "checkpoint": 1})(ActorRank)  # pyright: ignore[reportCallIssue]  # an option that Ray's overloads lack
+#: The remote class. Its heartbeat and the writing of checkpoints have a thread each, an option that
+#: Ray's overloads lack.
+ActorWorker = ray.remote(concurrency_groups={"health": 1, "checkpoint": 1})(ActorRank)  # pyright: ignore[reportCallIssue]
