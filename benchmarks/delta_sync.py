@@ -72,8 +72,8 @@ def model_figures(folder: Path, lr: float, args: argparse.Namespace) -> dict[str
                 patch.apply(engine[name])
         seconds["write"].append(time.perf_counter() - begun)
         seconds["offer"].append(offer.seconds)
-        sent.append(offer.sent)
-        shares.append(offer.sent / offer.whole)
+        sent.append(offer.sent_bytes)
+        shares.append(offer.sent_bytes / offer.full_bytes)
         if number % 10 == 1:
             other = whole.offer(number, False)
             begun = time.perf_counter()

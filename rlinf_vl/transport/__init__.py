@@ -1,1 +1,1 @@
-"""What travels: groups from workers to ranks (`groups`), weights from ranks to engines (`strategies`)."""
+"""Move groups from workers to ranks (`groups`) and weights from ranks to engines (`strategies`)."""

@@ -1,7 +1,8 @@
-"""Weights by broadcast: actor rank 0 and every engine in a process group of their own, beside the ranks' default group.
+"""Send weights by broadcast, in a process group of actor rank 0 and every engine.
 
-The group is made again whenever a member was replaced. A broadcast that nobody answers ends in an error after
-`TIMEOUT`. SGLang's engines join through SGLang's own calls, which is why the group is made as SGLang makes it.
+The group is beside the ranks' default group, and is made again whenever a member was replaced. A
+broadcast that nobody answers ends in an error after `TIMEOUT`. SGLang's engines join through
+SGLang's own calls, which is why the group is made as SGLang makes it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +18,19 @@ from rlinf_vl.transport.buckets import Label, WeightsDiffer, flatten
 from rlinf_vl.transport.rendezvous import Store, find, listen
 from rlinf_vl.transport.sender import Sender
 
-#: How long a member waits for the others.
+#: The time that a member waits for the others.
 TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """A group to join: `rank` 0 is the sender, whose store listens at host:port. `name` was never used before."""
+    """A process group to join.
+
+    Attributes:
+        host, port: address of the store of the sender.
+        name: a name that no group had before.
+        rank: of this member; 0 is the sender.
+    """
 
     host: str
     port: int
@@ -34,25 +41,34 @@ class WeightGroup:
 
 
 def join(group: WeightGroup, store: Store | None = None) -> dist.ProcessGroup:
-    """Join; returns when all members have. `store`: the sender's own. The process may have a default group or none."""
+    """Join the group, and return when all members have joined.
+
+    `store`: the sender's own. The process may have a default group or none.
+    """
     store = store or find((group.host, group.port), TIMEOUT)
-    made, _ = c10d._new_process_group_helper(  # torch has no public call for a group outside of the default one
+    # torch has no public call for a group outside of the default one.
+    process_group, _ = c10d._new_process_group_helper(
         group.world_size,
         group.rank,
         [],
         dist.Backend(group.backend),
         dist.PrefixStore(group.name, store),  # pyright: ignore[reportPrivateImportUsage]
-        group_name=group.name,  # pyright: ignore[reportArgumentType]  # a NewType of str, in newer versions
+        # Newer versions of torch declare a NewType of str.
+        group_name=group.name,  # pyright: ignore[reportArgumentType]
         timeout=TIMEOUT,
     )
-    assert isinstance(made, dist.ProcessGroup)
-    c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(group.world_size)}
-    return made
+    assert isinstance(process_group, dist.ProcessGroup)
+    # `new_group` fills this in for its groups; collectives look up members in it.
+    c10d._world.pg_group_ranks[process_group] = {rank: rank for rank in range(group.world_size)}
+    return process_group
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """End this process's part in the group. The others need not leave at the same time, and may be dead: NCCL's orderly end
-    would wait for them."""
+    """End this process's membership in the group.
+
+    The others need not leave at the same time, and may be dead: NCCL's orderly end would wait for
+    them.
+    """
     if dist.get_backend(group) == "nccl":
         c10d._abort_process_group(group)
     else:
@@ -62,12 +78,13 @@ def leave(group: dist.ProcessGroup) -> None:
 def receive(
     group: dist.ProcessGroup, labels: Sequence[Label], device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Take part in the broadcasts of these buckets, in order, one at a time.
+    """Take part in the broadcasts of these buckets, in order, and yield the weights of each.
 
     Raises:
-        WeightsDiffer: what came has another fingerprint. After the last bucket, so that the sender need not wait.
+        WeightsDiffer: the received weights have another fingerprint. It is raised after the last
+            bucket, so that the sender need not wait.
     """
-    wrong: WeightsDiffer | None = None
+    first_error: WeightsDiffer | None = None
     for label in labels:
         flat = torch.empty(label.nbytes, dtype=torch.uint8, device=device)
         dist.broadcast(flat, src=0, group=group)
@@ -75,32 +92,39 @@ def receive(
         try:
             label.verify(weights, "as received")
         except WeightsDiffer as e:
-            wrong = wrong or e
+            first_error = first_error or e
         yield weights
-    if wrong:
-        raise wrong
+    if first_error:
+        raise first_error
 
 
 @dataclass
 class BroadcastSender(Sender):
-    """Rank 0 broadcasts, and copies what it sends to host memory for workers that replace dead ones."""
+    """The sender of broadcasts: rank 0.
+
+    It also copies the sent weights to host memory, for workers that replace dead ones.
+    """
 
     group: dist.ProcessGroup | None = field(default=None, init=False)
     store: Store | None = field(default=None, init=False)
 
     def listen(self) -> tuple[str, int]:
-        """Rank 0 only: open the store that the next group meets in, and return its address."""
+        """Open the store that the next group meets in, and return its address. Rank 0 only."""
         self.store, address = listen(ray.util.get_node_ip_address(), TIMEOUT)
         return address
 
     def join(self, group: WeightGroup) -> None:
-        """Rank 0 only: join `group` in place of the group joined before, if there is one. Where no engine is in it, nothing is
-        broadcast, only copied for those that come later."""
+        """Join `group` in place of the group joined before, if there is one. Rank 0 only.
+
+        Where no engine is in it, nothing is broadcast: weights are only copied, for engines that
+        start later.
+        """
         if self.group is not None:
             leave(self.group)
         self.group = join(group, self.store) if group.world_size > 1 else None
 
     def make_labels(self, check: bool) -> Sequence[Label]:
+        # All ranks gather the weights for fingerprints; rank 0 alone sends.
         labels = super().make_labels(check)
         return labels if self.rank == 0 else []
 
@@ -114,5 +138,5 @@ class BroadcastSender(Sender):
                 if self.device == "cuda":
                     copy.copy_(flat, non_blocking=True)
         if self.device == "cuda":
-            torch.cuda.synchronize()  # copied, before anyone asks for it
-        self.snapshot_version = self.offered
+            torch.cuda.synchronize()  # copied before anyone asks for the snapshot
+        self.snapshot_version = self.offered_version

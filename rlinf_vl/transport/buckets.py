@@ -1,7 +1,8 @@
-"""Weights as bytes, and the check that they arrived.
+"""Pack weights into buckets of bytes, and check that they arrived.
 
-A bucket is some weights as bytes; a label says what they are. Broadcasts and shared memory carry the bytes end to end. Through
-Ray's object store each weight is an array of its own, written there once and read in place.
+A bucket is some weights as bytes; a label describes them. Broadcasts and shared memory carry the
+bytes end to end. Through Ray's object store each weight is an array of its own, written there once
+and read in place.
 """
 
 import warnings
@@ -13,7 +14,8 @@ import torch
 
 #: Bytes after which a bucket is sent.
 BUCKET_BYTES = 256 * 2**20
-#: Words of eight bytes that `fingerprint` reads at a time: few enough to stay in a processor's cache.
+#: Words of eight bytes that `fingerprint` reads at a time: few enough to stay in a processor's
+#: cache.
 FINGERPRINT_WORDS = 2**16
 
 #: (name, dtype name as in torch, shape) of a weight.
@@ -21,18 +23,24 @@ Entry = tuple[str, str, tuple[int, ...]]
 
 
 class WeightsDiffer(RuntimeError):
-    """Weights that arrived, or that an engine has, are not those that were sent."""
+    """The weights that arrived, or that an engine has, are not those that were sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """What a bucket contains; `fingerprint` is set if the receiver must compare it."""
+    """The contents of a bucket, in order.
+
+    Attributes:
+        entries: name, dtype and shape of each weight.
+        fingerprint: of the weights; None where the receiver need not compare it.
+    """
 
     entries: tuple[Entry, ...]
     fingerprint: int | None = None
 
     @classmethod
     def of(cls, weights: Iterable[tuple[str, torch.Tensor]], check: bool = False) -> "Label":
+        """Describe these weights; with their fingerprint if `check`."""
         weights = list(weights)
         entries = tuple((name, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in weights)
         return Label(entries=entries, fingerprint=fingerprint(value for _, value in weights) if check else None)
@@ -46,33 +54,38 @@ class Label:
         return sum(_nbytes(entry) for entry in self.entries)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The weights as views of their bytes, uint8 [nbytes]. Copy before writing."""
-        out, offset = {}, 0
+        """Return the weights as views of their bytes, uint8 [nbytes]. Copy before writing."""
+        weights, offset = {}, 0
         for name, dtype, shape in self.entries:
-            size, torch_dtype = _nbytes((name, dtype, shape)), getattr(torch, dtype)
-            piece = flat[offset : offset + size]
+            nbytes, torch_dtype = _nbytes((name, dtype, shape)), getattr(torch, dtype)
+            piece = flat[offset : offset + nbytes]
+            # torch views bytes as a wider dtype only where they begin at a multiple of its size.
             aligned = piece if offset % torch_dtype.itemsize == 0 else piece.clone()
-            out[name] = aligned.view(torch_dtype).view(shape)
-            offset += size
-        return out
+            weights[name] = aligned.view(torch_dtype).view(shape)
+            offset += nbytes
+        return weights
 
     def verify(self, weights: Mapping[str, torch.Tensor], where: str) -> None:
         """Raise `WeightsDiffer` if there is a fingerprint and `weights` have another."""
         if self.fingerprint is not None:
             self.compare(fingerprint(weights[name] for name in self.names), where)
 
-    def compare(self, found: int, where: str) -> None:
-        """As `verify`, for weights with fingerprint `found`."""
-        if self.fingerprint not in (None, found):
+    def compare(self, actual: int, where: str) -> None:
+        """Raise `WeightsDiffer` if there is a fingerprint and it is not `actual`."""
+        if self.fingerprint not in (None, actual):
             raise WeightsDiffer(
                 f"weights {self.names[0]} … {self.names[-1]} ({len(self.entries)} of them) {where} are not those the"
-                f" trainer sent: fingerprint {found:016x}, not {self.fingerprint:016x}"
+                f" trainer sent: fingerprint {actual:016x}, not {self.fingerprint:016x}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket(Label):
-    """Weights for the object store. `data`: uint8 [bytes] of each, which may be the weight's own memory."""
+    """Weights for the object store.
+
+    Attributes:
+        data: uint8 [bytes] of each weight, which may be the weight's own memory.
+    """
 
     data: tuple[np.ndarray, ...] = field(repr=False)
 
@@ -80,7 +93,10 @@ class Bucket(Label):
 def group_by_size(
     weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int = BUCKET_BYTES
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Weights in order, a bucket's worth at a time. A bucket exceeds `max_bytes` only if one weight alone does."""
+    """Yield the weights in order, in groups of at most `max_bytes`.
+
+    A group exceeds `max_bytes` only if one weight alone does.
+    """
     group: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, value in weights:
@@ -94,7 +110,7 @@ def group_by_size(
 
 
 def flatten(weights: Sequence[tuple[str, torch.Tensor]], out: torch.Tensor | None = None) -> torch.Tensor:
-    """Weights end to end as uint8 [bytes], on their device or written into `out`."""
+    """Return the weights end to end as uint8 [bytes], on their device or written into `out`."""
     if out is None:
         out = torch.empty(sum(value.nbytes for _, value in weights), dtype=torch.uint8, device=weights[0][1].device)
     offset = 0
@@ -107,7 +123,7 @@ def flatten(weights: Sequence[tuple[str, torch.Tensor]], out: torch.Tensor | Non
 def pack(
     weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int = BUCKET_BYTES, check: bool = False
 ) -> Iterator[Bucket]:
-    """Buckets of CPU tensors, not copied if contiguous; with fingerprints if `check`."""
+    """Yield buckets of CPU tensors, not copied if contiguous; with fingerprints if `check`."""
     for group in group_by_size(weights, max_bytes):
         label = Label.of(group, check)
         data = tuple(value.detach().contiguous().view(-1).view(torch.uint8).numpy() for _, value in group)
@@ -115,8 +131,9 @@ def pack(
 
 
 def unpack(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """The weights of a bucket as views of its bytes. Copy before writing."""
+    """Return the weights of a bucket as views of its bytes. Copy before writing."""
     with warnings.catch_warnings():
+        # Arrays in the object store are read-only, and nobody writes to these tensors.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         pieces = [torch.from_numpy(piece) for piece in bucket.data]
     return {
@@ -126,29 +143,32 @@ def unpack(bucket: Bucket) -> dict[str, torch.Tensor]:
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
-    """64 bits of what tensors contain, bit for bit and in order; the same on every device.
+    """Return 64 bits that depend on every bit of the tensors and their order, alike on all devices.
 
-    A change within eight bytes at a multiple of eight is always seen, any other all but surely.
+    A change within eight bytes at a multiple of eight always changes it, any other all but surely.
     """
-    out = 0
+    digest = 0
     for tensor in tensors:
         value = tensor.detach().contiguous().view(-1)
         words = _words(value.view(torch.uint8))
         total = torch.zeros((), dtype=torch.int64, device=words.device)
-        odd = 2 * torch.arange(min(len(words), FINGERPRINT_WORDS), device=words.device) + 1
-        for start in range(0, len(words), FINGERPRINT_WORDS):  # Σ word · (2 index + 1); int64 wraps, alike everywhere
-            some = words[start : start + FINGERPRINT_WORDS]
-            total += (some * odd[: len(some)]).sum() + 2 * start * some.sum()
-        out = (out * 0x9E3779B97F4A7C15 + int(total) + value.nbytes) % 2**64
-    return out
+        odd_weights = 2 * torch.arange(min(len(words), FINGERPRINT_WORDS), device=words.device) + 1
+        # Σ word · (2 index + 1). Overflow wraps alike on every device, and sums of integers do not
+        # depend on their order. Odd factors are invertible modulo 2^64, so no change of one word is
+        # lost.
+        for start in range(0, len(words), FINGERPRINT_WORDS):
+            chunk = words[start : start + FINGERPRINT_WORDS]
+            total += (chunk * odd_weights[: len(chunk)]).sum() + 2 * start * chunk.sum()
+        digest = (digest * 0x9E3779B97F4A7C15 + int(total) + value.nbytes) % 2**64
+    return digest
 
 
 def _words(raw: torch.Tensor) -> torch.Tensor:
-    """uint8 [n] as int64, the last word filled with zeros."""
+    """View uint8 [n] as int64, copied where needed: the last word is filled with zeros."""
     if len(raw) % 8 or raw.storage_offset() % 8:
-        whole = raw.new_zeros(-(-len(raw) // 8) * 8)
-        whole[: len(raw)] = raw
-        raw = whole
+        padded = raw.new_zeros(-(-len(raw) // 8) * 8)
+        padded[: len(raw)] = raw
+        raw = padded
     return raw.view(torch.int64)
 
 

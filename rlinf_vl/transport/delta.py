@@ -1,11 +1,13 @@
-"""Weights by what changed: the values whose bits differ from those of the sync before, and where they are.
+"""Send only changes of weights: the values whose bits differ from the last sync, and their places.
 
-With the learning rates of reinforcement learning an optimizer step moves most weights by less than half of a bfloat16's last
-digit, so that a few percent of what engines have changes at all (arXiv:2509.19128, arXiv:2602.03839). Each rank compares its own
-shard with what it sent last, which it keeps in host memory: no rank gathers a weight, and what travels grows with what changed.
+With the learning rates of reinforcement learning an optimizer step moves most weights by less than
+half of a bfloat16's last digit, so that a few percent of the engines' weights change at all
+(arXiv:2509.19128, arXiv:2602.03839). Each rank compares its own shard with what it sent last, which
+it keeps in host memory: no rank gathers a weight, and traffic grows with the number of changes.
 
-Values are written over those in the engine, never added: weights are equal bit for bit, and taking a delta twice does no harm.
-A delta says from which version on it leads; an engine that has another refuses it.
+Values are written over those in the engine, never added: weights are equal bit for bit, and
+applying a delta twice does no harm. A delta names the version that it changes; an engine that has
+another refuses it.
 """
 
 import math
@@ -21,31 +23,39 @@ import torch.distributed as dist
 
 from rlinf_vl.transport.sender import ObjectStoreSender, Offer
 
-#: Of a weight: name, shape, index of the first of these elements in it, elements [n] on their device.
+#: A rank's part of a weight: the weight's name and shape, index of the part's first element, and
+#: the part's elements [n] on their device.
 Part = tuple[str, torch.Size, int, torch.Tensor]
 #: Integers as wide as a value, so that bits are compared: -0 is not 0, and NaN is NaN.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Positions within blocks of 2^bits values: bits → (their dtype, dtype of the number in each block).
+#: Positions within blocks of 2^bits values: bits → (dtype of a position, dtype of the number in a
+#: block).
 _BLOCKS = {8: (np.uint8, np.uint16), 16: (np.uint16, np.uint32)}
 
 
 def local_part(name: str, value: torch.Tensor) -> Part:
-    """This rank's part of a weight: each element is in the part of exactly one rank. FSDP2 cuts dimension 0."""
-    # Imported here: whoever receives needs none of it, nor the second that it takes.
+    """Return this rank's part of a weight; each element is in the part of exactly one rank.
+
+    FSDP2 cuts dimension 0.
+    """
+    # Imported here: receivers need none of it, nor the second that it takes.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    # Every rank has this weight whole: rank 0 sends it.
     if not isinstance(value, DTensor):
         return name, value.shape, 0, value.reshape(-1)[: value.numel() if dist.get_rank() == 0 else 0]
     mesh, placements = value.device_mesh, value.placements
     _, (first, *_) = compute_local_shape_and_global_offset(value.shape, mesh, placements)
-    copies = (
-        where
-        for where, placement in zip(mesh.get_coordinate() or (), placements, strict=True)
+    # Of ranks with the same shard, the one at coordinate 0 of the replicating dimensions sends it.
+    replica_coordinates = (
+        coordinate
+        for coordinate, placement in zip(mesh.get_coordinate() or (), placements, strict=True)
         if placement.is_replicate()
     )
     local = value.to_local().reshape(-1)
-    return name, value.shape, first * math.prod(value.shape[1:]), local[: 0 if any(copies) else len(local)]
+    sent_elements = local[: 0 if any(replica_coordinates) else len(local)]
+    return name, value.shape, first * math.prod(value.shape[1:]), sent_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +66,9 @@ class Delta:
         number: of the bucket, which has the same weights on every rank.
         base: the version that it changes; None where it has every value.
         pieces: (name, shape of the weight, index of the first element, elements), end to end.
-        encoding: how `positions` says which elements `values` has: "whole" (all), "mask" (a bit each), or, for blocks of 2^8 or 2^16
-            elements, the number in each block (`counts`) and their places in it.
+        encoding: how `positions` gives the elements of `values`: "whole" (all), "mask" (a bit
+            each), or, for blocks of 2^8 or 2^16 elements, their positions in the block, with
+            the number in each block in `counts`.
         values: the bits, as integers.
     """
 
@@ -72,26 +83,29 @@ class Delta:
 
     @classmethod
     def between(cls, old: torch.Tensor | None, new: torch.Tensor, **fields) -> "Delta":
-        """What changed from `old` to `new`, integers [n] on one device, in the encoding that takes the fewest bytes."""
-        none, n, size = np.empty(0, np.uint8), len(new), new.element_size()
-        where = None if old is None else (old != new).nonzero().squeeze(1)
-        costs: dict[str | int, int] = {"whole": n * size}
-        if where is not None:
-            costs["mask"] = -(-n // 8) + len(where) * size
+        """Encode the changes from `old` to `new` in the fewest bytes.
+
+        Both are integers [n] on one device; without `old`, every value is one.
+        """
+        empty, n, value_bytes = np.empty(0, np.uint8), len(new), new.element_size()
+        changed = None if old is None else (old != new).nonzero().squeeze(1)
+        bytes_by_encoding: dict[str | int, int] = {"whole": n * value_bytes}
+        if changed is not None:
+            bytes_by_encoding["mask"] = -(-n // 8) + len(changed) * value_bytes
             for bits, (position, count) in _BLOCKS.items():
-                own = np.dtype(position).itemsize + size
-                costs[bits] = len(where) * own + -(-n // 2**bits) * np.dtype(count).itemsize
-        encoding = min(costs, key=costs.__getitem__)
-        if where is None or encoding == "whole":
-            return cls(encoding="whole", counts=none, positions=none, values=new.cpu().numpy(), **fields)
-        values = new[where].cpu().numpy()
+                entry_bytes = np.dtype(position).itemsize + value_bytes
+                bytes_by_encoding[bits] = len(changed) * entry_bytes + -(-n // 2**bits) * np.dtype(count).itemsize
+        encoding = min(bytes_by_encoding, key=bytes_by_encoding.__getitem__)
+        if changed is None or encoding == "whole":
+            return cls(encoding="whole", counts=empty, positions=empty, values=new.cpu().numpy(), **fields)
+        values = new[changed].cpu().numpy()
         if isinstance(encoding, str):
             mask = np.zeros(n, bool)
-            mask[where.cpu().numpy()] = True
-            return cls(encoding=encoding, counts=none, positions=np.packbits(mask), values=values, **fields)
+            mask[changed.cpu().numpy()] = True
+            return cls(encoding=encoding, counts=empty, positions=np.packbits(mask), values=values, **fields)
         position, count = _BLOCKS[encoding]
-        counts = torch.bincount(where >> encoding, minlength=-(-n // 2**encoding)).cpu().numpy().astype(count)
-        positions = (where & (2**encoding - 1)).to(torch.int32).cpu().numpy().astype(position)
+        counts = torch.bincount(changed >> encoding, minlength=-(-n // 2**encoding)).cpu().numpy().astype(count)
+        positions = (changed & (2**encoding - 1)).to(torch.int32).cpu().numpy().astype(position)
         return cls(encoding=encoding, counts=counts, positions=positions, values=values, **fields)
 
     @property
@@ -99,20 +113,24 @@ class Delta:
         return self.counts.nbytes + self.positions.nbytes + self.values.nbytes
 
     def parts(self, device: str) -> Iterator[tuple[str, torch.Size, torch.Tensor | slice, torch.Tensor]]:
-        """Of each piece with changes: name, shape of the weight, where (int64 [k], or a slice of the flat weight), values [k]."""
+        """Yield the changes of each piece that has any.
+
+        Each is (name, shape of the weight, indices, values [k]); indices are int64 [k], or a slice
+        of the flat weight.
+        """
         values = _on(self.values, device)
         ends = np.cumsum([elements for *_, elements in self.pieces])
-        where = self._where(device)
-        cuts = ends if where is None else torch.searchsorted(where, torch.from_numpy(ends).to(device)).tolist()
+        changed = self._changed(device)
+        cuts = ends if changed is None else torch.searchsorted(changed, torch.from_numpy(ends).to(device)).tolist()
         begin = offset = 0
         for (name, shape, start, elements), cut in zip(self.pieces, cuts, strict=True):
             if cut > begin:
-                own = slice(start, start + elements) if where is None else where[begin:cut] + (start - offset)
-                yield name, torch.Size(shape), own, values[begin:cut]
+                indices = slice(start, start + elements) if changed is None else changed[begin:cut] + (start - offset)
+                yield name, torch.Size(shape), indices, values[begin:cut]
             begin, offset = cut, offset + elements
 
-    def _where(self, device: str) -> torch.Tensor | None:
-        """int64 [k], rising; None: everywhere."""
+    def _changed(self, device: str) -> torch.Tensor | None:
+        """Return the indices of the changed elements, int64 [k], rising; None: all of them."""
         if self.encoding == "whole":
             return None
         if isinstance(self.encoding, str):
@@ -124,7 +142,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What changes of one weight. `parts`: (where in the flat weight, values as integers)."""
+    """The changes of one weight.
+
+    Attributes:
+        parts: (indices in the flat weight, values as integers).
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -134,39 +156,45 @@ class Patch:
         """Write the values into `weight`, contiguous, of this shape and dtype."""
         assert weight.dtype == self.dtype, f"values of {self.dtype} for a weight of {weight.dtype}"
         flat = weight.detach().view(-1).view(_INTEGERS[weight.element_size()])
-        for where, values in self.parts:
-            flat[where] = values
+        for indices, values in self.parts:
+            flat[indices] = values
 
     def masked(self, device: str) -> torch.Tensor:
-        """The values in a weight that is NaN elsewhere."""
-        out = torch.full(self.shape, torch.nan, dtype=self.dtype, device=device)
-        self.apply(out)
-        return out
+        """Return a weight that has the values and is NaN elsewhere."""
+        weight = torch.full(self.shape, torch.nan, dtype=self.dtype, device=device)
+        self.apply(weight)
+        return weight
 
 
 def patches(deltas: Iterable[Delta], device: str) -> Iterator[dict[str, Patch]]:
-    """What changes, by weight, a bucket at a time, from the deltas of all ranks. If nothing does, one weight stays as it is: an
-    engine may learn of a version by being written only."""
+    """Yield the changes by weight, a bucket at a time, from the deltas of all ranks.
+
+    If nothing changes, one weight is patched with no values: an engine may learn of a version only
+    by being written.
+    """
     in_order = sorted(deltas, key=lambda delta: delta.number)
-    some = False
+    has_changes = False
     for _, bucket in groupby(in_order, key=lambda delta: delta.number):
-        found: dict[str, Patch] = {}
+        by_weight: dict[str, Patch] = {}
         for delta in bucket:
             dtype = getattr(torch, delta.dtype)
-            for name, shape, where, values in delta.parts(device):
-                found.setdefault(name, Patch(dtype, shape)).parts.append((where, values))
-        if found:
-            some = True
-            yield found
-    if not some:
+            for name, shape, indices, values in delta.parts(device):
+                by_weight.setdefault(name, Patch(dtype, shape)).parts.append((indices, values))
+        if by_weight:
+            has_changes = True
+            yield by_weight
+    if not has_changes:
         name, shape, *_ = in_order[0].pieces[0]
         yield {name: Patch(getattr(torch, in_order[0].dtype), torch.Size(shape))}
 
 
 @dataclass
 class DeltaSender(ObjectStoreSender):
-    """Every rank puts what changed of its shard into the object store. The first sync is that of the object store, whole and with
-    fingerprints. `sent`: this rank's part of each bucket as sent last."""
+    """Puts the changes of each rank's shard into the object store.
+
+    The first sync is that of the object store, whole and with fingerprints. Each rank keeps the
+    values of its part of each bucket as sent last.
+    """
 
     def __post_init__(self) -> None:
         self._pieces: list[tuple] = []
@@ -174,60 +202,72 @@ class DeltaSender(ObjectStoreSender):
 
     def make_offer(self, version: int, check: bool) -> Offer:
         base = self.snapshot_version  # before the object store's offer, which sets it
-        whole = super().make_offer(version, check) if check else None
-        self._stored = [] if whole is None else self._stored
-        labels, sent, size = list[ray.ObjectRef](), 0, 0
+        full_offer = super().make_offer(version, check) if check else None
+        self._stored = [] if full_offer is None else self._stored
+        labels: list[ray.ObjectRef] = []
+        sent_bytes = full_bytes = 0
         for number, (dtype, pieces, new) in enumerate(self._buckets()):
-            known = number < len(self._last) and self._pieces[number] == (dtype, pieces)
-            if whole is None:
-                old = self._last[number].to(self.device, non_blocking=True) if known else None
-                fields = {"number": number, "base": base if known else None, "dtype": dtype, "pieces": pieces}
-                delta = Delta.between(old, new, **fields)
-                sent, size = sent + delta.nbytes, size + new.nbytes
+            # False in the first sync, or if the bucket has other weights than before: then every
+            # value is sent.
+            is_known = number < len(self._last) and self._pieces[number] == (dtype, pieces)
+            if full_offer is None:
+                old = self._last[number].to(self.device, non_blocking=True) if is_known else None
+                delta = Delta.between(
+                    old, new, number=number, base=base if is_known else None, dtype=dtype, pieces=pieces
+                )
+                sent_bytes, full_bytes = sent_bytes + delta.nbytes, full_bytes + new.nbytes
                 labels.append(ray.put(delta))
-            self._remember(number, known, (dtype, pieces), new)
+            self._remember(number, is_known, (dtype, pieces), new)
         if self.device == "cuda":
             torch.cuda.synchronize()  # copied to the host
         self.snapshot_version = version
-        return whole or Offer(labels, sent, size)
+        return full_offer or Offer(labels, sent_bytes, full_bytes)
 
     def snapshot_buckets(self) -> list[ray.ObjectRef]:
-        fields = ({"number": i, "base": None, "dtype": d, "pieces": p} for i, (d, p) in enumerate(self._pieces))
-        return [ray.put(Delta.between(None, last, **f)) for f, last in zip(fields, self._last, strict=True)]
+        buckets: list[ray.ObjectRef] = []
+        for number, ((dtype, pieces), last) in enumerate(zip(self._pieces, self._last, strict=True)):
+            delta = Delta.between(None, last, number=number, base=None, dtype=dtype, pieces=pieces)
+            buckets.append(ray.put(delta))
+        return buckets
 
     def _buckets(self) -> Iterator[tuple[str, tuple, torch.Tensor]]:
-        """dtype, pieces and integers [n] of this rank's part of each bucket; buckets are the same on all ranks. Collective."""
-        bucket, size = list[Part](), 0
+        """Yield dtype, pieces and integers [n] of this rank's part of each bucket. Collective.
+
+        Buckets are the same on all ranks.
+        """
+        bucket, bucket_bytes = list[Part](), 0
         for part in self.parts():
             _, shape, _, value = part
-            whole = math.prod(shape) * value.element_size()
-            if bucket and (size + whole > self.bucket_bytes or bucket[0][3].dtype != value.dtype):
+            weight_bytes = math.prod(shape) * value.element_size()
+            if bucket and (bucket_bytes + weight_bytes > self.bucket_bytes or bucket[0][3].dtype != value.dtype):
                 yield _joined(bucket)
-                bucket, size = [], 0
+                bucket, bucket_bytes = [], 0
             bucket.append(part)
-            size += whole
+            bucket_bytes += weight_bytes
         if bucket:
             yield _joined(bucket)
 
-    def _remember(self, number: int, known: bool, pieces: tuple, new: torch.Tensor) -> None:
-        """On a GPU in page-locked memory, the same every time."""
+    def _remember(self, number: int, is_known: bool, pieces: tuple, new: torch.Tensor) -> None:
+        """Keep the values sent for a bucket, on a GPU always in the same page-locked memory."""
         if self.device == "cpu":
-            self._last[number:] = [new, *self._last[number + 1 :]] if known else [new]
+            self._last[number:] = [new, *self._last[number + 1 :]] if is_known else [new]
         else:
-            if not known:
+            if not is_known:
                 self._last[number:] = [torch.empty(new.shape, dtype=new.dtype, pin_memory=True)]
             self._last[number].copy_(new, non_blocking=True)
-        if not known:
+        if not is_known:
             self._pieces[number:] = [pieces]
 
 
 def _joined(bucket: Sequence[Part]) -> tuple[str, tuple, torch.Tensor]:
+    """Return dtype, pieces and integers [n] of these parts end to end."""
     pieces = tuple((name, tuple(shape), start, len(value)) for name, shape, start, value in bucket)
     flat = torch.cat([value for *_, value in bucket])
     return str(flat.dtype).removeprefix("torch."), pieces, flat.view(_INTEGERS[flat.element_size()])
 
 
 def _on(array: np.ndarray, device: str) -> torch.Tensor:
+    """Return the array on the device, on the CPU without a copy."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array).to(device)

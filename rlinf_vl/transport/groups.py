@@ -1,7 +1,7 @@
 """Groups in Ray's object store, on their way from a rollout worker to the actor ranks.
 
-A group's arrays are one contiguous buffer. An image that several rows show is an object of its own, stored once and named by
-every group that shows it; its bytes are read in place.
+A group's arrays are one contiguous buffer. An image that several rows show is an object of its own,
+stored once and named by every group that shows it; its bytes are read in place.
 """
 
 from collections import Counter
@@ -16,7 +16,8 @@ from ray.experimental import get_local_object_locations
 
 from rlinf_vl.types import Group, ImageRef
 
-#: Bytes that an object of its own and a reference to it take, about: a smaller image travels inside its group.
+#: Bytes that an object of its own and a reference to it take, about: a smaller image travels inside
+#: its group.
 REFERENCE_BYTES = 512
 
 
@@ -29,36 +30,46 @@ class StoredImage:
 
     @property
     def data(self) -> memoryview:
-        """The bytes, read in place. Waits for one object; `fetch` gets those of many groups together."""
+        """The bytes, read in place.
+
+        It waits for one object; `fetch` gets those of many groups together.
+        """
         return memoryview(ray.get(self.reference))
 
 
 class GroupStore:
-    """The worker's side: groups and images that it has stored and that nobody has released."""
+    """The groups and images that a worker has stored and that nobody has released."""
 
     def __init__(self) -> None:
+        # By group id: the group, and the hashes of the images that it shows.
         self._groups: dict[str, tuple[ray.ObjectRef, set[str]]] = {}
-        self._images: dict[str, ray.ObjectRef] = {}
-        self._groups_of_image = Counter[str]()  # how many of the groups show it
+        self._images: dict[str, ray.ObjectRef] = {}  # by hash
+        # By hash: how many of the groups show the image. A release then looks at its group alone.
+        self._groups_of_image = Counter[str]()
 
     def put(self, group: Group, *, own_images: bool = False) -> tuple[ray.ObjectRef, int]:
-        """Store a group, and those of its images that aren't stored yet; with `own_images` they travel inside.
+        """Store a group, and those of its images that aren't stored yet.
 
-        Returns a reference to it and the bytes that this took. The store pins it until `release`: Ray may free an object
-        whose only reference travels inside a streamed result before the receiver has registered it.
+        With `own_images` the images travel inside the group.
+
+        Returns:
+            A reference to the group, and the bytes that storing it took.
+
+        The store pins the group until `release`: Ray may free an object whose only reference
+        travels inside a streamed result before the receiver has registered it.
         """
-        self.release([group.id])  # one of the same name, which was sampled again
-        new = []
+        self.release([group.id])  # a group of the same name, which was sampled again
+        new_images = []
         for image, _ in group.images:
             if not own_images and len(image.data) > REFERENCE_BYTES and image.hash not in self._images:
-                new.append(ray.put(np.frombuffer(image.data, np.uint8)))
-                self._images[image.hash] = new[-1]
+                new_images.append(ray.put(np.frombuffer(image.data, np.uint8)))
+                self._images[image.hash] = new_images[-1]
         hashes = {image.hash for image, _ in group.images}
         stored = {name: StoredImage(name, self._images[name]) for name in hashes & self._images.keys()}
         reference = ray.put(group.with_images(stored))
         self._groups[group.id] = (reference, hashes)
         self._groups_of_image.update(hashes)
-        sizes = get_local_object_locations([reference, *new])
+        sizes = get_local_object_locations([reference, *new_images])
         return reference, sum(size["object_size"] for size in sizes.values())
 
     def release(self, group_ids: Sequence[str] | None) -> None:
@@ -73,10 +84,11 @@ class GroupStore:
 
 
 def fetch_surviving(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]:
-    """As `fetch`, without groups that were lost with the worker that made them."""
+    """Return the groups by key, as `fetch` does, without those lost with their worker."""
     try:
         return fetch(references)
     except ObjectLostError:
+        # The error does not name the lost group: fetch them one by one.
         groups: dict[int, Group] = {}
         for key, reference in references.items():
             with suppress(ObjectLostError):
@@ -85,9 +97,10 @@ def fetch_surviving(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]
 
 
 def fetch(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]:
-    """The groups by key, with their images: all groups in one call, then all images, each once.
+    """Return the groups by key, with their images.
 
-    Images are read-only views of the object store, which keeps an object as long as a view of it lives.
+    One call gets all groups, a second one all images, each once. Images are read-only views of the
+    object store, which keeps an object as long as a view of it lives.
     """
     groups = dict(zip(references, ray.get(list(references.values())), strict=True))
     stored = {i.hash: i for group in groups.values() for i, _ in group.images if isinstance(i, StoredImage)}

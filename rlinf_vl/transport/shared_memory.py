@@ -1,8 +1,9 @@
-"""Weights in memory that the ranks share with processes at the same place; only handles travel.
+"""Share weights in memory with processes at the same place; only handles travel.
 
-A place is a GPU (CUDA IPC), on the CPU a node (`node_memory`). One rank at each place offers. On a GPU the weights pass through
-two buckets (`staging`), which go with `release`. On the CPU all weights have memory that stays, and both sides keep it mapped:
-fresh pages cost as much as several copies. From the second sync on it is filled while the workers read behind.
+A place is a GPU (CUDA IPC), on the CPU a node (`node_memory`). One rank at each place offers. On a
+GPU the weights pass through two buckets (`staging`), which are freed by `release`. On the CPU all
+weights have memory that stays, and both sides keep it mapped: fresh pages cost as much as several
+copies. From the second sync on, the workers read each bucket while the next is being written.
 """
 
 import logging
@@ -27,14 +28,20 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a worker waits for the next bucket.
 TIMEOUT = 600
-#: On the CPU, bytes after which workers may read on: little enough to be in a cache still.
+#: On the CPU, bytes of a bucket: few enough to be in a processor's cache when workers read it.
 SHARED_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handle(Label):
-    """The label of a bucket that is at `place`, a node. `where` is (name and path of the memory, offset); the bucket is written when
-    the number behind it has reached `sync`."""
+    """The label of a bucket in the memory of a node.
+
+    Attributes:
+        place: the node.
+        where: name and path of the memory, and the bucket's offset in it.
+        sync: number of the sync: the bucket is written when the number after it has
+            reached this one.
+    """
 
     place: str
     where: Any = field(repr=False)
@@ -42,26 +49,35 @@ class Handle(Label):
 
 
 def place_of(device: str) -> str:
-    """What this process must have in common with one whose memory it opens. `device`: cpu or cuda."""
+    """Return the place of this process: a process opens memory of its own place only.
+
+    `device`: "cpu" or "cuda".
+    """
     if device == "cuda":
         return f"GPU {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     return f"node {ray.get_runtime_context().get_node_id()}"
 
 
 def at(place: str, handles: Sequence[Handle | StagedBucket]) -> list[Handle | StagedBucket]:
-    """Those of `handles` that can be opened at `place`; ValueError if none can."""
-    mine = [handle for handle in handles if handle.place == place]
-    if not mine:
-        there = ", ".join(sorted({handle.place for handle in handles}))
+    """Return the handles that can be opened at `place`.
+
+    Raises:
+        ValueError: none can.
+    """
+    handles_here = [handle for handle in handles if handle.place == place]
+    if not handles_here:
+        sender_places = ", ".join(sorted({handle.place for handle in handles}))
         raise ValueError(
             f"rollout.weight_sync: shared_memory, but no actor rank is at the place of this rollout worker, {place} (actor"
-            f" ranks: {there}); set broadcast or object_store"
+            f" ranks: {sender_places}); set broadcast or object_store"
         )
-    return mine
+    return handles_here
 
 
 def opened(handles: Sequence[Handle | StagedBucket]) -> Iterator[dict[str, torch.Tensor]]:
-    """The weights of each handle, as views of the sender's memory: copy them before the next are asked for.
+    """Yield the weights of each handle, as views of the sender's memory.
+
+    Copy them before asking for the next.
 
     Raises:
         TimeoutError: weights that were offered do not come.
@@ -75,6 +91,7 @@ def opened(handles: Sequence[Handle | StagedBucket]) -> Iterator[dict[str, torch
 
 
 def _open(handle: Handle) -> torch.Tensor:
+    """Return the bytes of a bucket, uint8 [nbytes], once they are written."""
     name, path, offset = handle.where
     size, until = handle.nbytes, time.monotonic() + TIMEOUT
     memory = mapped(name, path)
@@ -87,12 +104,15 @@ def _open(handle: Handle) -> torch.Tensor:
 
 @dataclass
 class SharedMemorySender(Sender):
-    """One rank at each place offers: the first. On a GPU rank 0 copies what it sends to host memory as well, for workers that
-    replace dead ones; on the CPU the shared memory serves them."""
+    """The sender of shared memory: the first rank at each place offers.
+
+    On a GPU, rank 0 also copies the sent weights to host memory, for workers that replace dead
+    ones; on the CPU the shared memory serves them.
+    """
 
     def __post_init__(self) -> None:
         self._place = place_of(self.device)
-        self._syncs = 0
+        self._syncs = 0  # number of the last sync
         self._memory: NodeMemory | None = None
         self._handles: list[Handle] = []
         self._staging = Staging(self.device) if self.device == "cuda" else None
@@ -108,7 +128,7 @@ class SharedMemorySender(Sender):
         if self._staging is not None:
             return self._staging.announce(labels, self._place) if self._offers else []
         if self._offers:
-            if self._memory is None:
+            if self._memory is None:  # labels are the same in every sync, but for fingerprints
                 self._memory = self._share(labels)
             pairs = zip(self._handles, labels, strict=True)
             self._handles = [replace(h, fingerprint=new.fingerprint, sync=self._syncs) for h, new in pairs]
@@ -117,29 +137,32 @@ class SharedMemorySender(Sender):
     def deliver(self, readers: Sequence[ray.ObjectRef] = ()) -> None:
         if self._staging is not None:
             self._stage(self._staging, self._readers_here(readers))
-            self.snapshot_version = self.offered
+            self.snapshot_version = self.offered_version
             return
         for i, label, bucket in self.buckets():
             if self._memory is not None:
                 handle = self._handles[i]
                 assert handle.entries == label.entries, "other weights than in the sync before"
-                flatten(bucket, self.sent[i][1])
+                flatten(bucket, self.sent_buckets[i][1])
+                # Written last: a worker that sees the number sees the weights.
                 self._memory.set_number(handle.where[2] + label.nbytes, self._syncs)
-        self.snapshot_version = self.offered
+        self.snapshot_version = self.offered_version
 
     def release(self) -> None:
         if self._staging is not None:
             self._staging.release()
 
     def _share(self, labels: Sequence[Label]) -> NodeMemory:
+        """Make memory for all buckets, and a handle for each."""
         starts = [0]
         for label in labels:
-            starts.append(-(-(starts[-1] + label.nbytes + 8) // 64) * 64)  # a number lies behind each bucket
+            # After each bucket comes the number of the sync that wrote it: eight bytes.
+            starts.append(-(-(starts[-1] + label.nbytes + 8) // 64) * 64)
         memory, name = NodeMemory(size=starts[-1]), uuid.uuid4().hex
         for label, start in zip(labels, starts, strict=False):
-            where = (name, memory.path, start)
-            self._handles.append(Handle(entries=label.entries, place=self._place, where=where))
-            self.sent.append((label, memory.flat[start : start + label.nbytes]))
+            handle = Handle(entries=label.entries, place=self._place, where=(name, memory.path, start))
+            self._handles.append(handle)
+            self.sent_buckets.append((label, memory.flat[start : start + label.nbytes]))
         return memory
 
     def _stage(self, staging: Staging, readers: set[int]) -> None:
@@ -153,7 +176,10 @@ class SharedMemorySender(Sender):
             staging.finish(readers)
 
     def _readers_here(self, answers: Sequence[ray.ObjectRef]) -> set[int]:
-        """Return the process ids of the workers that read at this place; `answers`: what their `reads_at` returned."""
+        """Return the process ids of the workers that read at this place.
+
+        `answers`: the results of their `reads_at`.
+        """
         readers = set[int]()
         for answer in answers if self._offers else ():
             try:

@@ -1,4 +1,4 @@
-"""`rollout.weight_sync`: which ways weights can travel, the choice among them, and the two ends of each.
+"""The strategies of `rollout.weight_sync`: the choice among them, their senders and receivers.
 
 `sender` explains the steps of a sync.
 """
@@ -21,26 +21,26 @@ SENDERS: dict[str, type[Sender]] = {
     "shared_memory": shared_memory.SharedMemorySender,
 }
 
-
-#: Those whose labels are references to what is in Ray's object store.
+#: Strategies whose labels are references to objects in Ray's object store.
 STORED = ("object_store", "delta")
 
 
 def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_actors: bool) -> str:
-    """`rollout.weight_sync` with `auto` resolved.
+    """Return `rollout.weight_sync` with `auto` resolved.
 
     Args:
         collocated: whether any engine shares a slot with an actor rank.
-        beside_actors: whether every engine does, so that an actor rank is on its GPU, or on its node.
+        beside_actors: whether every engine does, so that an actor rank is on its GPU, or its node.
 
     Raises:
         ValueError: the strategy can't work there.
     """
     broadcast = device == "cuda" and not collocated
-    can = {"shared_memory": beside_actors, "broadcast": broadcast, "delta": True, "object_store": True}
+    # In order of preference: `auto` is the first that works.
+    availability = {"shared_memory": beside_actors, "broadcast": broadcast, "delta": True, "object_store": True}
     if weight_sync == "auto":
-        return next(strategy for strategy, works in can.items() if works)
-    if device == "cuda" and not can[weight_sync]:
+        return next(strategy for strategy, works in availability.items() if works)
+    if device == "cuda" and not availability[weight_sync]:
         reason = {
             "broadcast": "NCCL joins no two processes on one GPU, and actor and rollout share some",
             "shared_memory": "CUDA IPC needs an actor rank on the GPU of every engine",
@@ -52,11 +52,15 @@ def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_
 
 
 def received(strategy: str, labels: Sequence[Any], device: str) -> Generator[Mapping[str, torch.Tensor | Patch]]:
-    """The weights of each label, or what changes of them, by delta and object_store (whose labels are what is in the store) or
-    shared_memory: views, to be copied. `device`: where changes are unpacked.
+    """Yield the weights of each label, or their changes, as views to be copied.
+
+    Labels are the stored objects with delta and object_store, handles with shared_memory.
+
+    Args:
+        device: the device on which changes are unpacked.
 
     Raises:
-        WeightsDiffer: what came has another fingerprint than its label.
+        WeightsDiffer: the received weights have another fingerprint than their label.
     """
     if labels and isinstance(labels[0], Delta):
         yield from patches(labels, device)

@@ -178,7 +178,7 @@ def test_ranks_that_share_a_gpu_send_through_two_buckets_and_keep_a_snapshot_on_
             assert answer(pipe) == ("all", expected)
             sender.release()
             assert sender._staging.staged_bytes == 0
-            kept = {name: value for label, flat in sender.sent for name, value in label.views(flat).items()}
+            kept = {name: value for label, flat in sender.sent_buckets for name, value in label.views(flat).items()}
             assert all(torch.equal(kept[name], value) for name, value in weights_of(sync))
             assert sender.snapshot_version == sync
     finally:
