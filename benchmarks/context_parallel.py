@@ -106,7 +106,7 @@ def work(rank: int, size: int, address: tuple[str, int], folder: str, options: a
     live = LiveBytes([*model.parameters(), *policy.buffers(), features.tokens, *features.deepstack])
     with live:
         logprobs, _ = policy(batch, features)
-        kept = live.now
+        kept = live.current
         (-(logprobs * advantages).mean()).backward()
     out.put((rank, loss, kept, live.peak, float(np.median(seconds))))
     dist.barrier()

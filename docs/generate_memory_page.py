@@ -125,7 +125,7 @@ def gpus_needed(name: str, methods: tuple[str, ...] = METHODS, cards: tuple[int,
 
 
 def _count(fit: Fit) -> str:
-    hardware = fit.made.hardware
+    hardware = fit.ledger.hardware
     offloaded = any(change.key == CPU_OFFLOAD for change in fit.changes)
     return f"{hardware.gpus * hardware.nodes}{'*' * offloaded}"
 

@@ -1,1 +1,1 @@
-"""What is checked before a run: inputs, machine, and the memory that each phase of a step takes."""
+"""Checks before a run: inputs, machine, and the memory that each phase of a step takes."""

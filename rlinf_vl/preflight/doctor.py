@@ -1,7 +1,8 @@
-"""`doctor`: what this machine has, what a config would need, and what to do about the difference.
+"""`doctor`: compare this machine with the needs of a run, and report what to do.
 
-`look` gathers facts about the machine and changes nothing; `check` judges them, and can be given another machine's facts.
-`train` calls both in its own process before it starts Ray: what they import it needs anyway, a second later.
+`look` gathers facts about the machine and changes nothing; `check` judges them, and can be given
+another machine's facts. `train` calls both in its own process before it starts Ray: it needs their
+imports anyway, a second later.
 """
 
 import argparse
@@ -46,7 +47,7 @@ TESTED: dict[str, tuple[str, ...]] = {
 }
 #: The oldest NVIDIA driver for each major version of CUDA.
 DRIVERS = {13: 580, 12: 525}
-#: Library that SGLang's scheduler is started under where it gives its memory back.
+#: Library that is preloaded into SGLang's scheduler where it gives its memory back.
 HOOK = "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
 #: Settings of the environment that hurt a GPU run, and why.
 HARMFUL = {
@@ -62,7 +63,7 @@ HARMFUL = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts about a machine. Memory and disk in bytes, free where a name does not say otherwise."""
+    """Facts about a machine. Memory and disk are in bytes, free unless a name says otherwise."""
 
     python: str
     packages: dict[str, str | None]
@@ -70,11 +71,12 @@ class Machine:
     driver: str | None
     gpus: tuple[int, ...]  # memory of each
     missing_tools: tuple[str, ...]
-    missing_libraries: tuple[str, ...]  # what the loader misses for `HOOK` under the engine's environment
+    #: Libraries that the loader does not find for `HOOK` in the engine's environment.
+    missing_libraries: tuple[str, ...]
     total_memory: int
     cores: int
     shared_memory: int
-    run_disk: int  # where runs are written
+    run_disk: int  # of the disk that runs are written to
     cache_disk: int
     ports: int  # in the range that the system hands out; 0 where none can be bound
     environment: dict[str, str]
@@ -85,67 +87,81 @@ class Machine:
 
 
 class Line(NamedTuple):
-    """A finding: `status` ok, warn or fail; where it is not ok, `said` has the way out."""
+    """A finding about one subject.
+
+    Attributes:
+        status: ok, warn or fail.
+        text: the finding; where the status is not ok, it ends with what to do.
+    """
 
     status: str
     subject: str
-    said: str
+    text: str
 
 
-def line(subject: str, said: str, problem: object = "", status: str = "fail") -> Line:
-    """`said`, which is ok but for a `problem` (anything false is none) of this status."""
-    return Line(status, subject, f"{said}: {problem}") if problem else Line("ok", subject, said)
+def line(subject: str, finding: str, problem: object = "", status: str = "fail") -> Line:
+    """Make a line of this finding: ok, or of `status` with the `problem` after it.
+
+    A false `problem` is none.
+    """
+    return Line(status, subject, f"{finding}: {problem}") if problem else Line("ok", subject, finding)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """`python -m rlinf_vl doctor [CONFIG]`: exit code 0 unless a line fails, then 1."""
+    """Run `python -m rlinf_vl doctor [CONFIG]`; return 1 if a line fails, otherwise 0."""
     config = parse_config(arguments.config, arguments.overrides) if arguments.config else None
     machine = look(config)
-    found = check(machine, config)
+    lines = check(machine, config)
     if config:
         if machine.cluster and machine.cluster_answers:
-            found.append(_join(config))
+            lines.append(_join(config))
         try:
             validate_config(config, (packages_missing, *RULES))
         except ConfigError as error:
-            found += [Line("fail", "config", problem) for problem in error.problems]
-    sys.stdout.write(render(found))
-    return int(any(line.status == "fail" for line in found))
+            lines += [Line("fail", "config", problem) for problem in error.problems]
+    sys.stdout.write(render(lines))
+    return int(any(line.status == "fail" for line in lines))
 
 
 def refuse(config: Config) -> None:
-    """Raise ConfigError with every line of `check` on this machine that fails. What is said of the weights, which takes seconds to
-    find out, is left out where it can't fail: full weights, and room for them whatever they are."""
+    """Raise ConfigError with every line of `check` on this machine that fails.
+
+    Lines about the weights take seconds. They are left out where none can fail: with full weights,
+    and a disk with room for them whatever they are.
+    """
     machine = look(config)
-    roomy = not config.actor.model.is_lora and machine.run_disk >= _most_checkpoint_bytes(
+    has_room = not config.actor.model.is_lora and machine.run_disk >= _most_checkpoint_bytes(
         config.rollout.model.model_path
     )
-    lines = check(machine, config, weights=not roomy)
-    failed = [f"{line.subject}: {line.said}" for line in lines if line.status == "fail"]
+    lines = check(machine, config, weights=not has_room)
+    failed = [f"{line.subject}: {line.text}" for line in lines if line.status == "fail"]
     if failed:
         raise ConfigError(*failed)
 
 
 def render(lines: Iterable[Line]) -> str:
-    """A Markdown table."""
+    """Return the lines as a Markdown table."""
     rows = [("", "what", "found"), ("---", "---", "---"), *lines]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def look(config: Config | None = None) -> Machine:
-    """The facts of this machine, as a run of `config` would meet them. About a second beside the import of torch."""
+    """Return the facts of this machine, as a run of `config` would find them.
+
+    It takes about a second beside the import of torch.
+    """
     import torch
 
     stamp = Path(sys.prefix) / STAMP
     address = cluster_to_join(config.cluster.ray_address, dict(os.environ))[0] if config else None
     sglang = config is None or config.rollout.rollout_backend == "sglang"
     driver, cuda = Path("/proc/driver/nvidia/version"), torch.version.cuda
-    found = re.search(r"\b\d{3,}\.[\d.]+\b", driver.read_text()) if driver.exists() else None
+    version_match = re.search(r"\b\d{3,}\.[\d.]+\b", driver.read_text()) if driver.exists() else None
     return Machine(
         python=".".join(map(str, sys.version_info[:3])),
         packages={name: installed_version(name) for name in TESTED if name != "python"},
         cuda_major=int(cuda.split(".")[0]) if cuda else None,
-        driver=found[0] if found else None,
+        driver=version_match[0] if version_match else None,
         gpus=gpu_memory() or (),
         missing_tools=tuple(missing_tools()) if sglang else (),
         missing_libraries=_missing_libraries() if sglang else (),
@@ -164,13 +180,17 @@ def look(config: Config | None = None) -> Machine:
 
 
 def check(machine: Machine, config: Config | None = None, weights: bool = True) -> list[Line]:
-    """What is to be said of the machine, for `config` if there is one, and for the `weights` of its model; of GPUs where the
-    config, or the machine, has them."""
-    found = [line for judged in CHECKS for line in judged(machine, config)]
-    return found if config is None else [*found, *_of_processes(machine, config, weights)]
+    """Return the findings about the machine.
+
+    With a `config` they include its processes, and with `weights` those of its model. GPUs are
+    judged where the config, or the machine, has them.
+    """
+    lines = [line for checker in CHECKS for line in checker(machine, config)]
+    return lines if config is None else [*lines, *_of_processes(machine, config, weights)]
 
 
 def _versions(machine: Machine, config: Config | None) -> Iterator[Line]:
+    """Yield findings about the versions of Python and of packages."""
     sglang = config is not None and config.rollout.rollout_backend == "sglang"
     needed = {"torch", "transformers", "ray"} | ({"sglang"} if sglang else set())
     for name, version in {"python": machine.python, **machine.packages}.items():
@@ -186,24 +206,30 @@ def _versions(machine: Machine, config: Config | None) -> Iterator[Line]:
 
 
 def _gpus(machine: Machine, config: Config | None) -> Iterator[Line]:
+    """Yield findings about GPUs, CUDA, the driver, and the environment's settings of them."""
     if not _on_gpus(machine, config):
         yield line("GPUs", f"{len(machine.gpus)}, none needed")
         return
-    here, cuda, missing = len(machine.gpus), machine.cuda_major, machine.missing_libraries
+    n_gpus, cuda = len(machine.gpus), machine.cuda_major
+    missing_libraries = machine.missing_libraries
     # The head of a cluster needs no GPU of its own; what it lacks says nothing about the others.
-    status = "warn" if machine.cluster and not here else "fail"
-    said = f"{here} of {min(machine.gpus) / GIB:.1f} GiB" if here else "none that the driver shows on this machine"
-    yield line("GPUs", said, not here and "set cluster.device=cpu, or run where there are some", status)
-    said = f"torch for CUDA {cuda}" if cuda else "torch is built without it"
-    yield line("CUDA", said, not cuda and "install one with it (TORCH_INDEX_URL, see requirements/install.sh)", status)
-    least = DRIVERS.get(cuda or 13, 580)
-    old = not machine.driver or int(machine.driver.split(".")[0]) < least
-    way_out = f"CUDA {cuda or 13} wants {least} or newer; update it"
-    yield line("NVIDIA driver", machine.driver or "none loaded", old and way_out, status)
+    status = "warn" if machine.cluster and not n_gpus else "fail"
+    finding = (
+        f"{n_gpus} of {min(machine.gpus) / GIB:.1f} GiB" if n_gpus else "none that the driver shows on this machine"
+    )
+    yield line("GPUs", finding, not n_gpus and "set cluster.device=cpu, or run where there are some", status)
+    finding = f"torch for CUDA {cuda}" if cuda else "torch is built without it"
+    yield line(
+        "CUDA", finding, not cuda and "install one with it (TORCH_INDEX_URL, see requirements/install.sh)", status
+    )
+    oldest_driver = DRIVERS.get(cuda or 13, 580)
+    is_old = not machine.driver or int(machine.driver.split(".")[0]) < oldest_driver
+    hint = f"CUDA {cuda or 13} wants {oldest_driver} or newer; update it"
+    yield line("NVIDIA driver", machine.driver or "none loaded", is_old and hint, status)
     if machine.packages["sglang"] and (config is None or config.rollout.rollout_backend == "sglang"):
         yield line("SGLang's tools", "ninja, a C++ compiler, nvcc", "; ".join(machine.missing_tools), status)
         why = "libcuda comes with the driver, libcudart with torch's CUDA 13 wheels"
-        problem = missing and f"the loader finds no {', '.join(missing)}; {why}"
+        problem = missing_libraries and f"the loader finds no {', '.join(missing_libraries)}; {why}"
         yield line("memory saver", f"{HOOK} under the engine's environment", problem, status)
     for setting, why in HARMFUL.items():
         name, _, value = setting.partition("=")
@@ -212,49 +238,55 @@ def _gpus(machine: Machine, config: Config | None) -> Iterator[Line]:
 
 
 def _host(machine: Machine, config: Config | None) -> Iterator[Line]:
-    wanted = (config and config.cluster.object_store_memory) or int(0.3 * machine.total_memory)  # Ray's own choice
-    said = f"/dev/shm has {machine.shared_memory / GIB:.1f} GiB free, the object store takes {wanted / GIB:.1f}"
-    problem = f"Ray would put it on disk; start the container with --shm-size={-(-wanted // GIB)}g, or lower it"
-    yield line("shared memory", said, machine.shared_memory < wanted and problem, "warn")
-    few = "widen net.ipv4.ip_local_port_range" if machine.ports else "none can be bound; look at the network"
+    """Yield findings about shared memory, ports, and the cluster to join."""
+    # Ray's own choice is 30 % of the memory.
+    store_bytes = (config and config.cluster.object_store_memory) or int(0.3 * machine.total_memory)
+    finding = f"/dev/shm has {machine.shared_memory / GIB:.1f} GiB free, the object store takes {store_bytes / GIB:.1f}"
+    problem = f"Ray would put it on disk; start the container with --shm-size={-(-store_bytes // GIB)}g, or lower it"
+    yield line("shared memory", finding, machine.shared_memory < store_bytes and problem, "warn")
+    hint = "widen net.ipv4.ip_local_port_range" if machine.ports else "none can be bound; look at the network"
     status = "warn" if machine.ports else "fail"
-    yield line("ports", f"{machine.ports} to hand out", machine.ports < 2000 and few, status)
+    yield line("ports", f"{machine.ports} to hand out", machine.ports < 2000 and hint, status)
     if machine.cluster:
-        way_out = "start it with ray_utils/start_ray.sh, unset RAY_ADDRESS, or set cluster.ray_address=null"
-        problem = not machine.cluster_answers and f"nothing answers; {way_out}"
+        cluster_hint = "start it with ray_utils/start_ray.sh, unset RAY_ADDRESS, or set cluster.ray_address=null"
+        problem = not machine.cluster_answers and f"nothing answers; {cluster_hint}"
         yield line("cluster", f"Ray at {machine.cluster}", problem)
 
 
-CHECKS = (_versions, _gpus, _host)
+#: The checks of any machine, with or without a config.
+CHECKS = [_versions, _gpus, _host]
 
 
 def _on_gpus(machine: Machine, config: Config | None) -> bool:
+    """Return whether a run would be on GPUs."""
     device = config.cluster.device if config else "auto"
     return device == "cuda" or (device == "auto" and bool(machine.gpus))
 
 
 def _of_processes(machine: Machine, config: Config, weights: bool) -> Iterator[Line]:
-    """What depends on how many processes there are, and on the `weights` of the model."""
+    """Yield findings that depend on the number of processes, and with `weights` on the model."""
     cuda = config.cluster.device == "cuda" or bool(machine.gpus)
     nodes, slots = config.cluster.num_nodes, max(1, len(machine.gpus) if cuda else machine.cores)
     try:
-        if not cuda and not machine.cluster:  # a private cluster of processes has as many as are asked for
+        if not cuda and not machine.cluster:  # a private cluster on CPUs has as many slots as named
             slots = max(slots, slots_named(config))
-        placed = placement_of(config, (slots,) * nodes)
+        placement = placement_of(config, (slots,) * nodes)
     except ConfigError as error:
         status = "warn" if machine.cluster else "fail"
         yield line("slots", f"{slots * nodes} with cluster.num_nodes {nodes}", error, status)
         return
-    ranks, engines = -(-len(placed.actor) // nodes), -(-len(placed.rollout) // nodes)
+    ranks, engines = -(-len(placement.actor) // nodes), -(-len(placement.rollout) // nodes)
     threads = (ranks + engines) * (config.cluster.cpu_threads or 1)
-    said = f"{machine.cores} for {ranks + engines} actors and {threads} of their threads (cluster.cpu_threads)"
-    yield line("cores", said, threads > machine.cores and "actors take turns; take more cores or fewer slots", "warn")
+    finding = f"{machine.cores} for {ranks + engines} actors and {threads} of their threads (cluster.cpu_threads)"
+    yield line(
+        "cores", finding, threads > machine.cores and "actors take turns; take more cores or fewer slots", "warn"
+    )
     if weights:
         yield from _of_weights(machine, config, ranks, engines)
 
 
 def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> Iterator[Line]:
-    """What depends on the model, with so many actor ranks and engines on a machine."""
+    """Yield findings that depend on the model, with `ranks` and `engines` on each machine."""
     from rlinf_vl.models.loading import DTYPES
     from rlinf_vl.models.lora import AdapterError
     from rlinf_vl.preflight.model import Model
@@ -269,112 +301,136 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
         yield line("model", config.rollout.model.model_path, error, "warn")
         return
     if model.family.decode_state(model.shape).row_shapes and _on_gpus(machine, config):
-        found = machine.packages.get("fla-core")
-        way_out = "PyTorch's operations take its place, slowly; `python -m pip install 'fla-core>=0.6'` installs it"
-        said = f"fla-core {found}" if found else "fla-core is not installed"
-        yield line("gated delta nets", said, not found and way_out, "warn")
+        fla_version = machine.packages.get("fla-core")
+        hint = "PyTorch's operations take its place, slowly; `python -m pip install 'fla-core>=0.6'` installs it"
+        finding = f"fla-core {fla_version}" if fla_version else "fla-core is not installed"
+        yield line("gated delta nets", finding, not fla_version and hint, "warn")
     weights, runner = model.weights, config.runner
-    at_once = max(1, runner.keep_last) + runner.keep_best + 1  # a new one is whole before the oldest goes
-    loading = (ranks * model.stored + engines * DTYPES[config.rollout.model.precision].itemsize) * weights.total
-    said = f"{machine.total_memory / GIB:.1f} GiB; loading takes {loading / GIB:.1f} (actor ranks {ranks}, engines {engines})"
-    too_much = loading > 0.7 * machine.total_memory and "take fewer slots a machine, or more memory"
-    size = 12 * weights.trained
+    # A new checkpoint is complete before the oldest is deleted.
+    n_checkpoints = max(1, runner.keep_last) + runner.keep_best + 1
+    # Each rank and each engine reads the whole model into host memory.
+    loading_bytes = (ranks * model.stored + engines * DTYPES[config.rollout.model.precision].itemsize) * weights.total
+    finding = (
+        f"{machine.total_memory / GIB:.1f} GiB; loading takes {loading_bytes / GIB:.1f} "
+        f"(actor ranks {ranks}, engines {engines})"
+    )
+    problem = loading_bytes > 0.7 * machine.total_memory and "take fewer slots a machine, or more memory"
+    # In float32: the weight and AdamW's two moments.
+    checkpoint_bytes = 12 * weights.trained
     if not (config.actor.model.is_lora and config.actor.model.lora.save_lora_only):
-        size += model.stored * (weights.total - weights.trained)
-    if runner.async_save and size / nodes > 0.5 * machine.total_memory:
-        said += f"; the copy of a checkpoint that is written while training goes on, {size / nodes / GIB:.1f}"
-        too_much = too_much or "set runner.async_save=false"
-    yield line("memory", said, too_much, "warn")
-    said = f"{_size(machine.run_disk)} free for runs, where {at_once} checkpoints of {_size(size)} lie at once"
-    way_out = "make room, set runner.checkpoint_dir to a larger disk or a URL, or lower runner.keep_last"
-    status = "fail" if machine.run_disk < size else "warn"
+        checkpoint_bytes += model.stored * (weights.total - weights.trained)
+    if runner.async_save and checkpoint_bytes / nodes > 0.5 * machine.total_memory:
+        finding += (
+            f"; the copy of a checkpoint that is written while training goes on, {checkpoint_bytes / nodes / GIB:.1f}"
+        )
+        problem = problem or "set runner.async_save=false"
+    yield line("memory", finding, problem, "warn")
+    finding = f"{_size(machine.run_disk)} free for runs, where {n_checkpoints} checkpoints of {_size(checkpoint_bytes)} lie at once"
+    hint = "make room, set runner.checkpoint_dir to a larger disk or a URL, or lower runner.keep_last"
+    status = "fail" if machine.run_disk < checkpoint_bytes else "warn"
     if "://" in (runner.checkpoint_dir or ""):
-        said, way_out = f"{_size(machine.run_disk)} free for runs; checkpoints go to {runner.checkpoint_dir}", ""
-    yield line("disk", said, machine.run_disk < at_once * size and way_out, status)
-    way_out = machine.cache_disk < 2 * weights.total and "set RLINF_VL_CACHE and HF_HOME to a larger disk"
-    yield line("cache", f"{_size(machine.cache_disk)} free for the cache", way_out, "warn")
+        finding, hint = f"{_size(machine.run_disk)} free for runs; checkpoints go to {runner.checkpoint_dir}", ""
+    yield line("disk", finding, machine.run_disk < n_checkpoints * checkpoint_bytes and hint, status)
+    hint = machine.cache_disk < 2 * weights.total and "set RLINF_VL_CACHE and HF_HOME to a larger disk"
+    yield line("cache", f"{_size(machine.cache_disk)} free for the cache", hint, "warn")
     if model.family.vision_tower:
         yield _image_tokens(config, model.shape.vision_config)
 
 
 def _most_checkpoint_bytes(model_path: str) -> float:
-    """No checkpoint of a run that begins with this model, all of whose weights may be trained, takes more; infinite for a model
-    that isn't on this machine as a folder of safetensors."""
+    """Return an upper bound of a checkpoint's bytes, for a run that begins with this model.
+
+    All of its weights may be trained. The bound is infinite for a model that isn't on this machine
+    as a folder of safetensors.
+    """
     if model_path in TOYS:
         return GIB
     folder = Path(model_path)
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
-    return 2 * 12 * stored or math.inf  # 12 for each, and half a byte at least stores it
+    stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    # A weight takes 12 bytes of a checkpoint, and at least half a byte where it is stored.
+    return 2 * 12 * stored_bytes or math.inf
 
 
 def _checkpoint_disk(config: Config) -> Path:
-    """The folder whose disk takes the checkpoints; where those go to a store, that of the run's other files."""
-    elsewhere = config.runner.checkpoint_dir
-    return Path(elsewhere if elsewhere and "://" not in elsewhere else config.runner.output_dir)
+    """Return the folder on whose disk checkpoints are written.
+
+    Where they go to a store, it is that of the run's other files.
+    """
+    checkpoint_dir = config.runner.checkpoint_dir
+    return Path(checkpoint_dir if checkpoint_dir and "://" not in checkpoint_dir else config.runner.output_dir)
 
 
 def _image_tokens(config: Config, vision) -> Line:
-    """By arithmetic: a merged token is (patch · merge)² pixels."""
+    """Return the finding about tokens of an image: each has (patch · merge)² pixels."""
     data, side = config.data, vision.patch_size * vision.spatial_merge_size
-    written = Path(config.rollout.model.model_path) / "preprocessor_config.json"
-    own = json.loads(written.read_text()).get("size", {}).get("longest_edge") if written.is_file() else None
-    if not data.image_keys or not (pixels := data.image_max_pixels or own):
-        said = "data.image_max_pixels is null: the checkpoint's own bound holds" if data.image_keys else "no images"
-        return line("image tokens", said)
+    processor_file = Path(config.rollout.model.model_path) / "preprocessor_config.json"
+    checkpoint_bound = (
+        json.loads(processor_file.read_text()).get("size", {}).get("longest_edge") if processor_file.is_file() else None
+    )
+    if not data.image_keys or not (pixels := data.image_max_pixels or checkpoint_bound):
+        finding = "data.image_max_pixels is null: the checkpoint's own bound holds" if data.image_keys else "no images"
+        return line("image tokens", finding)
     tokens = pixels // side**2
-    said = (
+    finding = (
         f"at most {tokens} an image ({side} × {side} pixels each), of data.max_prompt_length {data.max_prompt_length}"
     )
-    way_out = "rows with large images are left out; lower data.image_max_pixels"
-    return line("image tokens", said, tokens >= data.max_prompt_length and way_out, "warn")
+    hint = "rows with large images are left out; lower data.image_max_pixels"
+    return line("image tokens", finding, tokens >= data.max_prompt_length and hint, "warn")
 
 
 def _join(config: Config) -> Line:
-    """Join the cluster that the run would join, and count."""
+    """Join the cluster that the run would join, and return the finding about its nodes."""
     import ray
 
     from rlinf_vl.runtime.launch import ray_cluster
 
-    wanted = config.cluster.num_nodes
+    needed_nodes = config.cluster.num_nodes
     try:
         with ray_cluster(config):
             nodes = sum(node["Alive"] for node in ray.nodes())
-            has = ", ".join(f"{ray.cluster_resources().get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
-    except (RuntimeError, ConnectionError, ValueError) as error:  # of another version of Ray or Python, say
+            resources = ", ".join(f"{ray.cluster_resources().get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+    # Ray raises these where the cluster has another version of Ray or Python, for instance.
+    except (RuntimeError, ConnectionError, ValueError) as error:
         return line("cluster", "can't be joined", str(error).strip().splitlines()[-1])
-    missing = nodes < wanted and "start the others with ray_utils/start_ray.sh, or lower cluster.num_nodes"
-    return line("cluster", f"machines {nodes} with {has}, cluster.num_nodes {wanted}", missing)
+    hint = nodes < needed_nodes and "start the others with ray_utils/start_ray.sh, or lower cluster.num_nodes"
+    return line("cluster", f"machines {nodes} with {resources}, cluster.num_nodes {needed_nodes}", hint)
 
 
 def _missing_libraries() -> tuple[str, ...]:
-    """What `ldd` misses for the memory saver's library as the engine's processes would load it, or the library itself."""
+    """Return the libraries that `ldd` misses for `HOOK` in the engine's environment.
+
+    If `HOOK` itself is not installed, return its name.
+    """
     library = next((path for folder in sys.path if (path := Path(folder) / HOOK).is_file()), None)
     if library is None:
         return (HOOK,)
     if shutil.which("ldd") is None:
         return ()
     environment = os.environ | cuda_environment(shared_gpu=True)
-    said = subprocess.run(["ldd", library], capture_output=True, text=True, env=environment).stdout
-    return tuple(re.findall(r"(\S+) => not found", said))
+    output = subprocess.run(["ldd", library], capture_output=True, text=True, env=environment).stdout
+    return tuple(re.findall(r"(\S+) => not found", output))
 
 
 def _size(n: float) -> str:
-    """Bytes as people write them, such as 9 MiB or 12.5 GiB."""
+    """Return bytes as text, such as 9 MiB or 12.5 GiB."""
     return f"{n / GIB:.3g} GiB" if n >= GIB else f"{n / 2**20:.0f} MiB"
 
 
 def _free(path: Path) -> int:
-    """Bytes on the disk that the path is, or would be, on."""
+    """Return the free bytes of the disk that the path is, or would be, on."""
     path = path.expanduser().absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
 
 def _ports() -> int:
-    written = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    """Return how many ports the system can hand out; 0 where none can be bound."""
+    range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
     try:
         with socket.socket() as s:
             s.bind(("", 0))
     except OSError:
         return 0
-    low, high = map(int, written.read_text().split()) if os.access(written, os.R_OK) else (32768, 60999)  # Linux's own
+    low, high = 32768, 60999  # Linux's default
+    if os.access(range_file, os.R_OK):
+        low, high = map(int, range_file.read_text().split())
     return high - low + 1

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub has what a config names. Neither torch nor Ray is imported."""
+"""Ask the Hugging Face hub for the names in a config. Neither torch nor Ray is imported."""
 
 import json
 import logging
@@ -15,8 +15,15 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @cache
 def ask_hub(kind: str, name: str, cached: bool = False) -> tuple[str | None, str | None]:
-    """(model_type of a model where it is known, why a name can't be had). Where the hub can't be reached and the cache has what is
-    named, the run is told to do without the hub: transformers would ask six times for each of a dozen files."""
+    """Return the model_type of a model, where it is known, and why the name can't be had, or None.
+
+    Where the hub can't be reached and the cache has the model or data set, the run is set to do
+    without the hub: transformers would ask six times for each of a dozen files.
+
+    Args:
+        kind: "model" or "data set".
+        cached: whether the cache has the data set.
+    """
     import huggingface_hub as hub
 
     model_type = None
@@ -26,19 +33,20 @@ def ask_hub(kind: str, name: str, cached: bool = False) -> tuple[str | None, str
             return None, None
         if isinstance(config := hub.try_to_load_from_cache(name, "config.json"), str):
             cached, model_type = True, json.loads(Path(config).read_bytes()).get("model_type")
-        found = hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
-        return model_type or (found.config or {}).get("model_type"), None
+        info = hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        return model_type or (info.config or {}).get("model_type"), None
     except hub.errors.HFValidationError:
         return None, "neither a folder here nor a name that the hub allows; write owner/name"
     except hub.errors.GatedRepoError:
         return None, "the hub asks for an agreement first; accept it on its page, then 'hf auth login'"
     except hub.errors.RepositoryNotFoundError:
         return None, f"the hub has no {kind} of that name, or a private one; check it, or 'hf auth login'"
-    except Exception as error:  # the client's own, and those of the HTTP library that it was built with
+    # Errors of the client, and of the HTTP library that its version uses.
+    except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if cached:
-            said = "%s: the hub can't be reached (%s); its copy in the cache is used (HF_HUB_OFFLINE=1)"
-            log.warning(said, name, reason)
+            message = "%s: the hub can't be reached (%s); its copy in the cache is used (HF_HUB_OFFLINE=1)"
+            log.warning(message, name, reason)
             os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes of a private cluster
             hub.constants.HF_HUB_OFFLINE = True  # for this one, which has read it
             return model_type, None

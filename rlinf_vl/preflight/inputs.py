@@ -1,6 +1,7 @@
-"""What a config names on this machine, looked at before anything is started: data, model, folders, memory, GPUs.
+"""Check a config's data, model, folders, memory and GPUs on this machine before a run.
 
-Neither torch nor Ray is imported: a mistake is told within a second. What is read here is read again by those who use it.
+Neither torch nor Ray is imported, so that a mistake shows within a second. The run reads all of it
+again.
 """
 
 import asyncio
@@ -44,7 +45,10 @@ log = logging.getLogger(__name__)
 
 
 def packages_missing(config: Config) -> Iterator[str]:
-    """What this Python lacks for the run, and for SGLang on GPUs of this machine what compiles its kernels."""
+    """Yield the packages that this Python lacks for the run, and the tools to compile kernels.
+
+    The tools are SGLang's, and needed where this machine has GPUs.
+    """
     if config.actor.model.is_lora and importlib.util.find_spec("peft") is None:
         yield "actor.model.is_lora: true needs peft, which is not installed; pip install peft"
     if config.actor.model.is_lora and config.actor.model.lora.quantization == "nf4" and (why := _without_nf4(config)):
@@ -61,99 +65,116 @@ def packages_missing(config: Config) -> Iterator[str]:
 
 
 def _without_nf4(config: Config) -> str | None:
-    """Why nf4 can't be computed here, and the way out. Tried in a process of its own, with which the GPU's memory goes."""
+    """Return why nf4 can't be computed here, and what to do; None if it can.
+
+    It is tried in a process of its own, whose end frees the GPU's memory.
+    """
     if importlib.util.find_spec("bitsandbytes") is None:
         return "which is not installed; pip install 'rlinf_vl[qlora]'"
     device = "cuda" if config.cluster.device != "cpu" and gpus.gpu_memory() else "cpu"
     command = [sys.executable, "-c", f"from rlinf_vl.models.nf4 import try_on; try_on({device!r})"]
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         return f"which does not answer on {device}; install one that does"
-    said = tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"]
-    return f"which fails on {device} ({said[-1]}); install one that runs there" if tried.returncode else None
+    error_lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+    return f"which fails on {device} ({error_lines[-1]}); install one that runs there" if result.returncode else None
 
 
 def _data(config: Config, with_rows: bool = True) -> Iterator[str]:
-    """`with_rows`: also what is wrong with the rows, of which `check-data` finds more."""
+    """Yield the problems of the data; those of its first rows, too, if `with_rows`.
+
+    `check-data` finds more problems of rows.
+    """
     data = config.data
     for split, paths in (("train", data.train_data_paths), ("val", data.val_data_paths)):
         key, counts = f"data.{split}_data_paths", []
         for path in paths:
-            found = Peek(None, None)
+            contents = Peek(None, None)
             try:
                 if toy := TOYS.get(path):
-                    found = Peek(list(toy.columns), toy.rows[split])
+                    contents = Peek(list(toy.columns), toy.rows[split])
                 elif path.startswith("hf://"):
                     yield from _hub_data(key, path)
                 elif seeds := peek_seeds(path):
-                    found = seeds
+                    contents = seeds
                 elif os.path.exists(path):
-                    found = peek(Path(path))
+                    contents = peek(Path(path))
             except ValueError as error:
                 yield f"{key}: {path} {error}"
-            counts.append(found.rows)
-            if found.columns is not None:
+            counts.append(contents.rows)
+            if contents.columns is not None:
                 level_key = data.curriculum_key if split == "train" else None
-                problems = list(_columns(config, path, found.columns, level_key))
+                problems = list(_columns(config, path, contents.columns, level_key))
                 if with_rows and not problems and os.path.isfile(path):
-                    yield from _rows(config, key, path, found.columns)
+                    yield from _rows(config, key, path, contents.columns)
                 yield from problems
-        if (
-            with_rows
-            and split == "train"
-            and None not in counts
-            and 0 < (total := sum(counts)) < data.rollout_batch_size
-        ):
+        # A data set on the hub has an unknown number of rows: then there is nothing to compare.
+        known_counts = [count for count in counts if count is not None]
+        total = sum(known_counts)
+        is_known = with_rows and split == "train" and len(known_counts) == len(counts)
+        if is_known and 0 < total < data.rollout_batch_size:
             yield (
-                f"data.rollout_batch_size: {data.rollout_batch_size} problems a step, but {key} has {total} rows; set it to {total} "
-                f"or less (a multiple of algorithm.n_minibatches={config.algorithm.n_minibatches}), or add data"
+                f"data.rollout_batch_size: {data.rollout_batch_size} problems a step, but {key} "
+                f"has {total} rows; set it to {total} or less (a multiple of "
+                f"algorithm.n_minibatches={config.algorithm.n_minibatches}), or add data"
             )
 
 
 def _rows(config: Config, key: str, path: str, columns: Sequence[str]) -> Iterator[str]:
-    """What is wrong with the first rows, if more of them are bad than may be. Nothing is fetched from the network for that."""
+    """Yield a problem if more of the first rows are bad than the config allows.
+
+    Nothing is fetched from the network for that.
+    """
     try:
         from rlinf_vl.data.rows import row_to_problem
-    except ImportError:  # not the Python that will run it
+    except ImportError:  # the run will use another Python, which has the packages
         return
-    form = RowFormat.of(config.data).for_columns(columns)
+    row_format = RowFormat.of(config.data).for_columns(columns)
     rows, reasons = [], {}
-    with suppress(Exception):  # a damaged file is told of when it is loaded
+    with suppress(Exception):  # a damaged file is reported when it is loaded
         rows = first_rows(Path(path), columns)
     for number, row in enumerate(rows):
         try:
-            row_to_problem(row, str(number), replace(form, image_hosts=()), Path(path).parent)
+            row_to_problem(row, str(number), replace(row_format, image_hosts=()), Path(path).parent)
         except RowError as error:
-            if not (error.kind == NOT_FETCHED and form.image_hosts):
+            # An image on a host is not bad: it is fetched later.
+            if not (error.kind == NOT_FETCHED and row_format.image_hosts):
                 reasons[number] = error.reason
     if len(reasons) > config.data.max_bad_rows * len(rows):
         number, reason = next(iter(reasons.items()))
-        bad = f"{len(reasons)} of the first {len(rows)} rows can't be used"
-        yield f"{key}: {path}: {bad}; row {number}: {reason}; 'rlinf-vl check-data' names them all"
+        bad_rows = f"{len(reasons)} of the first {len(rows)} rows can't be used"
+        yield f"{key}: {path}: {bad_rows}; row {number}: {reason}; 'rlinf-vl check-data' names them all"
 
 
 def _columns(config: Config, path: str, columns: Sequence[str], level_key: str | None) -> Iterator[str]:
-    form = RowFormat.of(config.data).for_columns(columns)
-    further = {} if level_key is None else {level_key.partition(".")[0]: "data.curriculum_key"}
-    missing = False
-    for column, key in (form.columns | further).items():
+    """Yield the columns that the config names and the file lacks.
+
+    `level_key`: of the curriculum, None without one.
+    """
+    row_format = RowFormat.of(config.data).for_columns(columns)
+    curriculum_columns = {} if level_key is None else {level_key.partition(".")[0]: "data.curriculum_key"}
+    has_missing = False
+    for column, key in (row_format.columns | curriculum_columns).items():
         if column not in columns:
-            missing = True
-            otherwise = " or data.image_keys=[] without images;" if key == "data.image_keys" else ""
-            hint = f"; name one of those,{otherwise}{nearest(column, columns)}".rstrip(",;")
+            has_missing = True
+            alternative = " or data.image_keys=[] without images;" if key == "data.image_keys" else ""
+            hint = f"; name one of those,{alternative}{nearest(column, columns)}".rstrip(",;")
             yield f"{key}: column {column!r} not in {path}; columns are {', '.join(sorted(columns))}{hint}"
-    if not missing and (reason := form.missing_column(columns, path)):
+    if not has_missing and (reason := row_format.missing_column(columns, path)):
         yield reason
 
 
 def _environment(config: Config) -> Iterator[str]:
-    """An environment is made once (and closed): what its constructor refuses is told now."""
+    """Yield the problems of making an environment: one is made, and closed.
+
+    So a value that its constructor refuses shows before Ray starts.
+    """
     rollout, scale = config.rollout, config.reward
     try:
         check_env_class(rollout.env_class, config.runner.code_files)
-        found = load_env_class(rollout.env_class, config.runner.code_files)
-        problems = [f"rollout.env_kwargs: {problem}" for problem in keyword_problems(found, rollout.env_kwargs)]
+        env_class = load_env_class(rollout.env_class, config.runner.code_files)
+        problems = [f"rollout.env_kwargs: {problem}" for problem in keyword_problems(env_class, rollout.env_kwargs)]
         yield from problems
         if not problems:
             rewards = {"reward_max": scale.reward_max_val, "reward_min": scale.reward_min_val}
@@ -161,25 +182,28 @@ def _environment(config: Config) -> Iterator[str]:
                 rollout.env_class, rollout.env_kwargs, config.runner.code_files, lambda *_: False, **rewards
             )
             env = make(Problem("", (), ""), 0, 0)
-            with suppress(Exception):  # as in a run, where an environment that does not close harms nobody
-                closed = env.close()
-                if inspect.iscoroutine(closed):
-                    asyncio.run(closed)
-    except Exception as error:  # an environment raises anything
-        absent = isinstance(error, ModuleNotFoundError) or isinstance(error.__cause__, ModuleNotFoundError)
-        if absent and importlib.util.find_spec("torch") is None:
-            return  # not the Python that will run it
-        built = f"{rollout.env_class!r} can't be made: {type(error).__name__}: "
-        yield f"rollout.env_class: {'' if isinstance(error, CodeError) else built}{error}"
+            # As in a run, where an environment that does not close harms nobody.
+            with suppress(Exception):
+                closing = env.close()
+                if inspect.iscoroutine(closing):
+                    asyncio.run(closing)
+    except Exception as error:  # an environment may raise anything
+        lacks_module = isinstance(error, ModuleNotFoundError) or isinstance(error.__cause__, ModuleNotFoundError)
+        if lacks_module and importlib.util.find_spec("torch") is None:
+            return  # the run will use another Python, which has the packages
+        prefix = f"{rollout.env_class!r} can't be made: {type(error).__name__}: "
+        yield f"rollout.env_class: {'' if isinstance(error, CodeError) else prefix}{error}"
 
 
 def _hub_data(key: str, path: str) -> Iterator[str]:
+    """Yield a problem unless the hub, or its cache, has this data set."""
     name = path.removeprefix("hf://").partition(":")[0]
     if not HUB_NAME.fullmatch(name):
         yield f"{key}: {path!r} is no data set's name on the hub; write hf://owner/name or hf://owner/name:split"
         return
     from huggingface_hub.constants import HF_HOME
 
+    # `datasets` names the folder of a data set so.
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets")
     _, problem = ask_hub("data set", name, cached=(cache / name.replace("/", "___")).exists())
     if problem:
@@ -187,17 +211,21 @@ def _hub_data(key: str, path: str) -> Iterator[str]:
 
 
 def _server_arguments(config: Config) -> Iterator[str]:
-    """Names only, where SGLang is installed: an engine would refuse them after Ray has started."""
-    asked = config.rollout.sglang.server_args if config.rollout.rollout_backend == "sglang" else {}
-    if asked and (known := server_argument_names()):
-        for name in asked.keys() - known:
+    """Yield arguments that SGLang does not know, by their names only, where it is installed.
+
+    An engine would refuse them after Ray has started.
+    """
+    server_args = config.rollout.sglang.server_args if config.rollout.rollout_backend == "sglang" else {}
+    if server_args and (known_names := server_argument_names()):
+        for name in server_args.keys() - known_names:
             yield (
-                f"rollout.sglang.server_args: SGLang has no argument {name!r}; write it as in its ServerArgs, with underscores;"
-                f"{nearest(str(name), sorted(known))}"
+                f"rollout.sglang.server_args: SGLang has no argument {name!r}; write it as in its "
+                f"ServerArgs, with underscores;{nearest(str(name), sorted(known_names))}"
             ).rstrip(";")
 
 
 def _folders(config: Config) -> Iterator[str]:
+    """Yield folders that can't be written, stores that can't be reached, and bad checkpoints."""
     runner, data, cache, folder = config.runner, config.data, cache_root(), run_folder(config)
     if reason := _unwritable(folder):
         yield f"runner.output_dir: {runner.output_dir!r}: {folder} can't be written ({reason}); name another folder"
@@ -208,33 +236,40 @@ def _folders(config: Config) -> Iterator[str]:
             except Exception as error:  # each store's library has its own
                 reason = reason_of(error).splitlines()[0]
                 yield f"runner.{name}: {url!r} can't be reached ({reason}); name a folder, or a URL that fsspec reaches"
-    elsewhere = runner.checkpoint_dir
-    if elsewhere and "://" not in elsewhere and (reason := _unwritable(Path(elsewhere))):
-        yield f"runner.checkpoint_dir: {elsewhere!r} can't be written ({reason}); name another folder"
-    resume = runner.resume_dir
-    is_folder = resume not in (None, "auto") and os.path.isdir(resume)
-    if is_folder and (newest := newest_checkpoint(Path(resume))):
-        resume = str(newest)  # a run's folder
-    if is_folder:
-        parts = (STATE_FILE, f"{ACTOR_FOLDER}/.metadata")
-        if lacking := [name for name in parts if not os.path.isfile(Path(resume) / name)]:
+    checkpoint_dir = runner.checkpoint_dir
+    if checkpoint_dir and "://" not in checkpoint_dir and (reason := _unwritable(Path(checkpoint_dir))):
+        yield f"runner.checkpoint_dir: {checkpoint_dir!r} can't be written ({reason}); name another folder"
+    resume_dir = runner.resume_dir
+    if resume_dir is not None and resume_dir != "auto" and os.path.isdir(resume_dir):
+        # A run's folder means its newest checkpoint.
+        resumed = str(newest_checkpoint(Path(resume_dir)) or resume_dir)
+        # The controller and the ranks write these files of a checkpoint last.
+        files = [STATE_FILE, f"{ACTOR_FOLDER}/.metadata"]
+        if missing_files := [name for name in files if not os.path.isfile(Path(resumed) / name)]:
             yield (
-                f"runner.resume_dir: {resume!r} is no complete checkpoint (no {lacking[0]} in it); name a "
-                "checkpoints/global_step_N folder of a run, or auto"
+                f"runner.resume_dir: {resumed!r} is no complete checkpoint (no "
+                f"{missing_files[0]} in it); name a checkpoints/global_step_N folder of a run, or "
+                "auto"
             )
-    toy = not TOYS.keys().isdisjoint([config.rollout.model.model_path, *data.train_data_paths, *data.val_data_paths])
-    if (toy or data.image_hosts) and (reason := _unwritable(cache)):
+    uses_toy = not TOYS.keys().isdisjoint(
+        [config.rollout.model.model_path, *data.train_data_paths, *data.val_data_paths]
+    )
+    if (uses_toy or data.image_hosts) and (reason := _unwritable(cache)):
         yield f"the cache folder {cache} can't be written ({reason}); set RLINF_VL_CACHE to another one"
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be written to a folder that may not be there yet; None if it can. Nothing is left behind."""
+    """Return why nothing can be written to a folder, which may not exist yet; None if it can.
+
+    Nothing is left behind.
+    """
     try:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
         return f"{str(folder)!r}: {getattr(error, 'strerror', None) or error}"
+    # The nearest folder that exists decides: the others will be made in it.
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     try:
@@ -245,43 +280,52 @@ def _unwritable(folder: Path) -> str | None:
 
 
 def _object_store(config: Config) -> Iterator[str]:
-    wanted = config.cluster.object_store_memory
-    if wanted is None or not gpus.is_private(config):
+    """Yield a problem if the object store would be larger than this machine's memory."""
+    store_bytes = config.cluster.object_store_memory
+    if store_bytes is None or not gpus.is_private(config):
         return
-    room = {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    available = {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    # Ray maps the store into /dev/shm.
     if os.path.isdir("/dev/shm"):
-        room["room in /dev/shm"] = shutil.disk_usage("/dev/shm").free
-    what, least = min(room.items(), key=lambda item: item[1])
-    if wanted > least:
+        available["room in /dev/shm"] = shutil.disk_usage("/dev/shm").free
+    resource, available_bytes = min(available.items(), key=lambda item: item[1])
+    if store_bytes > available_bytes:
         yield (
-            f"cluster.object_store_memory: {wanted} bytes exceed this machine's {what}, {least}; lower it, or null for Ray's own "
-            "choice"
+            f"cluster.object_store_memory: {store_bytes} bytes exceed this machine's {resource}, "
+            f"{available_bytes}; lower it, or null for Ray's own choice"
         )
 
 
 def _gpus(config: Config) -> Iterator[str]:
-    """For a private cluster; one that is joined is asked when it has been."""
-    if config.cluster.device != "cuda" or not gpus.is_private(config) or (there := gpus.gpu_memory()) is None:
+    """Yield the problems of a private cluster's GPUs.
+
+    GPUs of a cluster that the run joins are checked after it has joined.
+    """
+    if config.cluster.device != "cuda" or not gpus.is_private(config) or (gpu_sizes := gpus.gpu_memory()) is None:
         return
-    if not there:
+    if not gpu_sizes:
         yield (
-            "cluster.device: cuda, but there is no CUDA device here (the driver shows none, or CUDA_VISIBLE_DEVICES hides them); "
-            "run it where nvidia-smi shows one, or set cluster.device=cpu"
+            "cluster.device: cuda, but there is no CUDA device here (the driver shows none, or "
+            "CUDA_VISIBLE_DEVICES hides them); run it where nvidia-smi shows one, or set "
+            "cluster.device=cpu"
         )
         return
     try:
-        placement_of(config, (len(there),))
+        placement_of(config, (len(gpu_sizes),))
     except ConfigError as error:
         yield from error.problems
 
 
 def _rewards(config: Config) -> Iterator[str]:
-    """Functions are imported here, too: what can't be called is told now."""
+    """Yield the problems of the reward functions.
+
+    They are imported, so that one that can't be called shows before Ray starts.
+    """
     reward = config.reward
     for number, entry in enumerate(reward.entries):
         name, kwargs = entry.get("function"), entry.get("kwargs", {})
         if not isinstance(name, str) or not isinstance(kwargs, dict):
-            continue  # which another rule tells
+            continue  # another rule reports these
         key = f"reward.functions[{number}]" if reward.functions else "reward.reward_type"
         try:
             if is_code(name):
@@ -293,7 +337,17 @@ def _rewards(config: Config) -> Iterator[str]:
             yield f"{key}: {error}"
 
 
-#: Rules that find what of the things that a config names would stop its run on this machine.
-RULES = (_data, _environment, _rewards, checkpoint, teacher, _server_arguments, _folders, _object_store, _gpus)
-#: Those on the data, the graders and the model whose tokens are counted.
-DATA_RULES = (partial(_data, with_rows=False), _rewards, checkpoint)
+#: Rules on everything that a config names: their problems would stop its run on this machine.
+RULES = [
+    _data,
+    _environment,
+    _rewards,
+    checkpoint,
+    teacher,
+    _server_arguments,
+    _folders,
+    _object_store,
+    _gpus,
+]
+#: Rules on the data, the graders and the model whose tokens are counted.
+DATA_RULES = [partial(_data, with_rows=False), _rewards, checkpoint]

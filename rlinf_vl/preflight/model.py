@@ -1,4 +1,7 @@
-"""A model without its weights: its shape, from its folder, the hub's cache or a table of common models, and its traces."""
+"""A model without its weights: its shape, its numbers of parameters, and its traces.
+
+The shape is from its folder, the hub's cache or a table of common models.
+"""
 
 import copy
 import json
@@ -21,25 +24,34 @@ from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of, use_pack
 from rlinf_vl.models.lora import LoraSettings, adapters, engine_weights, train_parts
 from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
 
-#: config.json of common hub models, as far as it decides on memory.
+#: config.json of common hub models, with the keys that decide on memory.
 KNOWN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("known_models.json").read_text())
-#: More tokens in a micro-batch are not even traced, which would take as many steps of the CPU.
+#: More tokens in a micro-batch are not traced: a trace's time grows with its tokens.
 MOST_TOKENS = 2**21
 
 
 class Model:
-    """A config's model: its shape, numbers of parameters, and traces at any budget."""
+    """A config's model.
+
+    Attributes:
+        shape: transformers config; `shape_source`: where it is from.
+        weights: numbers of its parameters.
+        stored: bytes of each weight in a rank, but for adapters, which have 4, and quantized ones.
+    """
 
     def __init__(self, config: Config, path: str | None = None) -> None:
-        """`path`: of the checkpoint where it isn't the config's own name (the toy's)."""
+        """Make the model on the meta device.
+
+        `path`: of the checkpoint where it isn't the config's own name (the toy's).
+        """
         rollout, fsdp = config.rollout.model, config.actor.fsdp_config
         self.path = path or rollout.model_path
-        self.shape, self.said = model_config(self.path, trust_remote_code=rollout.trust_remote_code)
+        self.shape, self.shape_source = model_config(self.path, trust_remote_code=rollout.trust_remote_code)
         paths = config.actor.model.vlm.paths
-        named = rollout.model_type if is_code(rollout.model_type) else self.shape.model_type
+        model_type = rollout.model_type if is_code(rollout.model_type) else self.shape.model_type
         files = config.runner.code_files
-        self.family = family_at(self.shape, paths) if paths else family_of(named, files=files)
-        self._made = meta_model(
+        self.family = family_at(self.shape, paths) if paths else family_of(model_type, files=files)
+        self._meta_model = meta_model(
             self.shape,
             self.family,
             DTYPES[fsdp.mixed_precision.param_dtype],
@@ -49,23 +61,22 @@ class Model:
         )
         lora = config.actor.model.lora
         quantized = config.actor.model.is_lora and lora.quantization != "none"
-        self.weights = Weights(self._made, self.family, merged=lora.sync == "merged", quantized=quantized)
-        #: Bytes of each weight in a rank, but for adapters, which have 4, and quantized ones.
-        self.stored = self._made.dtype.itemsize if config.actor.model.is_lora else 4
+        self.weights = Weights(self._meta_model, self.family, merged=lora.sync == "merged", quantized=quantized)
+        self.stored = self._meta_model.dtype.itemsize if config.actor.model.is_lora else 4
         self._config = config
 
     @cached_property
     def teacher(self) -> "Weights | None":
-        """Of the model that teaches this one, if any."""
+        """Numbers of the teacher's parameters; None without a teacher."""
         if (path := self._config.algorithm.distillation.teacher_path) is None:
             return None
-        whole = copy.deepcopy(self._config)
-        whole.actor.model.is_lora = False
-        return Model(whole, path).weights
+        teacher_config = copy.deepcopy(self._config)
+        teacher_config.actor.model.is_lora = False
+        return Model(teacher_config, path).weights
 
     @cache  # noqa: B019  # a model or two in a process
     def step(self, tokens: int) -> Trace:
-        """`trace_step` on CUDA, of a rank's part of a row of so many tokens."""
+        """Trace `trace_step` on CUDA for a rank's part of a row of `tokens`."""
         if tokens > MOST_TOKENS:
             raise ConfigError(
                 f"runner.max_tokens_per_mbs: {tokens} tokens in a micro-batch are more than any GPU holds; set it to "
@@ -73,21 +84,24 @@ class Model:
             )
         longest, chunk = self._config.runner.seq_length, self._config.actor.logprob_chunk_tokens
         with pretend_cuda():
-            own = -(-tokens // self._config.actor.context_parallel_size)
-            return trace_step(self._made, self.family, own, longest=longest, chunk=chunk)
+            rank_tokens = -(-tokens // self._config.actor.context_parallel_size)
+            return trace_step(self._meta_model, self.family, rank_tokens, longest=longest, chunk=chunk)
 
     @cache  # noqa: B019
     def images(self, tokens: int) -> Trace:
-        """`trace_images` on CUDA, of so many tokens."""
+        """Trace `trace_images` on CUDA for `tokens`."""
         with pretend_cuda():
-            return trace_images(self._made, self.family, tokens, self._config.data.max_prompt_length)
+            return trace_images(self._meta_model, self.family, tokens, self._config.data.max_prompt_length)
 
 
 def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, str]:
-    """(transformers config of the model at `path`, where it is from). Nothing is downloaded.
+    """Return the transformers config of the model at `path`, and where it is from.
+
+    Nothing is downloaded.
 
     Raises:
-        ConfigError: there is no such folder, the hub's cache has none of that name, and neither has `KNOWN`.
+        ConfigError: there is no such folder, the hub's cache has none of that name, and neither has
+            `KNOWN`.
     """
     if path in TOYS:
         from rlinf_vl.toy.model import toy_config
@@ -98,13 +112,14 @@ def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[Pretrai
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
         return config, "its config.json" if Path(path).is_dir() else "the hub's cache"
     except (OSError, ValueError) as error:
-        known = KNOWN.get(path.replace("-Thinking", "-Instruct"))  # of one shape
-        if known is None:
+        # Thinking and Instruct models have the same shape.
+        table_config = KNOWN.get(path.replace("-Thinking", "-Instruct"))
+        if table_config is None:
             raise ConfigError(
                 f"rollout.model.model_path: no config.json at {path!r}, in the folder or the hub's cache; fetch it with "
                 f"'hf download {path} config.json', or name a folder"
             ) from error
-    return AutoConfig.for_model(**copy.deepcopy(known)), "a table in rlinf_vl (not downloaded yet)"
+    return AutoConfig.for_model(**copy.deepcopy(table_config)), "a table in rlinf_vl (not downloaded yet)"
 
 
 def meta_model(
@@ -116,65 +131,82 @@ def meta_model(
     checkpointing: bool,
     lora: LoraSettings | None = None,
 ) -> PreTrainedModel:
-    """The model as a rank computes it, on the meta device: shapes, and no memory."""
+    """Make the model as a rank computes it, on the meta device: shapes, and no memory."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = family.auto_model.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model = use_packed_attention(model, family).train()
     train_parts(model, family, frozen, lora)
     for weight in model.parameters():
-        weight.data = weight.data.to(dtype)  # adapters, as FSDP gathers them
+        # Adapters, too, in the dtype in which FSDP gathers them.
+        weight.data = weight.data.to(dtype)
     if checkpointing:
         checkpoint_blocks(model, family, use_reentrant=False)
     return model
 
 
 class Weights:
-    """What the parameters of a model come to, in numbers of elements.
+    """Numbers of elements of a model's parameters.
 
     Attributes:
-        total, trained, tower: of all, of those that are trained, of the vision tower (0 without one).
-        quantized: sizes of those in nf4, which every rank has whole; neither `shard` nor what is said of units counts them.
-        sent: of those that engines get. trains_vision: whether any part but the language model is trained.
+        total: of all parameters; `trained`: of those that are trained; `tower`: of the vision tower
+            (0 without one).
+        quantized: sizes of the parameters in nf4, which every rank has whole; neither `shard` nor
+            the numbers of units count them.
+        engine_elements: of the parameters that engines get.
+        trains_vision: whether any part but the language model is trained.
         largest: of the largest parameter.
-        root: of FSDP's root unit (embeddings, final norm, an untied head); `block`: of the largest text block;
-            `tower_unit`: of the largest unit of the tower; `unit_trained`: most that are trained in one unit.
+        root: of FSDP's root unit (embeddings, final norm, an untied head); `block`: of the largest
+            text block; `tower_unit`: of the largest unit of the tower; `unit_trained`: the most
+            that are trained in one unit.
     """
 
     def __init__(self, model: nn.Module, family: Family, merged: bool = True, quantized: bool = False) -> None:
-        """`merged`: engines get what adapters change, not the adapters. `quantized`: what has adapters is stored in nf4."""
-        below = {id(model.get_parameter(name)) for name in adapters(model)} if quantized else set()
+        """Count the parameters.
+
+        Args:
+            merged: engines get the weights that adapters change, not the adapters.
+            quantized: weights that have adapters are stored in nf4.
+        """
+        quantized_ids = {id(model.get_parameter(name)) for name in adapters(model)} if quantized else set()
 
         def _numel(module: nn.Module) -> int:
-            return sum(p.numel() for p in module.parameters() if id(p) not in below)
+            return sum(p.numel() for p in module.parameters() if id(p) not in quantized_ids)
 
-        self.parameters = [p for p in model.parameters() if id(p) not in below]
-        self.quantized = [p.numel() for p in model.parameters() if id(p) in below]
-        blocks = [
-            list(model.get_submodule(path).children()) if path else []
-            for path in (family.text_blocks, family.vision_blocks)
-        ]
-        text_blocks, vision_blocks = ([_numel(block) for block in some] for some in blocks)
-        whole = _numel(model)
-        self.total = whole + sum(self.quantized)
+        self.parameters = [p for p in model.parameters() if id(p) not in quantized_ids]
+        self.quantized = [p.numel() for p in model.parameters() if id(p) in quantized_ids]
+        text_modules, vision_modules = _children(model, family.text_blocks), _children(model, family.vision_blocks)
+        text_blocks = [_numel(block) for block in text_modules]
+        vision_blocks = [_numel(block) for block in vision_modules]
+        unquantized = _numel(model)
+        self.total = unquantized + sum(self.quantized)
         self.trained = _trained(model)
         self.tower = _numel(model.get_submodule(family.vision_tower)) if family.vision_tower else 0
-        in_blocks = [_trained(block) for some in blocks for block in some]
-        self.unit_trained = max(*in_blocks, self.trained - sum(in_blocks))
+        in_blocks = [_trained(block) for block in (*text_modules, *vision_modules)]
+        self.unit_trained = max([*in_blocks, self.trained - sum(in_blocks)])
         weights = engine_weights(model, merged)
-        self.sent = sum(p.numel() for _, p, adapter in weights if p.requires_grad or adapter)
+        self.engine_elements = sum(p.numel() for _, p, adapter in weights if p.requires_grad or adapter)
         trained = (name for name, p in model.named_parameters() if p.requires_grad)
         self.trains_vision = any(part_of(name, family) != "language_model" for name in trained)
         self.largest = max([*self.quantized, *(p.numel() for p in self.parameters)])
-        self.root = whole - self.tower - sum(text_blocks)
+        self.root = unquantized - self.tower - sum(text_blocks)
         self.block = max(text_blocks)
         self.tower_unit = max([*vision_blocks, self.tower - sum(vision_blocks)])
 
     def shard(self, ranks: int, trained: bool = False) -> int:
-        """Elements that rank 0 of so many has: FSDP2 cuts dimension 0, the last rank's part may be short."""
-        counted = [p.shape for p in self.parameters if p.requires_grad or not trained]
-        return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in counted)
+        """Return the elements that rank 0 of `ranks` has.
+
+        FSDP2 cuts dimension 0, so the last rank's part may be shorter.
+        """
+        shapes = [p.shape for p in self.parameters if p.requires_grad or not trained]
+        return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
+
+
+def _children(model: nn.Module, path: str | None) -> list[nn.Module]:
+    """Return the children of the module at `path`; none without a path."""
+    return list(model.get_submodule(path).children()) if path else []
 
 
 def _trained(module: nn.Module) -> int:
+    """Return the number of elements that are trained in a module."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)

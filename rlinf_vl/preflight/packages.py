@@ -1,6 +1,7 @@
-"""Installed packages: those that the environment was made with, those that moved since, and a torchvision that fits torch.
+"""Compare installed packages with those of the environment's installation, and pick a torchvision.
 
-`requirements/install.sh` runs this file with `python -P` before the package is installed, so it imports the standard library only.
+`requirements/install.sh` runs this file with `python -P` before the package is installed, so it
+imports the standard library only.
 """
 
 import re
@@ -9,20 +10,41 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
-#: File in an environment: what `requirements/install.sh` was asked for, and the versions that it then installed.
+#: File in an environment with the options of `requirements/install.sh`, and the versions that it
+#: installed.
 STAMP = ".rlinf_vl"
 #: Packages whose versions are recorded there.
 RECORDED = (
-    *("torch", "torchvision", "transformers", "ray", "sglang", "torch_memory_saver", "peft", "accelerate"),
-    *("datasets", "pyarrow", "numpy", "pandas", "pillow", "safetensors", "tokenizers", "huggingface_hub"),
-    *("hydra-core", "omegaconf", "tensorboard", "math-verify"),
+    "torch",
+    "torchvision",
+    "transformers",
+    "ray",
+    "sglang",
+    "torch_memory_saver",
+    "peft",
+    "accelerate",
+    "datasets",
+    "pyarrow",
+    "numpy",
+    "pandas",
+    "pillow",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "hydra-core",
+    "omegaconf",
+    "tensorboard",
+    "math-verify",
 )
 _PREFIX = "version."
 _WHEELS = "https://download.pytorch.org/whl"
 
 
 class Moved(NamedTuple):
-    """A package that has another version than its environment was made with; "none": not installed."""
+    """A package whose version differs from the one that its environment was made with.
+
+    A version "none" means that it is not installed.
+    """
 
     name: str
     recorded: str
@@ -33,11 +55,12 @@ class Moved(NamedTuple):
 
 
 def installed_version(name: str) -> str | None:
-    return next((found.version for found in distributions(name=name)), None)
+    """Return the version of an installed package; None if it is not installed."""
+    return next((distribution.version for distribution in distributions(name=name)), None)
 
 
 def recorded_versions(stamp: Path) -> dict[str, str]:
-    """Read the versions that an environment was made with; none where `install.sh` did not make it."""
+    """Read the versions of an environment's installation; none if `install.sh` did not make it."""
     if not stamp.is_file():
         return {}
     pairs = (line.partition("=") for line in stamp.read_text(encoding="utf-8").splitlines())
@@ -45,11 +68,14 @@ def recorded_versions(stamp: Path) -> dict[str, str]:
 
 
 def moved_packages(stamp: Path) -> list[Moved]:
-    """List the packages that have another version than the environment was made with. A torchvision that was added since
-    is one of them if it does not fit torch: transformers fails where it can't be imported."""
+    """List the packages that have another version than the environment was made with.
+
+    A torchvision that was added since is one of them if it does not fit torch: transformers fails
+    where it can't be imported.
+    """
     recorded = recorded_versions(stamp)
-    pairs = ((name, version, installed_version(name) or "none") for name, version in recorded.items())
-    moved = [Moved(*pair) for pair in pairs if pair[1] != pair[2]]
+    packages = (Moved(name, version, installed_version(name) or "none") for name, version in recorded.items())
+    moved = [package for package in packages if package.recorded != package.installed]
     torch, torchvision = installed_version("torch"), installed_version("torchvision")
     if torch and torchvision and "torchvision" not in recorded and not torchvision_fits(torch, torchvision):
         moved.append(Moved("torchvision", "none", torchvision))
@@ -57,14 +83,17 @@ def moved_packages(stamp: Path) -> list[Moved]:
 
 
 def torchvision_fits(torch: str, torchvision: str) -> bool:
-    """Whether a torchvision was built for this torch: torch 2.N goes with 0.(N+15), and both are of one CUDA or of none."""
+    """Return whether a torchvision was built for this torch.
+
+    torch 2.N goes with torchvision 0.(N+15), and both are of one CUDA or of none.
+    """
     minor, build = _minor(torch), torch.partition("+")[2]
     same_build = not re.fullmatch(r"cpu|cu\d+|rocm[\d.]+", build) or torchvision.partition("+")[2] == build
     return minor is None or (torchvision.startswith(f"0.{minor + 15}.") and same_build)
 
 
 def torchvision_arguments(torch: str | None) -> list[str]:
-    """Return what `pip` needs to install the torchvision for this torch without touching torch."""
+    """Return the arguments of `pip` that install the torchvision for this torch, and no torch."""
     minor = _minor(torch or "")
     if minor is None:
         return ["install", "--no-deps", "torchvision"]
@@ -80,7 +109,7 @@ def torchvision_command() -> str:
 
 
 def _minor(torch: str) -> int | None:
-    """The N of torch 2.N."""
+    """Return the N of torch 2.N; None for another form."""
     match = re.match(r"2\.(\d+)", torch)
     return int(match[1]) if match else None
 
@@ -89,8 +118,8 @@ def main(verb: str, stamp: str) -> None:
     """Print what `install.sh` asks for, one item a line.
 
     Args:
-        verb: record: lines for the stamp. moved: packages with their recorded and their installed version. torchvision:
-            arguments for pip; none if the torchvision that is there fits.
+        verb: record: lines for the stamp. moved: packages with their recorded and their installed
+            version. torchvision: arguments for pip; none if the installed torchvision fits.
     """
     if verb == "record":
         versions = {name: installed_version(name) for name in RECORDED}

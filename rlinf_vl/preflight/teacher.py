@@ -1,4 +1,4 @@
-"""The teacher that a config names (`algorithm.distillation.teacher_path`), looked at before anything is started."""
+"""Check the teacher that a config names (`algorithm.distillation.teacher_path`) before a run."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,10 @@ from rlinf_vl.preflight.checkpoint import checkpoint
 
 
 def teacher(config: Config) -> Iterator[str]:
-    """Whether it is a checkpoint that the policy's engine need not know, and has the policy's tokens."""
+    """Yield the teacher's problems as a checkpoint, and tokens that differ from the policy's.
+
+    The policy's engine need not know its family.
+    """
     path, key = config.algorithm.distillation.teacher_path, "algorithm.distillation.teacher_path"
     if path is None:
         return
@@ -20,22 +23,27 @@ def teacher(config: Config) -> Iterator[str]:
         yield f"{key}: {path!r} is the embedded task's model before any training; export a run's checkpoint, and name that folder"
         return
     model = replace(config.rollout.model, model_path=path, model_type="auto")
+    # As of the torch engine: no engine runs the teacher, so limits of SGLang do not matter.
     rollout = replace(config.rollout, model=model, rollout_backend="torch")
     problems = list(checkpoint(replace(config, rollout=rollout)))
     yield from (problem.replace("rollout.model.model_path", key) for problem in problems)
-    ours, theirs = (_vocabulary(name) for name in (config.rollout.model.model_path, path))
-    if not problems and ours and theirs and ours != theirs:
-        token = next(token for token in (*ours, *theirs) if ours.get(token) != theirs.get(token))
+    policy_ids, teacher_ids = _vocabulary(config.rollout.model.model_path), _vocabulary(path)
+    if not problems and policy_ids and teacher_ids and policy_ids != teacher_ids:
+        token = next(token for token in (*policy_ids, *teacher_ids) if policy_ids.get(token) != teacher_ids.get(token))
         yield (
-            f"{key}: {path} has another tokenizer than {config.rollout.model.model_path}: {token!r} is token "
-            f"{theirs.get(token, '(none)')} there and {ours.get(token, '(none)')} here; take a teacher of the policy's family"
+            f"{key}: {path} has another tokenizer than {config.rollout.model.model_path}: "
+            f"{token!r} is token {teacher_ids.get(token, '(none)')} there and "
+            f"{policy_ids.get(token, '(none)')} here; take a teacher of the policy's family"
         )
 
 
 def _vocabulary(path: str) -> dict[str, int]:
-    """Ids by token of a local checkpoint; empty where that isn't known without loading it."""
+    """Return the ids by token of a local checkpoint.
+
+    It is empty where they aren't known without loading the tokenizer.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         if path not in TOYS:
-            read = json.loads((Path(path) / "tokenizer.json").read_bytes())
-            return read["model"]["vocab"] | {token["content"]: token["id"] for token in read["added_tokens"]}
+            tokenizer = json.loads((Path(path) / "tokenizer.json").read_bytes())
+            return tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     return {}

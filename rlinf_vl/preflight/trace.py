@@ -1,5 +1,8 @@
-"""A pass of the real model code on tensors of the meta device: which operations run, which of them wait for the GPU, and how
-many bytes are alive at once. Nothing is computed, so a model of 2B takes about a second."""
+"""Trace a pass of the real model code on tensors of the meta device.
+
+A trace has the operations that run, those that wait for the GPU, and the bytes that are alive at
+once. Nothing is computed, so a model of 2B takes about a second.
+"""
 
 import weakref
 from collections import Counter
@@ -26,48 +29,62 @@ from rlinf_vl.types import MicroBatch
 _aten = torch.ops.aten
 _AUTOCAST = torch.autocast
 #: Operations whose result's shape or value the CPU needs: it waits until the GPU has computed them.
-_SYNCHRONISING = (_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default)
+_SYNCHRONISING = {
+    _aten._local_scalar_dense.default,
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+}
 
 
 class LiveBytes(TorchDispatchMode):
-    """While entered, counts operations, synchronising ones by name, and the bytes of living storages but those of `known`."""
+    """A mode that counts operations and the bytes of living storages.
 
-    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
+    Attributes:
+        operations: number of operations.
+        synchronising: of them, those that wait for the GPU, by name.
+        current: bytes of living storages but those of `ignored`; `peak`: the most so far.
+    """
+
+    def __init__(self, ignored: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self.operations = 0
         self.synchronising: Counter[str] = Counter()
-        self.now = 0
+        self.current = 0
         self.peak = 0
         self._live: dict[int, int] = {}
-        # Referenced, so that no other storage gets their address.
-        self._known = {storage._cdata: storage for storage in (t.untyped_storage() for t in known)}
+        # The reference keeps the storage, so that no other one gets its address.
+        storages = [tensor.untyped_storage() for tensor in ignored]
+        self._ignored = {storage._cdata: storage for storage in storages}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.operations += 1
         self.synchronising[str(operation)] += operation in _SYNCHRONISING
         on_meta = any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs)))
-        if on_meta and operation is not _aten._to_copy.default:  # small tables on the CPU join the others there
+        # Small tables are made on the CPU; on a GPU they would have been copied to it.
+        if on_meta and operation is not _aten._to_copy.default:
             args = tree_map_only(torch.Tensor, lambda x: x if x.is_meta or not x.ndim else x.to("meta"), args)
-        out = operation(*args, **kwargs)
-        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+        result = operation(*args, **kwargs)
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
             key = storage._cdata
-            if key not in self._live and key not in self._known:
+            if key not in self._live and key not in self._ignored:
                 self._live[key] = storage.nbytes()
-                self.now += self._live[key]
-                self.peak = max(self.peak, self.now)
+                self.current += self._live[key]
+                self.peak = max(self.peak, self.current)
                 weakref.finalize(storage, self._free, key)
-        return out
+        return result
 
     def _free(self, key: int) -> None:
-        self.now -= self._live.pop(key)
+        """Subtract a storage that has been freed."""
+        self.current -= self._live.pop(key)
 
 
 class _FusedNorm(torch.autograd.Function):
-    """In memory what CUDA's fused RMSNorm is; on the meta device PyTorch would take it apart."""
+    """An RMSNorm with the memory of CUDA's fused one; PyTorch has none on the meta device."""
 
     @staticmethod
     def forward(ctx, x, weight):
+        # CUDA's kernel saves one float32 for each row: the inverse of its root mean square.
         ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
         return torch.empty_like(x)
 
@@ -78,13 +95,19 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _autocast(device_type: str, *arguments: Any, **options: Any) -> AbstractContextManager[Any]:
-    """`torch.autocast`, which knows no meta device and is only ever disabled for it (by peft, around stacked experts)."""
+    """Return `torch.autocast`, or nothing on the meta device, which it does not know.
+
+    It is only ever disabled for it (by peft, around stacked experts).
+    """
     return nullcontext() if device_type == "meta" else _AUTOCAST(device_type, *arguments, **options)
 
 
 @contextmanager
 def pretend_cuda() -> Iterator[None]:
-    """Have the model code take its CUDA branches. For the whole process: use it before threads start."""
+    """Let the model code take its CUDA branches in the block.
+
+    This holds for the whole process: use it before threads start.
+    """
     with (
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)),
         mock.patch.object(attention, "kernel_for", lambda *_: Varlen),
@@ -97,22 +120,29 @@ def pretend_cuda() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Of one pass. `peak`: bytes beside parameters and their gradients; `kept`: of them, what forward leaves for backward."""
+    """The trace of one pass.
+
+    Attributes:
+        operations: number of operations; `synchronising`: of those that wait for the GPU, by name.
+        saved: bytes that forward leaves for backward.
+        peak: the most bytes alive beside parameters and their gradients.
+    """
 
     operations: int
     synchronising: dict[str, int]
-    kept: int
+    saved: int
     peak: int
 
 
 def trace_step(model: PreTrainedModel, family: Family, tokens: int, *, longest: int, chunk: int | None) -> Trace:
-    """Forward, head and backward of one micro-batch of `tokens`, in sequences of `longest`.
+    """Trace forward, head and backward of one micro-batch of `tokens`, in sequences of `longest`.
 
-    An upper bound of what a row of that length takes: each token but the first of a sequence is an image's, if the family has
-    images, and each is predicted. A trained tower runs in it; features of a frozen one come from the cache.
+    An upper bound of a row of that length: each token but the first of a sequence is an image's, if
+    the family has images, and each is predicted. A trained tower runs in it; features of a frozen
+    one come from the cache.
 
     Args:
-        model: on any device; `pretend_cuda` makes a meta model a GPU's.
+        model: on any device; `pretend_cuda` lets a meta model count as a GPU's.
         chunk: `actor.logprob_chunk_tokens`.
     """
     device = next(model.parameters()).device
@@ -128,28 +158,33 @@ def trace_step(model: PreTrainedModel, family: Family, tokens: int, *, longest: 
         else:
             features = _features(model, family, len(images), device)
         logprobs, entropy = policy(_row(tokens, longest, images), features)
-        kept = live.now
+        saved = live.current
         (logprobs.sum() + entropy.sum()).backward()
     for hook in hooks:
         hook.remove()
-    return Trace(live.operations, +live.synchronising, kept, live.peak)
+    return Trace(live.operations, +live.synchronising, saved, live.peak)
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
+    """Free a gradient at once: the ledger counts gradients by FSDP2's sharding."""
     parameter.grad = None
 
 
 def trace_images(model: PreTrainedModel, family: Family, tokens: int, longest: int) -> Trace:
-    """The tower alone, without gradients, on images of so many tokens in all, `longest` at most each."""
+    """Trace the tower alone, without gradients, on images of `tokens` in all.
+
+    An image has at most `longest` tokens.
+    """
     live = LiveBytes(list(model.parameters()))
     with live, torch.no_grad():
         features = _encode(model, family, tokens, longest)
-        kept = live.now
+        saved = live.current
     del features
-    return Trace(live.operations, +live.synchronising, kept, live.peak)
+    return Trace(live.operations, +live.synchronising, saved, live.peak)
 
 
 def _encode(model: PreTrainedModel, family: Family, tokens: int, longest: int) -> VisionFeatures:
+    """Run the tower on blank images of `tokens` in all, each of at most `longest`."""
     tower = model.get_submodule(family.vision_tower or "")
     weight = next(tower.parameters())
     blank, grid = family.blank_image(model.config)
@@ -161,24 +196,25 @@ def _encode(model: PreTrainedModel, family: Family, tokens: int, longest: int) -
 
 
 def _features(model: PreTrainedModel, family: Family, tokens: int, device: torch.device) -> VisionFeatures:
-    """As the cache gives them: one tensor for all layers."""
+    """Return features as the cache gives them: views of one tensor for all layers."""
     weight = output_weight(model)
     stack = torch.zeros(family.feature_layers(model.config), tokens, weight.shape[1], dtype=weight.dtype, device=device)
     return VisionFeatures(stack[0], tuple(stack[1:]))
 
 
 def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
-    at, starts, zeros = np.arange(tokens), np.arange(0, tokens, longest), np.zeros(tokens, np.int64)
+    """Make a packed row of `tokens`, with image tokens at the positions `images`."""
+    indices, starts, zeros = np.arange(tokens), np.arange(0, tokens, longest), np.zeros(tokens, np.int64)
     return MicroBatch(
         ids=zeros,
-        positions=np.tile(at % longest, (4, 1)),
+        positions=np.tile(indices % longest, (4, 1)),
         cu_seqlens=np.append(starts, tokens),
         prefix=np.full(len(starts), -1),
         copies=np.ones(len(starts), np.int64),
         routes=None,
-        predict=at,
+        predict=indices,
         targets=zeros,
-        trajectories=at // longest,
+        trajectories=indices // longest,
         turns=np.zeros(tokens, np.int64),
         advantages=np.zeros(tokens, np.float32),
         rollout_logprobs=None,

@@ -61,7 +61,7 @@ def test_a_machine_that_has_everything_has_no_other_line():
 )
 def test_each_fault_has_a_line(fault, subject, status, said):
     found = lines(dataclasses.replace(GPUS, **fault))
-    assert (found[subject].status, said in found[subject].said) == (status, True), found[subject]
+    assert (found[subject].status, said in found[subject].text) == (status, True), found[subject]
     others = {name for name, line in found.items() if line.status != "ok"}
     assert others <= {subject} | ({"cores", "memory", "slots"} if "gpus" in fault else set())
 
@@ -83,9 +83,9 @@ def test_allocator_settings_that_the_memory_saver_refuses():
 def test_packages():
     packages = GPUS.packages | {"torch": "2.12.1+cu130", "ray": None, "sglang": None}
     found = lines(dataclasses.replace(GPUS, packages=packages))
-    assert found["torch"].status == "warn" and "2.13.0, 2.14.1" in found["torch"].said
+    assert found["torch"].status == "warn" and "2.13.0, 2.14.1" in found["torch"].text
     assert found["ray"].status == found["sglang"].status == "fail"
-    assert "install.sh --sglang" in found["sglang"].said
+    assert "install.sh --sglang" in found["sglang"].text
     assert "SGLang's tools" not in found  # without SGLang its tools say nothing
     without = lines(dataclasses.replace(GPUS, packages=packages), "rollout.rollout_backend=torch")
     assert "sglang" not in without
@@ -100,16 +100,16 @@ def test_the_head_of_a_cluster_needs_no_gpu():
 
 
 def test_image_tokens_by_arithmetic(tmp_path):
-    assert "at most 512 an image (32 × 32 pixels" in lines(GPUS)["image tokens"].said
+    assert "at most 512 an image (32 × 32 pixels" in lines(GPUS)["image tokens"].text
     large = lines(GPUS, "data.image_max_pixels=2000000")["image tokens"]
-    assert large.status == "warn" and "at most 1953" in large.said
-    assert "no images" in lines(GPUS, "data.image_keys=[]")["image tokens"].said
+    assert large.status == "warn" and "at most 1953" in large.text
+    assert "no images" in lines(GPUS, "data.image_keys=[]")["image tokens"].text
     from tiny import tiny_model
 
     tiny_model().config.save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"longest_edge": 6400, "shortest_edge": 64}}')
     own = lines(GPUS, "data.image_max_pixels=null", f"rollout.model.model_path={tmp_path}")["image tokens"]
-    assert "at most 100 an image (8 × 8 pixels" in own.said
+    assert "at most 100 an image (8 × 8 pixels" in own.text
     tiny_model(family="qwen3").config.save_pretrained(tmp_path)
     assert "image tokens" not in lines(GPUS, f"rollout.model.model_path={tmp_path}")
 
@@ -218,7 +218,7 @@ def test_the_verb(monkeypatch, capsys):
 def test_gated_delta_nets_on_a_gpu_want_flash_linear_attention():
     recurrent, cuda = "toy-grpo-cpu-qwen3_5", "cluster.device=cuda"
     missing = lines(GPUS, cuda, config=recurrent)["gated delta nets"]
-    assert missing.status == "warn" and "pip install 'fla-core" in missing.said
+    assert missing.status == "warn" and "pip install 'fla-core" in missing.text
     there = dataclasses.replace(GPUS, packages=GPUS.packages | {"fla-core": "0.6.0"})
     assert lines(there, cuda, config=recurrent)["gated delta nets"].status == "ok"
     assert "gated delta nets" not in lines(CPU, config=recurrent)

@@ -199,7 +199,7 @@ def test_a_local_model_folder_is_read(tmp_path, model):
 
     tiny_model().config.save_pretrained(tmp_path)
     found = ledger(parse_config(FLAGSHIP), CLUSTERS[0], Model(parse_config(FLAGSHIP), str(tmp_path)))
-    assert found.said == "its config.json" and not found.problems
+    assert found.shape_source == "its config.json" and not found.problems
     assert found.gpus[0].phases["train"]["parameters"] < 2**20
 
 

@@ -37,9 +37,9 @@ def test_a_trace_on_meta_counts_what_real_tensors_take(checkpointing, frozen):
     with mock.patch.object(attention, "kernel_for", lambda *_: Matmul):
         counted, computed = (trace_step(m, FAMILY, 96, longest=24, chunk=16) for m in (meta, real))
         towers = [trace_images(m, FAMILY, 40, 12) for m in (meta, real)]
-    assert counted.kept == computed.kept > 0
-    assert counted.peak == computed.peak > counted.kept
-    assert towers[0].peak == towers[1].peak > towers[0].kept == towers[1].kept
+    assert counted.saved == computed.saved > 0
+    assert counted.peak == computed.peak > counted.saved
+    assert towers[0].peak == towers[1].peak > towers[0].saved == towers[1].saved
 
 
 def test_live_bytes_are_those_of_living_storages():
@@ -49,13 +49,13 @@ def test_live_bytes_are_those_of_living_storages():
         b = a.view(10, 10)[2:]  # no memory of its own
         known.add_(1)
         c = torch.ones(50, dtype=torch.float64)
-        assert live.now == 400 + 400
+        assert live.current == 400 + 400
         del a
-        assert live.now == 800, "a view keeps its storage"
+        assert live.current == 800, "a view keeps its storage"
         del b
-        assert live.now == 400
+        assert live.current == 400
         _ = float(c[0]), c.sum().item()
-    assert live.peak == 800 and live.now == 400 and live.synchronising["aten._local_scalar_dense.default"] == 2
+    assert live.peak == 800 and live.current == 400 and live.synchronising["aten._local_scalar_dense.default"] == 2
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,8 @@ def test_checkpointing_keeps_one_tensor_a_layer(flagship):
     with pretend_cuda():
         with_it, without = (trace_step(flagship[c], FAMILY, tokens, longest=1024, chunk=256) for c in (True, False))
     per_layer = tokens * 2048 * 2
-    assert 28 * per_layer < with_it.kept < 28 * per_layer * 1.3
-    assert without.kept > 10 * with_it.kept
+    assert 28 * per_layer < with_it.saved < 28 * per_layer * 1.3
+    assert without.saved > 10 * with_it.saved
     assert with_it.peak < without.peak / 2
     assert with_it.operations > without.operations  # forward twice
 
