@@ -1,4 +1,7 @@
-"""`python -m rlinf_vl check-env`: plays an environment with random and hostile answers, and says what breaks the contract."""
+"""`python -m rlinf_vl check-env`: plays an environment with random and hostile answers.
+
+It reports what breaks the contract of environments (exit code 1), and what the episodes were like.
+"""
 
 import argparse
 import inspect
@@ -34,7 +37,7 @@ from rlinf_vl.rollout.observation import checked, observe
 from rlinf_vl.rollout.row_check import without_reference
 from rlinf_vl.types import ROLES, Message, Problem
 
-#: What a policy may say, by what it is; each is said in every turn of an episode.
+#: Answers that a policy may give, by kind; each is given in every turn of one episode.
 HOSTILE = {
     "nothing": "",
     "blanks": " \n\t ",
@@ -47,30 +50,34 @@ HOSTILE = {
     "odd characters": "\x00\x1b[2J\u202e\ufffd\u0301",
     "braces and percent signs": "{} {0} {x!r} %s %(x)s ${a} {{",
 }
-RANDOM_EPISODES = 6  # for each problem
-#: Share of the calls of tools whose arguments are of their types.
+RANDOM_EPISODES = 6  # per problem
+#: Share of random tool calls whose arguments have the right types.
 TYPED_SHARE = 0.75
-MOST_PROBLEMS = 4
-MOST_TURNS = 100
-MOST_SECONDS = 120.0  # no episode begins after that
-MOST_HUNG = 2  # nor after so many calls that hung
+MAX_PROBLEMS = 4
+MAX_TURNS = 100
+#: No episode begins after so many seconds, or so many calls that hung.
+MAX_SECONDS = 120.0
+MAX_HUNG_CALLS = 2
+#: Seconds beyond which a call is reported as slow.
 SLOW_S = 1.0
+#: The problem that is played if no data is given.
 _PROBLEM = Problem("check-env", ({"role": "user", "content": [{"type": "text", "text": "What is 6 × 7?"}]},), "42")
 
 
 class Hung(Exception):
-    """A call took longer than it may."""
+    """A call exceeded its time limit."""
 
 
 @dataclass
 class ToolCount:
-    """The calls of one tool: how many there were, how many worked, and the last error of those that did not."""
+    """The calls of one tool: their number, how many worked, and the last error of the others."""
 
     calls: int = 0
     worked: int = 0
     last_error: str = ""
 
     def add(self, error: Any) -> None:
+        """Count a call; `error` is None if it worked."""
         self.calls += 1
         if error is None:
             self.worked += 1
@@ -80,12 +87,22 @@ class ToolCount:
 
 @dataclass
 class Check:
-    """What was found.
+    """The check of one environment: its calls, and the findings of all episodes.
 
     Attributes:
-        problems: what breaks the contract, by kind: a sentence, and in which calls.
-        seconds: the longest call of each method.
-        file: where the class is, for the lines of its errors.
+        make: makes the environment.
+        file: the file of its class, to report the lines of its errors.
+        limit_s: limit on each call, in seconds.
+        problems: what breaks the contract, by kind: a sentence, and the calls in which it did.
+        hung: the number of calls that hung.
+        notes: remarks that are no problems.
+        turns, rewards: of each episode that was played to its end.
+        endings: the number of episodes by whether they were done within `MAX_TURNS`.
+        images: the number of images by size.
+        images_per_turn: the number of images of each observation.
+        named: how often each metric and reward part was recorded.
+        tool_calls: calls of each tool that the environment reported.
+        seconds: the duration of the longest call of each method.
     """
 
     make: EnvMaker
@@ -108,124 +125,141 @@ class Check:
         return Calls(self.limit_s)
 
     def play(self, problems: Sequence[Problem]) -> None:
-        begun, rng = time.monotonic(), random.Random(0)
+        """Play all episodes of each problem."""
+        start_time, rng = time.monotonic(), random.Random(0)
         for problem in problems:
-            self.seeds(problem)
-            self.closing(problem)
-            answers: list[tuple[str, Callable[[str], str]]] = [
-                (what, lambda _, said=said: said) for what, said in HOSTILE.items()
+            self.check_seeds(problem)
+            self.check_closing(problem)
+            # (kind, function from an observation's text to an answer)
+            policies: list[tuple[str, Callable[[str], str]]] = [
+                (kind, lambda _, answer=answer: answer) for kind, answer in HOSTILE.items()
             ]
-            answers.append(("the reference answer", lambda _, said=problem.answer: rf"\boxed{{{said}}}"))
-            answers += [("words of its own messages", lambda heard: random_answer(heard, rng))] * RANDOM_EPISODES
-            answers += [("calls of its own tools", lambda heard: random_call(heard, rng))] * (RANDOM_EPISODES // 2)
-            for what, answer in answers:
-                if self.hung >= MOST_HUNG or time.monotonic() - begun > MOST_SECONDS:
-                    self.notes.append(f"stopped after {MOST_HUNG} calls that hung, or {MOST_SECONDS:.0f} s")
+            reference = rf"\boxed{{{problem.answer}}}"
+            policies.append(("the reference answer", lambda _, answer=reference: answer))
+            for _ in range(RANDOM_EPISODES):
+                policies.append(("words of its own messages", lambda text: random_answer(text, rng)))
+            for _ in range(RANDOM_EPISODES // 2):
+                policies.append(("calls of its own tools", lambda text: random_call(text, rng)))
+            for kind, policy in policies:
+                if self.hung >= MAX_HUNG_CALLS or time.monotonic() - start_time > MAX_SECONDS:
+                    self.notes.append(f"stopped after {MAX_HUNG_CALLS} calls that hung, or {MAX_SECONDS:.0f} s")
                     break
-                self.episode(problem, what, answer, rng.getrandbits(63))
+                self.play_episode(problem, kind, policy, rng.getrandbits(63))
         if self.turns and not self.endings[True]:
-            self.broken(
-                f"no episode was done within {MOST_TURNS} turns: say done=True at last, or set rollout.max_turns"
+            self.add_problem(
+                f"no episode was done within {MAX_TURNS} turns: say done=True at last, or set rollout.max_turns"
             )
 
-    def episode(self, problem: Problem, what: str, answer: Callable[[str], str], seed: int) -> None:
-        """Until it is done; then one step more, and close."""
+    def play_episode(self, problem: Problem, kind: str, policy: Callable[[str], str], seed: int) -> None:
+        """Play an episode until it is done, take one more step, and close the environment.
+
+        Args:
+            kind: names the policy in the report.
+            policy: returns an answer to the text of the first and the last observation.
+        """
         try:
             env = self.call("the constructor", self.make, problem, seed, seed)
             try:
-                heard = begun = self.begin(env, problem)
+                start_text = self.start(env, problem)
+                last_text = start_text
                 total, turns, done = 0.0, 0, False
-                while heard is not None and turns < MOST_TURNS and not done:
-                    result = self.step(env, problem, answer(f"{begun}\n{heard}"), what)
+                while last_text is not None and turns < MAX_TURNS and not done:
+                    result = self.step(env, problem, policy(f"{start_text}\n{last_text}"), kind)
                     if result is None:
                         return
-                    total, turns, done = total + self.worth(result, problem), turns + 1, bool(result.done)
+                    total += self.reward_of(result, problem)
+                    turns, done = turns + 1, bool(result.done)
                     if not done:
-                        heard = self.messages(result.messages, problem, f"step with {what}")
-                if heard is None:
+                        last_text = self.messages(result.messages, problem, f"step with {kind}")
+                if last_text is None:
                     return
                 self.turns.append(turns)
                 self.rewards.append(total)
                 self.endings[done] += 1
                 if done:
-                    self.after_the_end(env)
+                    self.step_after_done(env)
             finally:
                 self.call("close()", env.close)
         except Hung:
             pass
         except Exception as error:
-            self.failed("", error)
+            self.add_error("", error)
 
-    def worth(self, result: StepResult, problem: Problem) -> float:
-        """Its reward, and what a grader finds of an answer that is left to reward functions."""
-        left = result.info.get("answer")
-        if left is not None and not problem.answer:
-            self.broken(without_reference(self.make.name_of(problem), problem), "", "no answer")
+    def reward_of(self, result: StepResult, problem: Problem) -> float:
+        """Return a step's reward, with the grade of an answer that is left to reward functions."""
+        answer = result.info.get("answer")
+        if answer is not None and not problem.answer:
+            self.add_problem(without_reference(self.make.name_of(problem), problem), "", "no answer")
             return float(result.reward)
-        return float(result.reward) + (0.0 if left is None else float(self.make.grade(problem, left)))
+        return float(result.reward) + (0.0 if answer is None else float(self.make.grade(problem, answer)))
 
-    def after_the_end(self, env: Env) -> None:
+    def step_after_done(self, env: Env) -> None:
+        """Check that an episode that is done stays done; raising is fine, too."""
         try:
-            late = self.call("step after done", env.step, "again")
-        except Exception:  # which is a fine answer
+            result = self.call("step after done", env.step, "again")
+        except Exception:
             return
-        if isinstance(late, StepResult) and not late.done:
-            self.broken("step after done returned done=False: an episode that is over stays over, or raises")
+        if isinstance(result, StepResult) and not result.done:
+            self.add_problem("step after done returned done=False: an episode that is over stays over, or raises")
 
-    def begin(self, env: Env, problem: Problem) -> str | None:
+    def start(self, env: Env, problem: Problem) -> str | None:
+        """Start the environment; return the text of its messages, or None if that fails."""
         try:
             return self.messages(self.call("start(problem)", env.start, problem), problem, "start(problem)")
         except Exception as error:
-            return self.failed("start(problem)", error)
+            return self.add_error("start(problem)", error)
 
-    def step(self, env: Env, problem: Problem, said: str, what: str) -> StepResult | None:
-        where = f"step with {what}"
+    def step(self, env: Env, problem: Problem, answer: str, kind: str) -> StepResult | None:
+        """Take a step and check its result; return None if the episode can't go on."""
+        where = f"step with {kind}"
         try:
-            result = self.call("step(response)", env.step, said)
+            result = self.call("step(response)", env.step, answer)
         except GradingError:
-            return StepResult((), 0.0, True)  # no verdict: the player pays what a wrong answer gets
+            # No verdict: a run gives it the reward of a wrong answer.
+            return StepResult((), 0.0, True)
         except Exception as error:
-            return self.failed(f"{where} ({shorten(repr(said), 40)})", error)
+            return self.add_error(f"{where} ({shorten(repr(answer), 40)})", error)
         if not isinstance(result, StepResult):
             returned = type(result).__name__
-            self.broken(f"step returned {returned}: return StepResult(messages, reward, done, info)", where)
+            self.add_problem(f"step returned {returned}: return StepResult(messages, reward, done, info)", where)
             return None
         if isinstance(result.reward, (str, bytes)) or not np.isreal(result.reward) or not np.isfinite(result.reward):
-            self.broken(f"step gave the reward {result.reward!r}: it must be a finite number", where)
+            self.add_problem(f"step gave the reward {result.reward!r}: it must be a finite number", where)
             return None
         if not isinstance(result.done, (bool, np.bool_)):
-            self.broken(f"step gave done={result.done!r}: it must be True or False", where)
+            self.add_problem(f"step gave done={result.done!r}: it must be True or False", where)
         try:
-            facts = checked(result).info
-            self.named.update(f"metric {name}" for name in facts["metrics"])
-            self.named.update(f"reward part {name}" for name in facts["reward_parts"])
-            for called in result.info.get("tool_calls", ()):
-                if not isinstance(called, Mapping) or not {"name", "arguments"} <= called.keys():
-                    raise TypeError(f"the tool call {called!r} is no mapping with 'name' and 'arguments'")
-                count = self.tool_calls.setdefault(str(called["name"]) or "malformed calls", ToolCount())
-                count.add(called.get("error"))
+            info = checked(result).info
+            self.named.update(f"metric {name}" for name in info["metrics"])
+            self.named.update(f"reward part {name}" for name in info["reward_parts"])
+            for tool_call in result.info.get("tool_calls", ()):
+                if not isinstance(tool_call, Mapping) or not {"name", "arguments"} <= tool_call.keys():
+                    raise TypeError(f"the tool call {tool_call!r} is no mapping with 'name' and 'arguments'")
+                count = self.tool_calls.setdefault(str(tool_call["name"]) or "malformed calls", ToolCount())
+                count.add(tool_call.get("error"))
         except Exception as error:
-            self.broken(f"step gave an info that can't be recorded: {error}", where)
+            self.add_problem(f"step gave an info that can't be recorded: {error}", where)
         return result
 
     def messages(self, messages: Any, problem: Problem, where: str) -> str | None:
-        """What they say, as text; None if they can't be shown to a policy."""
+        """Check messages; return their text, or None if they can't be shown to a policy."""
         try:
-            listed: list[Message] = list(messages)
-            texts = [text for message in listed for text in _texts(message)]
-            if where.startswith("start") and not listed:
+            message_list: list[Message] = list(messages)
+            texts = [text for message in message_list for text in _texts(message)]
+            if where.startswith("start") and not message_list:
                 raise ValueError("there are none: the policy has to be shown something")
-            if listed and listed[-1]["role"] not in ("user", "tool"):
-                raise ValueError(f"the last is of role {listed[-1]['role']!r}: the policy answers 'user' or 'tool'")
-            shown = [decode(image) for image in observe(listed, problem).images]
+            if message_list and message_list[-1]["role"] not in ("user", "tool"):
+                role = message_list[-1]["role"]
+                raise ValueError(f"the last is of role {role!r}: the policy answers 'user' or 'tool'")
+            images = [decode(image) for image in observe(message_list, problem).images]
         except Exception as error:
-            return self.broken(f"messages can't be shown: {error}", where, f"messages {type(error)}")
-        self.images_per_turn.append(len(shown))
-        self.images.update(f"{image.width}×{image.height}" for image in shown)
+            return self.add_problem(f"messages can't be shown: {error}", where, f"messages {type(error)}")
+        self.images_per_turn.append(len(images))
+        self.images.update(f"{image.width}×{image.height}" for image in images)
         return "\n".join(texts)
 
-    def seeds(self, problem: Problem) -> None:
-        """What start says for equal seeds, while another episode goes on; for another seed; and for another group's."""
+    def check_seeds(self, problem: Problem) -> None:
+        """Compare the starts of episodes with equal seeds, another seed, and another group seed."""
         starts = []
         for seed, group_seed in ((1, 2), (1, 2), (3, 2), (1, 4)):
             try:
@@ -233,70 +267,78 @@ class Check:
                 try:
                     messages = list(self.call("start(problem)", env.start, problem))
                     images = [image.hash for image in observe(messages, problem).images]
-                    starts.append((images, [(m["role"], list(_texts(m))) for m in messages]))
+                    texts = [(message["role"], list(_texts(message))) for message in messages]
+                    starts.append((images, texts))
                 finally:
                     self.call("close()", env.close)
-            except Exception:  # each is told by the episodes
+            except Exception:  # the episodes report it
                 return
-        same, other, further = (start == starts[0] for start in starts[1:])
-        if not same:
-            self.broken(
+        is_reproducible, same_for_seed, same_for_group = (start == starts[0] for start in starts[1:])
+        if not is_reproducible:
+            self.add_problem(
                 "start(problem) says something else for equal seeds: draw what is random from the keywords seed and group_seed"
             )
-        elif not other:
+        elif not same_for_seed:
             self.notes.append(
                 "episodes of a group begin differently, so that they share no prompt: draw from group_seed"
             )
         else:
-            self.notes.append(f"the start {'does not depend' if further else 'depends'} on group_seed")
+            self.notes.append(f"the start {'does not depend' if same_for_group else 'depends'} on group_seed")
 
-    def closing(self, problem: Problem) -> None:
-        """Without a start, and twice."""
-        for how in ("without start", "a second time"):
+    def check_closing(self, problem: Problem) -> None:
+        """Close an environment without a start, and another one twice; neither may raise."""
+        for case in ("without start", "a second time"):
             try:
                 env = self.call("the constructor", self.make, problem, 0, 0)
-                if how == "a second time":
+                if case == "a second time":
                     self.call("start(problem)", env.start, problem)
                     self.call("close()", env.close)
-            except Exception:  # told by the episodes
+            except Exception:  # the episodes report it
                 return
             try:
                 self.call("close()", env.close)
             except Exception as error:
-                self.failed(f"close() {how}", error)
+                self.add_error(f"close() {case}", error)
 
-    def broken(self, problem: str, where: str = "", kind: str = "") -> None:
+    def add_problem(self, problem: str, where: str = "", kind: str = "") -> None:
+        """Record what breaks the contract, once per kind (by default the sentence itself)."""
         self.problems.setdefault(kind or problem, (problem, []))[1].append(where)
 
-    def failed(self, where: str, error: Exception) -> None:
+    def add_error(self, where: str, error: Exception) -> None:
+        """Record an error as a problem, with the line of the environment's file that raised it."""
         if not isinstance(error, Hung):
             frames = traceback.extract_tb(error.__traceback__)
-            at = next((frame for frame in reversed(frames) if frame.filename == self.file), frames[-1])
+            frame = next((frame for frame in reversed(frames) if frame.filename == self.file), frames[-1])
             raised = f"{type(error).__name__}: {shorten(str(error), 200)}"
             method = where.partition(" with ")[0] or "the constructor"
-            place = f"({at.filename}, line {at.lineno})"
-            self.broken(f"{method} raised {raised} {place}", where, f"{method} {type(error)} {place}")
+            line = f"({frame.filename}, line {frame.lineno})"
+            self.add_problem(f"{method} raised {raised} {line}", where, f"{method} {type(error)} {line}")
 
     def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What it returns, a coroutine's result included. Raises Hung, which is a problem already."""
-        begun, call = time.monotonic(), self.calls.begin(function, *arguments)
+        """Call a function or coroutine function with the time limit, and return its result.
+
+        Raises:
+            Hung: it exceeded the limit, which is recorded as a problem.
+        """
+        start_time, call = time.monotonic(), self.calls.begin(function, *arguments)
         try:
             return call.result(self.limit_s)
         except (TimeoutError, CallTimeout) as error:
-            if isinstance(error, TimeoutError) and call.done():  # its own
+            if isinstance(error, TimeoutError) and call.done():  # raised by the environment
                 raise
-            self.broken(f"{name} did not return within {self.limit_s:g} s (rollout.turn_timeout)")
+            self.add_problem(f"{name} did not return within {self.limit_s:g} s (rollout.turn_timeout)")
             self.hung += 1
             raise Hung from None
         finally:
-            self.seconds[name] = max(self.seconds.get(name, 0.0), time.monotonic() - begun)
+            duration_s = time.monotonic() - start_time
+            self.seconds[name] = max(self.seconds.get(name, 0.0), duration_s)
 
-    def told(self) -> Iterator[str]:
-        """The report, line by line."""
+    def report(self) -> Iterator[str]:
+        """Yield the lines of the report."""
         turns, rewards = self.turns, self.rewards
         yield f"{len(turns)} episodes played to their end, {sum(turns)} turns"
         if turns:
-            yield f"turns of an episode: {min(turns)} to {max(turns)}; {self.endings[False]} were not done after {MOST_TURNS}"
+            yield f"turns of an episode: {min(turns)} to {max(turns)}; {self.endings[False]} were not done after {MAX_TURNS}"
             yield f"reward of an episode: {min(rewards):g} to {max(rewards):g}, mean {statistics.fmean(rewards):.3g}"
         if self.images_per_turn:
             sizes = ", ".join(f"{size} ({n} times)" for size, n in self.images.most_common(5)) or "none"
@@ -304,8 +346,8 @@ class Check:
         if self.named:
             yield f"recorded: {', '.join(f'{name} ({n} times)' for name, n in self.named.most_common(20))}"
         for name, count in self.tool_calls.items():
-            why = f"; the last error: {count.last_error}" if not count.worked else ""
-            yield f"{name}: {count.calls} calls, {count.worked} worked{why}"
+            reason = f"; the last error: {count.last_error}" if not count.worked else ""
+            yield f"{name}: {count.calls} calls, {count.worked} worked{reason}"
         yield from dict.fromkeys(self.notes)
         slowest = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in self.seconds.items())
         yield f"slowest calls: {slowest}"
@@ -314,12 +356,12 @@ class Check:
         if not turns:
             yield "no episode was played to its end; if it is made for rows of a data set, give some with --data FILE"
         for problem, calls in self.problems.values():
-            often = f", {len(calls)} times" if len(calls) > 1 else ""
-            yield f"BROKEN: {problem}" + (f" [{calls[0]}{often}]" if calls[0] + often else "")
+            repeats = f", {len(calls)} times" if len(calls) > 1 else ""
+            yield f"BROKEN: {problem}" + (f" [{calls[0]}{repeats}]" if calls[0] + repeats else "")
 
 
 def _texts(message: Any) -> Iterator[str]:
-    """The texts of a message. Raises TypeError: it is none."""
+    """Yield the texts of a message. Raises TypeError if it is malformed."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES or "content" not in message:
         raise TypeError(f"{shorten(repr(message))} is no message with a role ({', '.join(ROLES)}) and content")
     content = message["content"]
@@ -333,16 +375,19 @@ def _texts(message: Any) -> Iterator[str]:
             raise TypeError(f"the content part {shorten(repr(part))} is neither a text nor an image")
 
 
-def random_answer(heard: str, rng: random.Random) -> str:
-    """A few of the words it was told, perhaps boxed, or as a call: sooner or later an action's or a tool's name is among them."""
-    words = re.findall(r"\w+", heard) or ["go"]
+def random_answer(text: str, rng: random.Random) -> str:
+    """Return a few words of an observation's text, perhaps boxed, or a tool call, or a number.
+
+    Sooner or later these are the name of an action or a tool.
+    """
+    words = re.findall(r"\w+", text) or ["go"]
     word, number = rng.choice(words), rng.randint(-9, 99)
     several = " ".join(rng.choices(words, k=rng.randint(1, 8)))
-    return rng.choice([word, rf"\boxed{{{word}}}", several, random_call(heard, rng), str(number)])
+    return rng.choice([word, rf"\boxed{{{word}}}", several, random_call(text, rng), str(number)])
 
 
 def tool_schemas(text: str) -> list[dict[str, Any]]:
-    """Return the functions whose JSON schemas stand in a text: name, description, parameters."""
+    """Return the functions whose JSON schemas a text contains: name, description, parameters."""
     functions: list[dict[str, Any]] = []
     for start in re.finditer(r'\{"type": ?"function"', text):
         try:
@@ -356,7 +401,7 @@ def tool_schemas(text: str) -> list[dict[str, Any]]:
 
 
 def typed_call(function: Mapping[str, Any], rng: random.Random) -> str:
-    """Return a call of a tool with arguments of their types, those that are not required now and then."""
+    """Return a tool call with arguments of the right types, optional ones in half the calls."""
     parameters = function.get("parameters") or {}
     required = parameters.get("required", ())
     arguments = {
@@ -368,7 +413,10 @@ def typed_call(function: Mapping[str, Any], rng: random.Random) -> str:
 
 
 def typed_value(schema: Mapping[str, Any], rng: random.Random) -> Any:
-    """Return a random value of a JSON schema's type. Numbers rise within a list, as corners of a box do."""
+    """Return a random value of a JSON schema's type.
+
+    Numbers in a list are sorted, as the corners of a box must be.
+    """
     if schema.get("enum"):
         return rng.choice(schema["enum"])
     choices = schema.get("anyOf") or schema.get("oneOf")
@@ -401,78 +449,102 @@ def typed_value(schema: Mapping[str, Any], rng: random.Random) -> Any:
     return rng.choice(["x", "1 + 2", "left", "0", "the picture"])
 
 
-def random_call(heard: str, rng: random.Random) -> str:
-    """Return a call of one of the tools whose JSON schemas it was told: mostly with arguments of their types, else of any."""
-    functions = tool_schemas(heard)
+def random_call(text: str, rng: random.Random) -> str:
+    """Return a call of a tool whose JSON schema is in an observation's text.
+
+    Mostly the arguments have the right types; otherwise names and arguments are random.
+    """
+    functions = tool_schemas(text)
     if functions and rng.random() < TYPED_SHARE:
         return typed_call(rng.choice(functions), rng)
-    words = re.findall(r"\w+", heard) or ["go"]
-    tools, keys = (re.findall(form, heard) or words for form in (r'"name": ?"(\w+)"', r'"(\w+)": ?{"type"'))
-    chosen = rng.sample(keys, min(len(keys), rng.randint(0, 4)))
-    given = {key: rng.choice([rng.randint(-9, 99), rng.random(), rng.choice(words), [1, 2], None]) for key in chosen}
-    return f"<tool_call>\n{json.dumps({'name': rng.choice(tools), 'arguments': given})}\n</tool_call>"
+    words = re.findall(r"\w+", text) or ["go"]
+    tools = re.findall(r'"name": ?"(\w+)"', text) or words
+    keys = re.findall(r'"(\w+)": ?{"type"', text) or words
+    arguments: dict[str, Any] = {}
+    for key in rng.sample(keys, min(len(keys), rng.randint(0, 4))):
+        arguments[key] = rng.choice([rng.randint(-9, 99), rng.random(), rng.choice(words), [1, 2], None])
+    return f"<tool_call>\n{json.dumps({'name': rng.choice(tools), 'arguments': arguments})}\n</tool_call>"
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if nothing breaks the contract, 1 if something does. Raises ConfigError: there is nothing to play."""
+    """Check an environment; return 0 if nothing breaks the contract, else 1.
+
+    Raises:
+        ConfigError: the environment or the data can't be loaded.
+    """
     kwargs, form = parsed_overrides(arguments.overrides, "a keyword of the environment's constructor")
     try:
         kwargs = with_texts(kwargs)
-        found = load_env_class(arguments.env_class, {})
-        problems = list(keyword_problems(found, kwargs))
-        problems = problems or [f"data.{name}: no such key here" for name in form.keys() - FORM_KEYS]
-        if problems:
-            raise ConfigError(*problems)
-        played = [_PROBLEM] if arguments.data is None else problems_of(arguments.data, form, MOST_PROBLEMS)
+        env_class = load_env_class(arguments.env_class, {})
+        errors = list(keyword_problems(env_class, kwargs))
+        errors = errors or [f"data.{name}: no such key here" for name in form.keys() - FORM_KEYS]
+        if errors:
+            raise ConfigError(*errors)
+        problems = [_PROBLEM] if arguments.data is None else problems_of(arguments.data, form, MAX_PROBLEMS)
     except (CodeError, RowError) as error:
         raise ConfigError(str(error)) from error
-    make = EnvMaker(arguments.env_class, kwargs, {}, _found, 1.0, 0.0)
-    check = Check(make, inspect.getfile(found), arguments.time_limit)
-    check.play(played)
-    print("\n".join(check.told()))
-    broken = f"{arguments.env_class} breaks the contract in {len(check.problems)} ways"
-    print(broken if check.problems else f"{arguments.env_class} holds the contract")
+    make = EnvMaker(arguments.env_class, kwargs, {}, _contains_answer, 1.0, 0.0)
+    check = Check(make, inspect.getfile(env_class), arguments.time_limit)
+    check.play(problems)
+    print("\n".join(check.report()))
+    verdict = f"{arguments.env_class} breaks the contract in {len(check.problems)} ways"
+    print(verdict if check.problems else f"{arguments.env_class} holds the contract")
     return 1 if check.problems else 0
 
 
-#: Keys of `data` that say how a row is read.
-FORM_KEYS = {one.name for one in fields(RowFormat)}
+#: Keys of `data` that define how a row is read.
+FORM_KEYS = {key.name for key in fields(RowFormat)}
 
 
 def parsed_overrides(overrides: Sequence[str], meaning: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return keywords, and the keys of `data.*`, of arguments `key=value`. Raises ConfigError: one is not of this form."""
+    """Parse arguments `key=value`.
+
+    Args:
+        meaning: says in an error what a key is.
+
+    Returns:
+        (keywords, the keys of `data.*` without "data.").
+
+    Raises:
+        ConfigError: an argument has another form.
+    """
     kwargs: dict[str, Any] = {}
     form: dict[str, Any] = {}
     for text in overrides:
         name, equals, value = text.partition("=")
         try:
-            given = yaml.safe_load(value)
+            parsed_value = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"{text!r}: its value is not YAML: {error}") from error
         if not equals:
             raise ConfigError(f"{text!r}: write key=value, {meaning}")
         if name.startswith("data."):
-            form[name.removeprefix("data.")] = given
+            form[name.removeprefix("data.")] = parsed_value
         else:
-            kwargs[name] = given
+            kwargs[name] = parsed_value
     return kwargs, form
 
 
-def _found(problem: Problem, response: str) -> bool:
-    """Return whether a response holds the answer. Raises ValueError: there is none."""
+def _contains_answer(problem: Problem, response: str) -> bool:
+    """Return whether a response contains the problem's answer.
+
+    Raises:
+        ValueError: the problem has no answer.
+    """
     if not problem.answer:
         raise ValueError(without_reference("the environment", problem))
     return problem.answer in response
 
 
-def problems_of(path: str, form: dict[str, Any], most: int) -> list[Problem]:
-    """Return the first rows of a data set, at most so many."""
+def problems_of(path: str, form: dict[str, Any], limit: int) -> list[Problem]:
+    """Return the first `limit` rows of a data set."""
     try:
         columns = open_source(path, "train").rows.column_names
-        given = RowFormat(**form)
-        if given.for_columns(columns).format == "rlinf":  # images may be left out here
-            form.setdefault("image_keys", [name for name in given.image_keys if name in columns])
+        row_format = RowFormat(**form)
+        if row_format.for_columns(columns).format == "rlinf":
+            # Unlike a run, a check reads rows without images.
+            form.setdefault("image_keys", [name for name in row_format.image_keys if name in columns])
         dataset = ProblemDataset([path], "train", RowFormat(**form))
     except ValueError as error:
         raise ConfigError(f"--data: {error}") from error
-    return [dataset[row] for row in range(min(most, len(dataset)))]
+    return [dataset[row] for row in range(min(limit, len(dataset)))]

@@ -1,7 +1,8 @@
-"""`python -m rlinf_vl check-reward`: tries a reward function on good, bad and hostile answers, as a run would call it.
+"""`python -m rlinf_vl check-reward`: tries a reward function on right, wrong and hostile answers.
 
-A function of the user's own runs in processes with the limits of a run, so that one that hangs, crashes or exits is reported
-and harms nothing. Two things are told apart: what breaks the contract (BROKEN, exit code 1) and what is worth a look (LOOK).
+A user's function runs in processes with the limits of a run, so that one that hangs, crashes or
+exits is reported and harms nothing. The report distinguishes what breaks the contract (BROKEN, exit
+code 1) from what is worth a look (LOOK).
 """
 
 import argparse
@@ -33,7 +34,7 @@ from rlinf_vl.rollout.check_env import FORM_KEYS, HOSTILE, parsed_overrides, pro
 from rlinf_vl.rollout.rehearsal import reference_of
 from rlinf_vl.types import Problem
 
-#: Forms of a right answer, by what they are.
+#: Forms of a right answer, by kind.
 RIGHT_FORMS = {
     "right, boxed": "The answer is \\boxed{{{}}}.",
     "right, bare": "{}",
@@ -41,19 +42,22 @@ RIGHT_FORMS = {
     "right, behind thoughts": "<think>I look at it.</think>\\boxed{{{}}}",
 }
 WRONG, EMPTY = "wrong, boxed", "nothing"
-#: Answers that are right for no row. Numbers that many rows have are among the last.
+#: Answers that are right for no row. The last two contain the answers of many rows.
 OTHERS = HOSTILE | {
     "I don't know": "I don't know.",
     "an open thought": "<think>I look at it",
     "every number to 200": " ".join(map(str, range(201))),
     "every letter": "A B C D (A) (B) (C) (D)",
 }
-#: Those that nobody would call an answer.
+#: The kinds that are no answer at all: to reward one like a right answer breaks the contract.
 NO_ANSWERS = {EMPTY, "blanks", "100,000 characters", "control tokens", "I don't know", "odd characters"}
-#: A function is a grader if it pays a right answer more than a wrong one by this share of all that it pays.
+#: A function is a grader if its scores of right and wrong answers differ by more than this share of
+#: the range of all its scores.
 GRADER_SHARE = 0.1
+#: Answers of the group that is scored at once.
 SIDE_BY_SIDE = 16
-MOST_ROWS = 4
+MAX_ROWS = 4
+#: Seconds beyond which an answer is reported as slow.
 SLOW_S = 1.0
 PROCESSES = 2
 MEMORY_GB = 4.0
@@ -66,7 +70,7 @@ def _sample(row_id: str, question: str, answer: str, **columns: Any) -> Problem:
 
 
 def samples(name: str) -> list[Problem]:
-    """Return the rows that a function is tried on where none are given: numbers, or what a named function reads."""
+    """Return the rows for a function if no data is given: numbers, or what a named one grades."""
     if name == "choice":
         options = ["square", "circle", "triangle"]
         return [_sample("sample:0", "Which shape is it?", "B", options=options)]
@@ -79,14 +83,16 @@ def samples(name: str) -> list[Problem]:
 
 @dataclass
 class RewardCheck:
-    """The trial of one function.
+    """The check of one reward function: its scores and the findings.
 
     Attributes:
-        paid: what each kind of answer was paid, by kind: one value a row, None where there was no score.
-        failures: why there was no score, by kind.
+        limit_s: limit on each call, in seconds.
+        paid: the scores by kind of answer, one per row; None if there was no score.
+        failures: the reason why there was no score, by kind.
         problems: what breaks the contract: a sentence, and the kinds of answers.
         notes: what is worth a look.
-        seconds: the longest time of an answer, and which it was.
+        seconds: the longest time for one answer, and the kind of that answer.
+        correct: whether answers counted as right, by kind.
     """
 
     name: str
@@ -104,28 +110,32 @@ class RewardCheck:
         return self.scorer.parts[0]
 
     def run(self, problems: Sequence[Problem]) -> None:
-        """Try every answer to every row one by one, then some side by side, again, and without the row's columns."""
+        """Score all answers to all rows one by one, some in a group, and one without columns."""
         for number, problem in enumerate(problems):
-            other = reference_of(problems[(number + 1) % len(problems)]) if len(problems) > 1 else ""
-            for kind, text in answers_to(problem, other).items():
+            next_problem = problems[(number + 1) % len(problems)]
+            # With a single row there is no other reference to serve as a wrong answer.
+            other_reference = reference_of(next_problem) if len(problems) > 1 else ""
+            for kind, text in answers_to(problem, other_reference).items():
                 self.record(kind, self.score(problem, [text], kind)[0])
-        self.side_by_side(problems[0])
+        self.compare_group(problems[0])
         if problems[0].columns:
-            self.without_columns(problems[0])
+            self.drop_columns(problems[0])
         self.judge()
 
     def score(self, problem: Problem, texts: Sequence[str], kind: str) -> list[Result | Exception]:
-        """Return what the function says of answers that come together, or why it says nothing."""
-        begun = time.monotonic()
-        given = [_answer(text) for text in texts]
-        results = [_outcome(future) for future in self.part.begin(problem, given)]
-        elapsed_s = time.monotonic() - begun
-        is_start = not self.paid  # of a process, which imports the function's file
-        if elapsed_s > self.seconds[0] and not is_start and len(texts) == 1:
+        """Score answers at once; return the result of each, or the error."""
+        start_time = time.monotonic()
+        answers = [_answer(text) for text in texts]
+        results = [_outcome(future) for future in self.part.begin(problem, answers)]
+        elapsed_s = time.monotonic() - start_time
+        # The first call includes the start of a process, which imports the function's file.
+        is_first = not self.paid
+        if elapsed_s > self.seconds[0] and not is_first and len(texts) == 1:
             self.seconds = elapsed_s, kind
         return results
 
     def record(self, kind: str, outcome: Result | Exception) -> None:
+        """Record the score of an answer, or the error as a problem."""
         value = None
         if isinstance(outcome, Exception):
             self.failures[kind] = shorten(f"{type(outcome).__name__}: {outcome}", 200)
@@ -137,68 +147,71 @@ class RewardCheck:
                 self.correct.setdefault(kind, []).append(is_right)
         self.paid.setdefault(kind, []).append(value)
 
-    def side_by_side(self, problem: Problem) -> None:
-        """Score answers at once, in one group, and compare with what they were paid one by one."""
+    def compare_group(self, problem: Problem) -> None:
+        """Score answers in one group, and compare with their scores one by one."""
         kinds = list(answers_to(problem, ""))[:SIDE_BY_SIDE]
         texts = [answers_to(problem, "")[kind] for kind in kinds]
-        together = self.score(problem, texts, "a group")
-        for kind, outcome in zip(kinds, together, strict=True):
-            first = self.paid.get(kind, [None])[0]
+        outcomes = self.score(problem, texts, "a group")
+        for kind, outcome in zip(kinds, outcomes, strict=True):
+            score_alone = self.paid.get(kind, [None])[0]
             if isinstance(outcome, Exception):
                 if kind not in self.failures:
                     reason = f"{type(outcome).__name__}: {outcome}"
                     self.problems.setdefault(f"in a group of {len(kinds)} answers: {shorten(reason, 200)}", []).append(
                         kind
                     )
-            elif kind not in self.failures and kind != WRONG and outcome.value != first:
+            # The wrong answer was another row's before, so its score may differ.
+            elif kind not in self.failures and kind != WRONG and outcome.value != score_alone:
                 self.notes.append(
-                    f"{kind!r} is paid {_number(first)} alone and {_number(outcome.value)} in a group of {len(kinds)} answers: "
-                    "what a function keeps between calls, or draws at random, changes rewards"
+                    f"{kind!r} is paid {_number(score_alone)} alone and {_number(outcome.value)} "
+                    f"in a group of {len(kinds)} answers: what a function keeps between calls, or "
+                    "draws at random, changes rewards"
                 )
                 break
 
-    def without_columns(self, problem: Problem) -> None:
-        """Score a right answer to a row with nothing but question, answer and images."""
+    def drop_columns(self, problem: Problem) -> None:
+        """Score a right answer to a row that has only its question, answer and images."""
         kind = "right, boxed"
         (outcome,) = self.score(replace(problem, columns={}), [answers_to(problem, "")[kind]], kind)
         if isinstance(outcome, Exception) and kind not in self.failures:
             self.notes.append(f"without the row's other columns there is no score: {shorten(str(outcome), 160)}")
 
     def judge(self) -> None:
-        """Compare what kinds of answers were paid."""
-        every = [value for values in self.paid.values() for value in values if value is not None]
-        if not every:
+        """Compare the scores of kinds of answers; record what they say of the function."""
+        scores = [value for values in self.paid.values() for value in values if value is not None]
+        if not scores:
             return
-        if min(every) < 0 or max(every) > 1:
+        if min(scores) < 0 or max(scores) > 1:
             self.notes.append(
-                f"it pays {min(every):g} to {max(every):g}; 0 and 1 are what reward.reward_min_val and reward.reward_max_val stand "
-                "for, and other values go beyond these"
+                f"it pays {min(scores):g} to {max(scores):g}; 0 and 1 are what "
+                "reward.reward_min_val and reward.reward_max_val stand for, and other values go "
+                "beyond these"
             )
         right = max(self._mean(kind) for kind in RIGHT_FORMS)
         wrong = self._mean(WRONG)
         if not is_code(self.name) and not NAMED[self.name].judges:
             return
-        if right - wrong <= GRADER_SHARE * (max(every) - min(every)):
+        if right - wrong <= GRADER_SHARE * (max(scores) - min(scores)):
             self.notes.append(
-                f"right and wrong answers are paid alike ({right:g} and {wrong:g}): fine for one that looks at the form only; a "
-                "grader reads another form, or these rows' answers are not of its kind (--data FILE)"
+                f"right and wrong answers are paid alike ({right:g} and {wrong:g}): fine for one "
+                "that looks at the form only; a grader reads another form, or these rows' answers "
+                "are not of its kind (--data FILE)"
             )
             return
         for kind, values in self.paid.items():
-            paid = [value for value in values if value is not None]
-            is_paid = kind not in RIGHT_FORMS and paid and max(paid) >= right
+            kind_scores = [value for value in values if value is not None]
+            is_paid = kind not in RIGHT_FORMS and kind_scores and max(kind_scores) >= right
             if is_paid and kind in NO_ANSWERS:
-                self.problems.setdefault(f"it pays {max(paid):g} for what is no answer, as for a right one", []).append(
-                    kind
-                )
+                problem = f"it pays {max(kind_scores):g} for what is no answer, as for a right one"
+                self.problems.setdefault(problem, []).append(kind)
             elif is_paid:
                 self.notes.append(
-                    f"it pays {max(paid):g} for {kind!r}, as for a right answer: a policy would find that"
+                    f"it pays {max(kind_scores):g} for {kind!r}, as for a right answer: a policy would find that"
                 )
-        refused = [kind for kind in RIGHT_FORMS if self._mean(kind) < right]
-        if refused:
+        underpaid = [kind for kind in RIGHT_FORMS if self._mean(kind) < right]
+        if underpaid:
             self.notes.append(
-                f"it pays less for {', '.join(map(repr, refused))}: ask for the form that it reads in data.prompt_suffix"
+                f"it pays less for {', '.join(map(repr, underpaid))}: ask for the form that it reads in data.prompt_suffix"
             )
 
     def _mean(self, kind: str) -> float:
@@ -206,20 +219,21 @@ class RewardCheck:
         return sum(values) / len(values) if values else -math.inf
 
     def report(self, rows: Sequence[Problem]) -> Iterator[str]:
-        """Yield the table of payments, what was found, and the verdict."""
+        """Yield the lines of the report: the table of scores, the findings, and the verdict."""
         width = max(map(len, self.paid))
         yield f"{'answer':<{width}}  paid for {', '.join(problem.id for problem in rows)}"
         for kind, values in self.paid.items():
             reason = f"  {self.failures[kind]}" if kind in self.failures else ""
-            yield f"{kind:<{width}}  {' '.join(f'{_number(value):>6}' for value in values)}{reason}".rstrip()
+            cells = " ".join(f"{_number(value):>6}" for value in values)
+            yield f"{kind:<{width}}  {cells}{reason}".rstrip()
         yield f"slowest answer: {self.seconds[0]:.2g} s ({self.seconds[1]})"
         if self.seconds[0] > SLOW_S:
             yield f"LOOK: an answer took over {SLOW_S:g} s; a step of training waits for its slowest answer"
         for note in dict.fromkeys(self.notes):
             yield f"LOOK: {note}"
         for problem, kinds in self.problems.items():
-            often = f", and {len(kinds) - 1} more" if len(kinds) > 1 else ""
-            yield f"BROKEN: {problem} [{kinds[0]}{often}]"
+            repeats = f", and {len(kinds) - 1} more" if len(kinds) > 1 else ""
+            yield f"BROKEN: {problem} [{kinds[0]}{repeats}]"
         count = sum(map(len, self.paid.values()))
         if any("is no column of the row" in problem for problem in self.problems):
             yield "LOOK: it reads columns that these rows lack; give rows that have them with --data FILE"
@@ -232,23 +246,31 @@ class RewardCheck:
         yield f"{self.name} holds the contract: {tried}, a right one is paid {right:g}, a wrong one {wrong:g}"
 
 
-def answers_to(problem: Problem, other: str) -> dict[str, str]:
-    """Return the answers that are tried, by kind; `other` is the reference of another row."""
+def answers_to(problem: Problem, other_reference: str) -> dict[str, str]:
+    """Return the answers to try, by kind; `other_reference` is the answer of another row, or ""."""
     right = reference_of(problem)
     texts = {kind: form.format(right) for kind, form in RIGHT_FORMS.items()}
-    return texts | {WRONG: f"The answer is \\boxed{{{wrong_answer(right, other)}}}."} | OTHERS
+    wrong = wrong_answer(right, other_reference)
+    return texts | {WRONG: f"The answer is \\boxed{{{wrong}}}."} | OTHERS
 
 
-def wrong_answer(right: str, other: str) -> str:
-    """Return an answer of the same kind that is wrong: another row's, or this one with its digits or letter changed."""
-    if other.strip() and other != right:
-        return other
+def wrong_answer(right: str, other_reference: str) -> str:
+    """Return a wrong answer that looks like the right one.
+
+    It is another row's answer, or the right one with its digits or letter changed.
+    """
+    if other_reference.strip() and other_reference != right:
+        return other_reference
     changed = right.translate(str.maketrans("0123456789ABCD", "9876012345BADC"))
     return changed if changed != right else f"no {right}"
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Return 0 if nothing breaks the contract, 1 if something does. Raises ConfigError: there is nothing to try."""
+    """Check a reward function; return 0 if nothing breaks the contract, else 1.
+
+    Raises:
+        ConfigError: the function or the data can't be loaded, or no row has an answer.
+    """
     name = arguments.function
     kwargs, form = parsed_overrides(arguments.overrides, "a keyword of the function")
     if unknown := sorted(form.keys() - FORM_KEYS):
@@ -281,17 +303,23 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def rows_of(data: str, form: dict[str, Any]) -> tuple[tuple[float, float], list[Problem]]:
-    """Return reward_max_val and reward_min_val, and the first rows with an answer, of a config or a data set."""
+    """Return the rewards and rows of a config or a data set.
+
+    Returns:
+        ((reward_max_val, reward_min_val), those of the first `MAX_ROWS` rows that have an answer;
+        of a data set, the first rows)
+    """
     is_data = data.startswith(HUB_PREFIX) or Path(data).is_dir() or Path(data).suffix in FILE_FORMATS
     if is_data:
-        return (1.0, 0.0), problems_of(data, form, MOST_ROWS)
+        return (1.0, 0.0), problems_of(data, form, MAX_ROWS)
     config = load_config(data, [f"data.{key}={value}" for key, value in form.items()])
     dataset: ProblemDataset = open_datasets(config.data, ENVIRONMENTS)["train"]
-    rows = [dataset[row] for row in range(min(MOST_ROWS, len(dataset)))]
+    rows = [dataset[row] for row in range(min(MAX_ROWS, len(dataset)))]
     return (config.reward.reward_max_val, config.reward.reward_min_val), [row for row in rows if row.answer]
 
 
 def _answer(text: str) -> Answer:
+    # Reward functions see token ids, too; one per word serves here.
     return Answer(text, text.rpartition("</think>")[2], tuple(range(len(text.split()))))
 
 

@@ -1,7 +1,7 @@
-"""The rehearsal of a run: rows, reward and environment tried in this process, before Ray and before the run's folder.
+"""Rehearses a run in this process, before Ray starts and before the run's folder exists.
 
-A mistake in a user's reward function or environment is found here in seconds. What fails by chance is no mistake: the rehearsal
-refuses only what fails on every row that it tries.
+It tries some rows, the reward and the environment, and so finds mistakes in a user's code within
+seconds. It refuses only what fails on every row that it tries: a single failure may be chance.
 """
 
 import asyncio
@@ -39,25 +39,26 @@ from rlinf_vl.types import Problem, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
-#: Rows that are read, spread evenly over the data set; so many more if none of them can be used.
+#: Number of rows to read, spread evenly over the data set, and number if none of these is usable.
 ROWS, MORE_ROWS = 16, 512
-#: Rows that are graded and played.
+#: Number of rows to grade and to play.
 TRIED_ROWS = 2
-#: Forms in which graders of many kinds read a right answer; and an answer that is right for no row.
+#: Forms of a right answer that most graders read, and an answer that is right for no row.
 GOOD_ANSWERS = ("\\boxed{{{}}}", "{}", "<answer>{}</answer>")
 BAD_ANSWER = "I don't know."
-#: Named functions that ask a server, which is paid for.
+#: Named functions that are not tried, because they send requests to a server, which may cost money.
 ASKING = {"judge"}
 
 
 @dataclass
 class Rehearsal:
-    """What was tried, as one line says it.
+    """The results of a rehearsal.
 
     Attributes:
-        rows: of the training data.
-        rewards: of a bad and of a good answer; None where no reward function could be tried.
-        prompt_tokens: of the longest first prompt among the rows tried.
+        rows: the number of rows of the training data.
+        rewards: (lowest of a bad answer, highest of a good one); None if no reward function could
+            be tried.
+        prompt_tokens: length of the longest first prompt among the rows tried.
     """
 
     rows: int
@@ -69,6 +70,7 @@ class Rehearsal:
 
     @property
     def line(self) -> str:
+        """The line that the user sees."""
         rewards = (
             "reward not tried" if self.rewards is None else f"reward {self.rewards[0]:.1f} and {self.rewards[1]:.1f}"
         )
@@ -77,10 +79,10 @@ class Rehearsal:
 
 
 def rehearse(config: Config, model_path: str) -> Rehearsal:
-    """Read some rows, grade a good and a bad answer to two of them, and begin an episode of each.
+    """Read some rows, grade good and bad answers to two of them, and begin an episode of each.
 
     Raises:
-        ConfigError: no row can be used, or the reward or the environment fails on each that was tried.
+        ConfigError: no row can be used, or the reward or environment fails on all rows tried.
     """
     try:
         dataset = open_datasets(config.data, ENVIRONMENTS)["train"]
@@ -88,23 +90,30 @@ def rehearse(config: Config, model_path: str) -> Rehearsal:
         raise ConfigError(str(error)) from error
     processor = processor_of(config, model_path)
     renderer = Renderer(processor, config.rollout.thinking.mode)
-    limits = config.runner.seq_length, config.data.max_prompt_length, config.data.overlong
-    prompts = Prompts(renderer, processor.image_token_id, *limits)
+    prompts = Prompts(
+        renderer,
+        processor.image_token_id,
+        config.runner.seq_length,
+        config.data.max_prompt_length,
+        config.data.overlong,
+    )
     rehearsal = Rehearsal(len(dataset), config.rollout.env_class, config.data.max_prompt_length)
-    asking = [entry for entry in config.reward.entries if entry["function"] in ASKING]
-    entries = [entry for entry in config.reward.entries if entry not in asking]
+    entries = [entry for entry in config.reward.entries if entry["function"] not in ASKING]
     scorer = scorer_of(config, entries)
     make_env = env_maker_of(config, scorer)
-    played_env = replace(make_env, grade=partial(_grade, scorer, make_env)) if needs_reference(config) else make_env
+    strict_env = make_env
+    if needs_reference(config):
+        strict_env = replace(make_env, grade=partial(_grade, scorer, make_env))
     try:
         tokens = _usable_rows(config, dataset, RowCheck(config, prompts, make_env))
-        tried = [dataset[row] for row in list(tokens)[:TRIED_ROWS]]
+        problems = [dataset[row] for row in list(tokens)[:TRIED_ROWS]]
         rehearsal.prompt_tokens = max(tokens.values(), default=0)
-        if entries and any(problem.answer for problem in tried):
-            _try_rewards(config, scorer, tried, rehearsal)
-        played = [problem for problem in tried if make_env.name_of(problem) != SINGLE]
-        if played:
-            _try_environment(config, played_env, prompts, played, rehearsal)
+        if entries and any(problem.answer for problem in problems):
+            _try_rewards(config, scorer, problems, rehearsal)
+        # The single-turn environment is the project's own, and needs no rehearsal.
+        env_problems = [problem for problem in problems if make_env.name_of(problem) != SINGLE]
+        if env_problems:
+            _try_environment(config, strict_env, prompts, env_problems, rehearsal)
     finally:
         scorer.close()
     for warning in rehearsal.warnings:
@@ -113,16 +122,21 @@ def rehearse(config: Config, model_path: str) -> Rehearsal:
 
 
 def _usable_rows(config: Config, dataset: ProblemDataset, check: RowCheck) -> dict[int, int]:
-    """Return the tokens of the prompts of usable rows, by row. Raises ConfigError: there are none."""
+    """Return the prompt lengths of usable rows in tokens, by row.
+
+    Raises:
+        ConfigError: no row is usable.
+    """
     tokens: dict[int, int] = {}
 
-    def see(row: int, _: Problem, request: Request | None) -> None:
+    def note_length(row: int, _: Problem, request: Request | None) -> None:
+        # A row has a prompt per wording of its question; the longest counts.
         tokens[row] = max(tokens.get(row, 0), len(request.ids) if request else 0)
 
     result = FilterResult()
-    for wanted in (ROWS, MORE_ROWS):
-        rows = range(0, len(dataset), max(1, len(dataset) // wanted))[:wanted]
-        result = check.filter(dataset, rows, see)
+    for n_rows in (ROWS, MORE_ROWS):
+        rows = range(0, len(dataset), max(1, len(dataset) // n_rows))[:n_rows]
+        result = check.filter(dataset, rows, note_length)
         if result.kept:
             return {row: tokens[row] for row in result.kept}
     reasons: list[str] = []
@@ -133,8 +147,8 @@ def _usable_rows(config: Config, dataset: ProblemDataset, check: RowCheck) -> di
         low, high = min(result.too_long.values()), max(result.too_long.values())
         reasons.append(
             f"{len(result.too_long)} have prompts of {low} to {high} tokens, above "
-            f"data.max_prompt_length={config.data.max_prompt_length}: raise that, and runner.seq_length, or set "
-            "data.overlong=cut"
+            f"data.max_prompt_length={config.data.max_prompt_length}: raise that, and "
+            "runner.seq_length, or set data.overlong=cut"
         )
     if result.text_only:
         reasons.append(f"{len(result.text_only)} have no image, and data.image_only_mode is true")
@@ -142,20 +156,27 @@ def _usable_rows(config: Config, dataset: ProblemDataset, check: RowCheck) -> di
 
 
 def _try_rewards(config: Config, scorer: Scorer, problems: Sequence[Problem], rehearsal: Rehearsal) -> None:
-    """Grade a good and a bad answer to each problem. Raises ConfigError: a function fails on all of them."""
+    """Grade good answers and a bad one to each problem.
+
+    Raises:
+        ConfigError: a reward function fails on all answers.
+    """
     scores: list[Score] = []
-    pairs: list[tuple[float, float]] = []
-    with ThreadPoolExecutor(1) as thread:  # the caller's own may have an event loop that runs: a notebook's
+    pairs: list[tuple[float, float]] = []  # (reward of the bad answer, best reward of a good one)
+    # In a thread, because a notebook's own thread runs an event loop already.
+    with ThreadPoolExecutor(1) as thread:
         for problem in problems:
             answers = [_answer(form.format(reference_of(problem))) for form in GOOD_ANSWERS]
             answers.append(_answer(BAD_ANSWER))
-            *good, bad = thread.submit(_scores, scorer, problem, answers).result()
-            scores += [*good, bad]
-            pairs.append((bad.reward, max(score.reward for score in good)))
-    rehearsal.rewards = min(bad for bad, _ in pairs), max(good for _, good in pairs)
+            *good_scores, bad_score = thread.submit(_scores, scorer, problem, answers).result()
+            scores += [*good_scores, bad_score]
+            pairs.append((bad_score.reward, max(score.reward for score in good_scores)))
+    lowest_bad = min(bad_reward for bad_reward, _ in pairs)
+    rehearsal.rewards = lowest_bad, max(good_reward for _, good_reward in pairs)
     reward = config.reward
+    reasons = [reason for score in scores for reason in _failures(score)]
     for number, part in enumerate(scorer.parts):
-        failures = [reason for score in scores for reason in _failures(score) if reason.startswith(f"{part.name}: ")]
+        failures = [reason for reason in reasons if reason.startswith(f"{part.name}: ")]
         key = f"reward.functions[{number}]" if reward.functions else "reward.reward_type"
         if len(failures) == len(scores):
             raise ConfigError(f"{key}: {failures[0]} (tried on rows {_ids(problems)}, good and bad answers)")
@@ -163,10 +184,11 @@ def _try_rewards(config: Config, scorer: Scorer, problems: Sequence[Problem], re
             rehearsal.warnings.append(
                 f"{key}: it failed on {len(failures)} of {len(scores)} answers, which then count as wrong: {failures[0]}"
             )
-    if all(good == bad for bad, good in pairs):
+    if all(good_reward == bad_reward for bad_reward, good_reward in pairs):
         rehearsal.warnings.append(
-            f"reward: {BAD_ANSWER!r} and the reference answer (as it is, in \\boxed{{}} and in <answer>) get the same reward, "
-            f"{pairs[0][0]:g}, on rows {_ids(problems)}: nothing can be learned if that is so for all answers"
+            f"reward: {BAD_ANSWER!r} and the reference answer (as it is, in \\boxed{{}} and in "
+            f"<answer>) get the same reward, {pairs[0][0]:g}, on rows {_ids(problems)}: nothing "
+            "can be learned if that is so for all answers"
         )
 
 
@@ -175,6 +197,7 @@ def _scores(scorer: Scorer, problem: Problem, answers: Sequence[Answer]) -> list
 
 
 def _failures(score: Score) -> Iterator[str]:
+    """Yield the reasons why functions gave an answer no score, each "name: reason"."""
     yield from score.ungraded
     if score.fault:
         yield score.fault
@@ -199,15 +222,19 @@ def _ids(problems: Sequence[Problem]) -> str:
 def _try_environment(
     config: Config, make_env: EnvMaker, prompts: Prompts, problems: Sequence[Problem], rehearsal: Rehearsal
 ) -> None:
-    """Begin an episode of each problem, and answer once. Raises ConfigError: that fails for all of them."""
+    """Begin an episode of each problem, and answer once.
+
+    Raises:
+        ConfigError: it fails for all problems.
+    """
     calls, failures = Calls(config.rollout.turn_timeout), list[str]()
     for problem in problems:
         try:
             rehearsal.prompt_tokens = max(rehearsal.prompt_tokens, _begin_episode(calls, make_env, prompts, problem))
         except (CallTimeout, TimeoutError):
             rehearsal.warnings.append(
-                f"rollout.env_class: {make_env.name_of(problem)} did not answer within rollout.turn_timeout="
-                f"{config.rollout.turn_timeout:g} s for row {problem.id}"
+                f"rollout.env_class: {make_env.name_of(problem)} did not answer within "
+                f"rollout.turn_timeout={config.rollout.turn_timeout:g} s for row {problem.id}"
             )
             return  # a hung call may hold what the next one needs
         except TooLong as error:
@@ -220,7 +247,7 @@ def _try_environment(
 
 
 def _begin_episode(calls: Calls, make_env: EnvMaker, prompts: Prompts, problem: Problem) -> int:
-    """Start an episode, and give it one answer; return the tokens of its first prompt."""
+    """Start an episode and give one answer; return the length of its first prompt in tokens."""
     limit_s = calls.timeout_s
 
     def call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -236,23 +263,24 @@ def _begin_episode(calls: Calls, make_env: EnvMaker, prompts: Prompts, problem: 
             raise TypeError(f"step returned {returned}: return StepResult(messages, reward, done, info)")
         checked(result)
         if result.info.get("answer") is not None and not problem.answer:
-            make_env.grade(problem, BAD_ANSWER)  # which the run's reward functions would do
+            # A run's reward functions would grade it: raises that there is no reference.
+            make_env.grade(problem, BAD_ANSWER)
         observe(list(result.messages), problem)
     finally:
-        with suppress(Exception):  # as in a run, where an environment that does not close harms nobody
+        with suppress(Exception):  # in a run, too, a failing `close` is only logged
             call(env.close)
     return len(request.ids)
 
 
 def _grade(scorer: Scorer, make_env: EnvMaker, problem: Problem, response: str) -> bool:
-    """Grade for an environment. Raises ValueError: there is nothing to grade against."""
+    """Grade a response for an environment. Raises ValueError: the problem has no reference."""
     if not problem.answer:
         raise ValueError(without_reference(make_env.name_of(problem), problem))
     return scorer.grade(problem, response)
 
 
 def _described(error: Exception) -> str:
-    """Return an error with the line of the user's file that raised it."""
+    """Return an error's type and message, and the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {shorten(str(error), 300)}{place}"
+    line = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {shorten(str(error), 300)}{line}"

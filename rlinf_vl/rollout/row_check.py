@@ -1,4 +1,7 @@
-"""Which rows of a data set a run can use, and the parts of a rollout worker that this takes; no engine, and no Ray."""
+"""Finds the rows of a data set that a run can use. No engine and no Ray.
+
+It also makes the parts of a rollout worker that this needs: processor, scorer, environments.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +23,7 @@ from rlinf_vl.types import Problem, Request
 
 
 def processor_of(config: Config, model_path: str) -> Processor:
-    """Tokenizer and image processor of a run's model."""
+    """Return the tokenizer and image processor of a run's model."""
     model = config.rollout.model
     return Processor(
         model_path,
@@ -40,40 +43,54 @@ def processor_of(config: Config, model_path: str) -> Processor:
 def scorer_of(config: Config, entries: Sequence[Mapping[str, Any]] | None = None) -> Scorer:
     """Return the scorer of a run's reward functions, or of some of their entries."""
     reward = config.reward
-    bounds = {"reward_max": reward.reward_max_val, "reward_min": reward.reward_min_val}
-    limits = Limits(reward.timeout, reward.memory_gb, reward.workers)
     return make_scorer(
         reward.entries if entries is None else entries,
-        **bounds,
+        reward_max=reward.reward_max_val,
+        reward_min=reward.reward_min_val,
         files=config.runner.code_files,
-        limits=limits,
+        limits=Limits(reward.timeout, reward.memory_gb, reward.workers),
         hosts=reward.judge_hosts,
     )
 
 
 def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:
-    rollout, reward, scorer = config.rollout, config.reward, scorer or scorer_of(config)
-    rewards: dict[str, Any] = {"reward_max": reward.reward_max_val, "reward_min": reward.reward_min_val}
-    return EnvMaker(rollout.env_class, rollout.env_kwargs, config.runner.code_files, scorer.grade, **rewards)
+    """Return the maker of a run's environments, which grade with `scorer` (None: the run's)."""
+    scorer = scorer or scorer_of(config)
+    return EnvMaker(
+        config.rollout.env_class,
+        config.rollout.env_kwargs,
+        config.runner.code_files,
+        scorer.grade,
+        reward_max=config.reward.reward_max_val,
+        reward_min=config.reward.reward_min_val,
+    )
 
 
 def needs_reference(config: Config) -> bool:
-    """Return whether a reward function of the config compares answers with the row's; one of the user's own may do without."""
+    """Return whether a named reward function of the config compares answers with the row's answer.
+
+    A user's own function is not counted: it may do without.
+    """
     named = (NAMED.get(entry["function"]) for entry in config.reward.entries)
     return any(reward.judges for reward in named if reward is not None)
 
 
 def without_reference(env_name: str, problem: Problem) -> str:
-    """Return what to say of an environment that grades where there is nothing to grade against."""
+    """Return the message for an environment that grades a row that has no answer."""
     return (
-        f"{env_name} grades against the row's answer, and row {problem.id} has none; give rows with answers, pay by the "
-        "environment's own reward, or name a reward function that needs none"
+        f"{env_name} grades against the row's answer, and row {problem.id} has none; give rows "
+        "with answers, pay by the environment's own reward, or name a reward function that needs "
+        "none"
     )
 
 
 @dataclass(frozen=True)
 class RowCheck:
-    """What of a config decides whether a row can be used. Without `prompts` the length of its prompt does not matter."""
+    """The check whether rows can be used.
+
+    Attributes:
+        prompts: None to ignore the length of prompts.
+    """
 
     config: Config
     prompts: Prompts | None
@@ -82,40 +99,52 @@ class RowCheck:
     def filter(
         self, dataset: ProblemDataset, rows: Sequence[int], see: Callable[[int, Problem, Request | None], None]
     ) -> FilterResult:
-        """Which of `rows` can be used, graded, and have a prompt within data.max_prompt_length, expanded ids counted, or cut to that
-        (data.overlong; one that is to be dropped is bad where data.filter_prompt_by_length is false).
+        """Check which rows can be used.
 
-        `see` is told the problem of each row that is one, in each of its wordings, and its prompt before it is cut; its images may
-        turn out to be damaged."""
-        data, overlong = self.config.data, dict[int, tuple[int, int]]()
+        A usable row can be graded, and its prompt has at most data.max_prompt_length tokens, image
+        tokens included, or can be cut to that (data.overlong). If data.filter_prompt_by_length is
+        false, a row that overlong=drop drops counts as bad.
+
+        Args:
+            see: called with (row, problem, prompt before it is cut) for each row that could be
+                read, once per wording of its question. The row's images may be damaged.
+        """
+        data = self.config.data
+        cut_rows: dict[int, tuple[int, int]] = {}  # (tokens before the cut, images cut off)
         named = (NAMED.get(entry["function"]) for entry in self.config.reward.entries)
-        checks = [reward.check for reward in named if reward and reward.check]
+        answer_checks = [reward.check for reward in named if reward and reward.check]
 
         def length(row: int, problem: Problem) -> int:
+            """Return the row's prompt length in tokens. Raises RowError: the row can't be used."""
             try:
                 self.make_env.check(problem)
             except ValueError as e:
                 raise RowError(problem.id, ENVIRONMENT_UNUSABLE, str(e)) from e
             if not problem.answer and needs_reference(self.config) and self.make_env.leaves_grading(problem):
                 raise RowError(problem.id, ANSWER_UNUSABLE, without_reference(self.make_env.name_of(problem), problem))
-            try:  # another environment may read the answer otherwise than the grader does
-                for check in checks if self.make_env.name_of(problem) == SINGLE else ():
-                    check(problem.answer)
+            try:
+                # Other environments may read the row's answer in a way of their own.
+                if self.make_env.name_of(problem) == SINGLE:
+                    for check_answer in answer_checks:
+                        check_answer(problem.answer)
             except GradingError as e:
                 raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
             if self.prompts is None:
                 see(row, problem, None)
                 return 0
-            whole = self.prompts.of_row(problem, any_length=True)
-            see(row, problem, whole)
-            counted = data.overlong == "error" or data.overlong == "drop" and data.filter_prompt_by_length
-            if counted or len(whole.ids) <= data.max_prompt_length:
-                return len(whole.ids)
-            cut = self.prompts.of_row(problem)
-            overlong[row] = len(whole.ids), len(whole.images) - len(cut.images)
-            return len(cut.ids)
+            full_prompt = self.prompts.of_row(problem, any_length=True)
+            see(row, problem, full_prompt)
+            n_tokens = len(full_prompt.ids)
+            # The data set itself excludes and counts prompts that are too long.
+            is_filtered = data.overlong == "error" or data.overlong == "drop" and data.filter_prompt_by_length
+            if is_filtered or n_tokens <= data.max_prompt_length:
+                return n_tokens
+            # Raises RowError if the prompt may not or can't be cut, which makes the row bad.
+            cut_prompt = self.prompts.of_row(problem)
+            cut_rows[row] = n_tokens, len(full_prompt.images) - len(cut_prompt.images)
+            return len(cut_prompt.ids)
 
-        found = dataset.filter_by_length(
+        result = dataset.filter_by_length(
             rows, length, data.max_prompt_length, image_only=data.image_only_mode, level_key=data.curriculum_key
         )
-        return replace(found, cut={row: overlong[row] for row in overlong if row in found.kept})
+        return replace(result, cut={row: cut for row, cut in cut_rows.items() if row in result.kept})
