@@ -1,4 +1,7 @@
-"""Answers of an engine: asked for, waited for, and drawn in pieces where thoughts have a budget. No Ray."""
+"""Requests answers from an engine and waits for them, piece by piece if thoughts have a budget.
+
+No Ray.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,16 +22,21 @@ Answer = asyncio.Future[Completion]
 
 
 class RolloutFault(RuntimeError):
-    """What failed is not the row: "kind: reason", with `ENGINE_FAULT` or `ENVIRONMENT_FAULT` for the kind."""
+    """The engine or the environment failed, not the row.
+
+    The message is "kind: reason"; the kind is `ENGINE_FAULT` or `ENVIRONMENT_FAULT`.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """
+    """The client of a worker's engine: submits requests and adds the answers to trajectories.
+
     Attributes:
-        alive_timeout_s: an engine that does not say that it lives within so many seconds is dead.
-        budget: most tokens of a thought.
-        busy: how long the engine had requests.
+        alive_timeout_s: seconds within which the engine must answer a health check; otherwise it
+            counts as dead.
+        budget: limit on the tokens of a thought, None for no limit.
+        busy: measures how long the engine had requests.
     """
 
     engine: Engine
@@ -39,8 +47,14 @@ class Answers:
     busy: BusyTime = field(default_factory=BusyTime)
 
     def ask(self, requests: Sequence[Request]) -> list[Answer]:
-        """Submit these requests, or those of their answers' first pieces. Raises EngineDied."""
-        return self._submit([self.budget.first(request) for request in requests] if self.budget else requests)
+        """Submit requests. With a thought budget, each asks for the answer's first piece only.
+
+        Raises:
+            EngineDied.
+        """
+        if self.budget is not None:
+            requests = [self.budget.first_piece(request) for request in requests]
+        return self._submit(requests)
 
     def _submit(self, requests: Sequence[Request]) -> list[Answer]:
         try:
@@ -49,35 +63,44 @@ class Answers:
             raise EngineDied(f"it takes no requests: {error}") from error
         self.busy.watch(futures)
         answers = [awaitable(future) for future in futures]
-        for answer in answers:  # perhaps nobody waits for it any more
+        for answer in answers:
+            # Read the exception: asyncio would log it as never retrieved if the waiting episode
+            # has ended meanwhile.
             answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
         return answers
 
-    async def draw(self, episode: Episode, played: Played, request: Request, answer: Answer, place: int) -> str:
-        """Add an answer, of which sample `place` is the first piece, or all; returns what it says behind its thoughts.
+    async def draw(self, episode: Episode, played: Played, request: Request, answer: Answer, sample_index: int) -> str:
+        """Wait for an answer, add it to the trajectory, and return its text after the thoughts.
+
+        Args:
+            answer: the submitted request; with a thought budget, that of the first piece.
+            sample_index: which of the request's samples belongs to this episode.
 
         Raises:
             EngineDied, RolloutFault.
             RowError, ImageError: an image of the request can't be used.
         """
-        asked, seed = request, request.seeds[place]
-        while asked is not None:
-            sample = (await self._drawn(answer)).samples[place]
-            played.add(asked, sample, self.processor, piece=asked is not request)
+        piece_request, seed = request, request.seeds[sample_index]
+        while piece_request is not None:
+            sample = (await self._wait_for(answer)).samples[sample_index]
+            played.add(piece_request, sample, self.processor, piece=piece_request is not request)
             if sample.finish_reason == "error":
                 raise RolloutFault(f"{ENGINE_FAULT}: it gave up on this sample")
-            asked = None
+            piece_request = None
             if self.budget and len(sample.ids):
-                asked = self.budget.rest(request, played.answer, seed, episode.session)
-            if asked is not None:
-                (answer,), place = self._submit([asked]), 0
+                piece_request = self.budget.next_piece(request, played.answer, seed, episode.session)
+            if piece_request is not None:
+                # Further pieces differ between samples, so each has a request of its own.
+                (answer,), sample_index = self._submit([piece_request]), 0
         thoughts = self.renderer.thoughts(played.answer)
         played.turns[-1] = replace(played.turns[-1], thought=thoughts.tokens)
         if self.budget and not set(played.answer[-1:].tolist()) & set(request.sampling.stop_ids):
-            played.turns[-1] = replace(played.turns[-1], finish_reason="length")  # stopped where a thought began
-        return thoughts.said
+            # The last piece may have stopped at `<think>`, which is no stop id of the request.
+            played.turns[-1] = replace(played.turns[-1], finish_reason="length")
+        return thoughts.reply
 
-    async def _drawn(self, answer: Answer) -> Completion:
+    async def _wait_for(self, answer: Answer) -> Completion:
+        """Wait for an answer, and tell a dead engine from a request that failed."""
         try:
             return await answer
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How long an engine had work."""
+"""Measures how long an engine had work."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 
 class BusyTime:
-    """Time in which at least one of the futures that it watches was not done. Thread-safe."""
+    """The time during which at least one watched future was unfinished. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,35 +21,42 @@ class BusyTime:
             future.add_done_callback(lambda _: self._change(-1))
 
     def seconds(self) -> float:
-        """So far."""
+        """Return the busy seconds up to now."""
         return self._change(0)
 
     def _change(self, by: int) -> float:
+        """Add `by` to the number of unfinished futures; return the busy seconds up to now."""
         with self._lock:
-            now = time.monotonic()
+            time_s = time.monotonic()
             if self._running:
-                self._seconds += now - self._since
-            self._since = now
+                self._seconds += time_s - self._since
+            self._since = time_s
             self._running += by
             return self._seconds
 
 
 class LapClock:
-    """Seconds in which an engine had work, and all that passed, since the lap before; it stands while nothing is under way."""
+    """A stopwatch of an engine's busy seconds and of elapsed seconds, read lap by lap.
+
+    Time during which no batch is open belongs to no lap.
+    """
 
     def __init__(self, busy: Callable[[], float]) -> None:
         self._busy = busy
-        self._under_way = 0
-        self._last = (0.0, 0.0)
+        self._open_batches = 0
+        self._lap_start = (0.0, 0.0)  # (busy seconds, clock)
 
     def begin(self) -> None:
-        if not self._under_way:
+        """Open a batch; the first one begins a lap."""
+        if not self._open_batches:
             self.lap()
-        self._under_way += 1
+        self._open_batches += 1
 
     def end(self) -> None:
-        self._under_way -= 1
+        """Close a batch."""
+        self._open_batches -= 1
 
     def lap(self) -> tuple[float, float]:
-        before, self._last = self._last, (self._busy(), time.monotonic())
-        return self._last[0] - before[0], self._last[1] - before[1]
+        """End a lap and begin the next; return its busy seconds and its elapsed seconds."""
+        lap_start, self._lap_start = self._lap_start, (self._busy(), time.monotonic())
+        return self._lap_start[0] - lap_start[0], self._lap_start[1] - lap_start[1]

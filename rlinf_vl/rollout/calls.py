@@ -1,9 +1,12 @@
-"""Calls of environments, made so that nobody waits for one that hangs. No Ray.
+"""Calls environments with a time limit, so that one that hangs blocks nobody. No Ray.
 
-A function runs in a daemon thread, a coroutine function in an event loop that has a thread of its own. What does not return in
-time is left alone, for a thread can't be ended: it stays until its function returns, and no longer than the process.
+A function runs in a daemon thread; a coroutine function runs in an event loop with a thread of its
+own. A call that exceeds its limit is abandoned, because a thread can't be ended: the thread lives
+until its function returns or the process ends.
 
-Invariants: an environment gets one call at a time; each that was made is closed, one that hangs when its call returns.
+Invariants:
+- An environment gets one call at a time.
+- Every environment that was made is closed; one that hangs, when its call returns.
 """
 
 import asyncio
@@ -25,15 +28,16 @@ from rlinf_vl.rollout.inbox import PerLoop, done
 
 log = logging.getLogger(__name__)
 
-#: Calls that begin while none of them has returned. More threads at work on Python code would keep the engine's thread waiting.
+#: Limit on calls that started less than `WAITING_S` ago. They may be running Python code, and more
+#: threads doing that would take the interpreter lock from the engine's thread.
 AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
-#: Seconds after which a call is taken to wait for something, and no longer counts among those.
+#: Seconds after which a call is assumed to wait for something, and no longer counts for `AT_ONCE`.
 WAITING_S = 0.02
-#: Seconds that a thread waits for another call before it ends.
+#: Seconds that an idle thread waits for another call before it ends.
 IDLE_S = 10.0
-#: Seconds that a coroutine has to end once its time is over, and the event loop to show that it lives.
+#: Seconds that a cancelled coroutine has to end, and that the event loop has to respond.
 CANCEL_S = 0.5
-#: Characters of an error that are kept.
+#: Limit on the characters of an error in a message.
 LONGEST = 500
 
 
@@ -42,60 +46,70 @@ class CallTimeout(Exception):
 
 
 class Calls:
-    """Threads, and an event loop, for the calls of many environments; awaited in one event loop.
+    """Threads and an event loop that run the calls of many environments.
 
     Attributes:
-        timeout_s: seconds that a call may take, once it has begun.
+        timeout_s: limit on a call's duration, from when it starts to run.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._given_up = 0  # calls that somebody has stopped waiting for, and that have not returned
-        self._closing: deque[tuple[float, Future]] = deque()  # when each close is overdue, in that order
+        self._timed_out = 0  # abandoned calls that have not returned
+        #: (deadline, close call), earliest first.
+        self._closing: deque[tuple[float, Future]] = deque()
         self._room = PerLoop(lambda: asyncio.Semaphore(AT_ONCE))
         self._jobs: SimpleQueue[tuple[Future, Callable, tuple]] = SimpleQueue()
-        self._idle = 0  # threads that wait for a job which is not in the queue yet
+        self._idle = 0  # idle threads for which no job is queued yet
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def make(self, function: Callable, *arguments: Any, begun: Callable[[Future], None]) -> Any:
-        """What the function, or coroutine function, returns; `begun` is told of the call.
+    async def make(self, function: Callable, *arguments: Any, on_begin: Callable[[Future], None]) -> Any:
+        """Call a function or coroutine function and return its result.
+
+        Args:
+            on_begin: called with the call's future when the call begins.
 
         Raises:
-            CallTimeout: nothing within `timeout_s`.
-            Exception: what the function raised; RuntimeError in place of what is no error (SystemExit, StopIteration).
+            CallTimeout: the call did not return within `timeout_s`.
+            Exception: what the function raised. SystemExit, StopIteration and the like are
+                replaced by RuntimeError.
         """
         if inspect.iscoroutinefunction(function):
             future = self.begin(function, *arguments)
-            begun(future)
+            on_begin(future)
             loop, in_time = self._loop, await done(future, self.timeout_s + CANCEL_S)
             if not in_time and loop is not None:
+                # `_in_time` should have cancelled the coroutine. If the loop itself does not
+                # respond, a coroutine blocks it: later calls get a new loop.
                 echo = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
                 if not await done(echo, CANCEL_S) and self._loop is loop:
-                    self._loop = None  # a coroutine function blocks it: the others get a new one
+                    self._loop = None
         else:
             async with self._room():
                 future = self.begin(function, *arguments)
-                begun(future)
+                on_begin(future)
                 await done(future, min(WAITING_S, self.timeout_s))
             in_time = await done(future, self.timeout_s - WAITING_S)
         if not in_time:
             with self._lock:
-                self._given_up += 1
-            future.add_done_callback(self._returned)
+                self._timed_out += 1
+            future.add_done_callback(self._on_late_return)
             raise CallTimeout
         return future.result()
 
     @property
     def hung(self) -> int:
-        """Calls that have not returned within `timeout_s`, closes included. Each keeps a thread."""
-        now = time.monotonic()
+        """The number of calls, closes included, beyond `timeout_s`. Each keeps a thread."""
+        time_s = time.monotonic()
         with self._lock:
             self._closing = deque(entry for entry in self._closing if not entry[1].done())
-            return self._given_up + sum(overdue < now for overdue, _ in self._closing)
+            return self._timed_out + sum(deadline < time_s for deadline, _ in self._closing)
 
     def begin_close(self, function: Callable) -> Future:
-        """Call an environment's `close`, without waiting. Nobody may ever wait for it, so it is counted here if it hangs."""
+        """Call an environment's `close` without waiting.
+
+        `hung` counts it here, because perhaps nobody waits for it with a time limit.
+        """
         future = self.begin(function)
         with self._lock:
             while self._closing and self._closing[0][1].done():
@@ -104,7 +118,7 @@ class Calls:
         return future
 
     def begin(self, function: Callable, *arguments: Any) -> Future:
-        """Call it, without waiting; from any thread."""
+        """Begin a call without waiting for it. Thread-safe."""
         if inspect.iscoroutinefunction(function):
             with self._lock:
                 if self._loop is None:
@@ -118,10 +132,12 @@ class Calls:
             self._idle -= has_thread
         self._jobs.put((future, function, arguments))
         if not has_thread:
+            # A daemon, so that a call that hangs does not keep the process alive.
             threading.Thread(target=self._work, name="environment", daemon=True).start()
         return future
 
     async def _in_time(self, coroutine: Coroutine) -> Any:
+        """Await a coroutine for `timeout_s`. A TimeoutError of its own stays one."""
         limit = asyncio.timeout(self.timeout_s)
         try:
             async with limit:
@@ -132,6 +148,7 @@ class Calls:
             raise plain(error) from error
 
     def _work(self) -> None:
+        """Run jobs, one after the other, until none has come for `IDLE_S`."""
         while True:
             try:
                 future, function, arguments = self._jobs.get(timeout=IDLE_S)
@@ -140,97 +157,116 @@ class Calls:
                     if self._idle:
                         self._idle -= 1
                         return
-                continue  # this thread was counted on just now
+                # `begin` has just reserved this thread for a job, which is about to be queued.
+                continue
             try:
                 result = function(*arguments)
             except BaseException as error:
                 future.set_exception(plain(error))
             else:
                 future.set_result(result)
-            future = function = arguments = result = None  # what an idle thread holds would not be freed
+            # An idle thread must not keep an environment or its result alive.
+            future = function = arguments = result = None
             with self._lock:
                 self._idle += 1
 
-    def _returned(self, _: Future) -> None:
+    def _on_late_return(self, _: Future) -> None:
         with self._lock:
-            self._given_up -= 1
+            self._timed_out -= 1
 
 
 class Places:
-    """`n` places (None: any number), of which several may be taken at once; whoever asked first is first."""
+    """A first-come semaphore of `n` places, None for no limit; one call may acquire several."""
 
     def __init__(self, n: int | None) -> None:
         self._free = PerLoop(lambda: asyncio.Semaphore(n or 2**31))
+        # One caller acquires at a time: two that each hold a part of their places would deadlock.
         self._turnstile = PerLoop(asyncio.Lock)
 
-    async def take(self, n: int) -> None:
+    async def acquire(self, n: int) -> None:
+        """Wait for `n` places; holds none of them if cancelled."""
         async with self._turnstile():
-            for taken in range(n):
+            for n_acquired in range(n):
                 try:
                     await self._free().acquire()
                 except asyncio.CancelledError:
-                    for _ in range(taken):
-                        self.give()
+                    for _ in range(n_acquired):
+                        self.release()
                     raise
 
-    def give(self) -> None:
+    def release(self) -> None:
+        """Free one place."""
         self._free().release()
 
 
 class Stage:
-    """One environment, behind `Calls`; None: one whose functions never wait for anything, and are called in place, which takes a
-    hundredth of the time.
+    """The handle of one environment: makes, calls and closes it, one call at a time.
 
     Attributes:
-        hung: a call was given up.
+        env: the environment; None before it is made and once it is closed.
+        hung: whether a call exceeded its time limit.
     """
 
     def __init__(self, calls: Calls | None) -> None:
+        """
+        Args:
+            calls: runs the environment's functions. None: they never block, and are called
+                directly, which takes a hundredth of the time.
+        """
         self.env: Env | None = None
         self.hung = False
         self._calls = calls
-        self._last: Future | None = None
+        self._last: Future | None = None  # the most recent call
         self._closed: Future | None = None
 
     async def make(self, make_env: Callable[[], Env]) -> None:
-        """Make the environment. Raises as `Calls.make`, here and below."""
+        """Make the environment. Raises as `Calls.make`, like the methods below."""
 
         def make() -> None:
             self.env = make_env()
 
         await self.call(make)
 
-    async def ask(self, method: str, argument: Any, then: Callable[[Any], Any]) -> Any:
-        """What `then` makes, in a thread, of what the environment says."""
+    async def ask(self, method: str, argument: Any, process: Callable[[Any], Any]) -> Any:
+        """Call a method of the environment, and return `process(its result)`.
+
+        `process` runs in a thread, too: in the same call as a plain method, as every hand-over
+        between threads costs time, and in a second call after a coroutine.
+        """
         function = getattr(self.env, method)
         if inspect.iscoroutinefunction(function):
-            said = await self.call(function, argument)
-            return await self.call(then, said)
+            reply = await self.call(function, argument)
+            return await self.call(process, reply)
 
-        def heard() -> Any:
+        def call_and_process() -> Any:
             with span("environment"):
-                said = function(argument)
-            return then(said)
+                reply = function(argument)
+            return process(reply)
 
-        return await self.call(heard)
+        return await self.call(call_and_process)
 
     async def call(self, function: Callable, *arguments: Any) -> Any:
+        """Call a function of the environment with the time limit of `Calls`."""
         if self._calls is None:
             return function(*arguments)
         try:
-            return await self._calls.make(function, *arguments, begun=self._begun)
+            return await self._calls.make(function, *arguments, on_begin=self._note_call)
         except CallTimeout:
             self.hung = True
             raise
 
     def close(self) -> Future:
-        """Close the environment after the call that is under way. Done when it is closed, well or not."""
+        """Close the environment once its current call returns.
+
+        The future is done when it is closed, even if `close` failed.
+        """
         if self._closed is not None:
             return self._closed
         closed = self._closed = Future()
 
         def report(call: Future) -> None:
-            if error := call.exception():  # its trajectory is what it is
+            if error := call.exception():
+                # The trajectory counts nevertheless: it ended before its environment was closed.
                 log.warning("an environment did not close: %s", described(error))
             closed.set_result(None)
 
@@ -250,20 +286,24 @@ class Stage:
             self._last.add_done_callback(close)
         return closed
 
-    def _begun(self, call: Future) -> None:
+    def _note_call(self, call: Future) -> None:
         self._last = call
 
 
 def plain(error: BaseException) -> Exception:
-    """The error, or one in place of what a future can't carry and what would end more than one call."""
+    """Return the error, or a RuntimeError in its place.
+
+    A future can't carry StopIteration, and SystemExit or KeyboardInterrupt would end more than
+    the call.
+    """
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
     return RuntimeError(described(error))
 
 
 def described(error: BaseException) -> str:
-    """Its type and what it says, shortened."""
+    """Return an error's type and message, shortened to `LONGEST` characters."""
     try:
         return shorten(f"{type(error).__name__}: {error}", LONGEST)
-    except Exception:  # it can't say it
+    except Exception:  # the `__str__` of a user's error may fail
         return type(error).__name__

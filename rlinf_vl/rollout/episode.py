@@ -1,4 +1,4 @@
-"""An episode: what it is before it begins, and a trajectory in the making, in step with what the environment says."""
+"""Episodes before they start, and trajectories that grow with each answer and observation."""
 
 import asyncio
 import hashlib
@@ -28,115 +28,144 @@ from rlinf_vl.types import (
 
 @dataclass(eq=False)
 class Episode:
-    """One trajectory to be. Its first answer is sample `place` of its opening's request number `request`."""
+    """An episode that is about to be played: its seeds, its environment and its first request."""
 
     seed: int
     group_seed: int = 0
-    session: str = ""  # name under which an engine may keep what it computed; "" if there is but one turn
-    stage: Stage | None = None
-    begun: float | None = None  # when, by the event loop's clock
+    #: Name under which an engine may keep keys and values between turns; "" for a single turn.
+    session: str = ""
+    stage: Stage | None = None  # None before the start and after the end
+    start_time: float | None = None  # in seconds of the event loop's clock; None: not started
+    #: The start of the environment, which returns the first observation.
     starting: "asyncio.Task[Observation] | None" = None
-    opened: Observation | None = None  # what it began with, as the model sees it: perhaps cut
-    request: int | None = None  # None: it was not among those that started in time
-    place: int = 0
-    error: Exception | None = None  # why it can't begin
-    shown: Shown | None = None  # what it sees in place of images; None: the images
+    first_observation: Observation | None = None  # as the model sees it, perhaps cut
+    #: Index in `Opening.requests` of the request for the first answer; None: the episode started
+    #: too late for those, and has a request of its own.
+    request_index: int | None = None
+    sample_index: int = 0  # which sample of that request is the first answer
+    error: Exception | None = None  # the reason why it can't be played
+    corrupted_images: Shown | None = None  # replace those of the problem; None: no corruption
 
 
 @dataclass(eq=False)
 class Opening:
-    """The episodes of a group, and requests for first answers: one request for all that begin alike and have started in time."""
+    """The episodes of a group, and the requests for their first answers.
+
+    Episodes that started in time and with the same messages share a request.
+    """
 
     problem: Problem
     sampling: SamplingParams
     episodes: list[Episode]
     requests: list[Request] = field(default_factory=list)
-    answers: list["asyncio.Future[Completion]"] = field(default_factory=list)  # once they are submitted
-    shown: Shown | None = None  # of those episodes that see corrupted images
-    trained: bool = True  # whether the group is sampled to be trained on
+    #: The answers to `requests`; empty until these are submitted.
+    answers: list["asyncio.Future[Completion]"] = field(default_factory=list)
+    corrupted_images: Shown | None = None  # of the episodes that see corrupted images
+    trained: bool = True  # whether the group is sampled for training
 
 
 @dataclass(slots=True)
 class Played:
-    """A trajectory in the making."""
+    """A trajectory being sampled: the answers, observations and rewards so far."""
 
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    said: list[Observation] = field(default_factory=list)  # to each answer
-    parts: dict[str, float] = field(default_factory=dict)
+    observations: list[Observation] = field(default_factory=list)  # the reply to each answer
+    parts: dict[str, float] = field(default_factory=dict)  # components of the reward, by name
     metrics: dict[str, float] = field(default_factory=dict)
     correct: bool = False
     status: str = "error"
-    cuts: int = 0  # of what was said
-    ungraded: str = ""  # why there is no verdict on it
-    left: str | None = None  # the answer that the environment leaves to the run's reward functions
+    cuts: int = 0  # the number of its prompts and observations that were cut to fit
+    ungraded: str = ""  # why reward functions could not grade the answer
+    #: The answer to be scored by the run's reward functions; None: the environment scored it.
+    answer_to_score: str | None = None
     fault: str | None = None  # "kind: reason" why it failed
-    penalized: bool = False  # it failed, and is trained on with the least reward
+    penalized: bool = False  # whether it failed and is trained on with the least reward
 
     def add(self, request: Request, sample: Sample, processor: Processor, piece: bool = False) -> None:
-        """Add an answer, or a further piece of the last. Where its prompt goes on from the last sequence, so does that; otherwise
-        another sequence begins, in which former answers carry no loss: each sampled token carries it where it was sampled."""
+        """Add an answer, or (`piece`) a further piece of the last answer.
+
+        If the request's prompt extends the last sequence, that sequence is extended. Otherwise the
+        history was rewritten and a new sequence begins. Earlier answers carry no loss in the new
+        one: each sampled token carries loss once, in the context in which it was sampled.
+        """
         sequence = TokenSequence.of_sample(request, sample)
         sequence.assert_images_placed(processor.image_token_id, processor.merge_size)
-        if self._goes_on(sequence, processor.image_token_id):
-            before = self.sequences.pop()
-            for name, array in before.arrays().items():
-                # the last token's routes come with this answer
-                known = array.any(axis=1, keepdims=True) if name == "routes" else True
-                np.copyto(sequence.arrays()[name][: len(before.ids)], array, where=known)
+        if self._extends_last(sequence, processor.image_token_id):
+            last = self.sequences.pop()
+            for name, array in last.arrays().items():
+                # Every token keeps the values with which it was sampled, although the engine may
+                # report others for the prompt, under newer weights. Only the routes of the last
+                # token are unknown (zeros) until the engine has it in a prompt.
+                is_known = array.any(axis=1, keepdims=True) if name == "routes" else True
+                np.copyto(sequence.arrays()[name][: len(last.ids)], array, where=is_known)
         self.sequences.append(sequence)
-        begin = self.turns.pop().start if piece else len(request.ids)
-        self.turns.append(Turn(len(self.sequences) - 1, begin, len(sequence.ids), sample.finish_reason, 0.0))
+        start = self.turns.pop().start if piece else len(request.ids)
+        self.turns.append(Turn(len(self.sequences) - 1, start, len(sequence.ids), sample.finish_reason, 0.0))
 
-    def _goes_on(self, sequence: TokenSequence, image_token_id: int) -> bool:
-        last = self.sequences[-1:]
-        return any(before.shared_length(sequence, image_token_id) == len(before.ids) for before in last)
+    def _extends_last(self, sequence: TokenSequence, image_token_id: int) -> bool:
+        """Return whether a sequence begins with the whole last one."""
+        if not self.sequences:
+            return False
+        last = self.sequences[-1]
+        return last.shared_length(sequence, image_token_id) == len(last.ids)
 
     def tokens(self, request: Request, image_token_id: int) -> int:
-        """Tokens of the trajectory with the prompt of this request, in all sequences; what they share counts once."""
-        nothing = Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "")
-        prompt = TokenSequence.of_sample(request, nothing)
-        others = self.sequences[: -1 if self._goes_on(prompt, image_token_id) else None]
-        return distinct_tokens([*others, prompt], image_token_id)
+        """Return the length of the trajectory with this request's prompt, in tokens.
+
+        A prefix that several sequences share counts once.
+        """
+        no_sample = Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "")
+        prompt = TokenSequence.of_sample(request, no_sample)
+        n_unchanged = -1 if self._extends_last(prompt, image_token_id) else None
+        return distinct_tokens([*self.sequences[:n_unchanged], prompt], image_token_id)
 
     @property
     def answer(self) -> np.ndarray:
-        """Ids of the last answer, what closed its thoughts included."""
+        """The ids of the last answer, int32 [R], including the tokens that closed its thoughts."""
         return self.answers[-1]
 
     @property
     def answers(self) -> list[np.ndarray]:
-        """The ids of each answer."""
+        """The ids of each answer, int32 [R]."""
         return [self.sequences[turn.sequence].ids[turn.start : turn.end] for turn in self.turns]
 
-    def pay(self, result: StepResult) -> None:
-        """Note what the environment gave for the last answer."""
+    def add_result(self, result: StepResult) -> None:
+        """Record the environment's reward and facts for the last answer."""
         self.turns[-1] = replace(self.turns[-1], reward=result.reward, info=result.info["facts"])
         for name, part in result.info["reward_parts"].items():
             self.parts[name] = self.parts.get(name, 0.0) + part
         self.metrics |= result.info["metrics"]
         self.correct, self.status = result.info["correct"], self.turns[-1].finish_reason
-        self.left = result.info["answer"]
+        self.answer_to_score = result.info["answer"]
 
-    def to_score(self, processor: Processor) -> Answer:
-        """The answer that is left to reward functions."""
-        assert self.left is not None
-        whole, turn = processor.decode(self.answer), self.turns[-1]
+    def scorable_answer(self, processor: Processor) -> Answer:
+        """Return the last answer in the form that reward functions read."""
+        answer_text = self.answer_to_score
+        assert answer_text is not None
+        full_text, turn = processor.decode(self.answer), self.turns[-1]
+        # Tokens that closed a thought were not sampled, and carry no loss.
         sampled = self.sequences[turn.sequence].loss_mask[turn.start : turn.end]
-        response = whole if whole.endswith(self.left) else self.left  # an environment may have changed it
-        return Answer(response, self.left, tuple(self.answer[sampled].tolist()), self.status == "length")
+        # The environment may have returned another text than the answer's end.
+        response = full_text if full_text.endswith(answer_text) else answer_text
+        return Answer(response, answer_text, tuple(self.answer[sampled].tolist()), self.status == "length")
 
-    def earn(self, score: Score) -> None:
-        """Add what reward functions give for the last answer."""
+    def add_score(self, score: Score) -> None:
+        """Add the score of reward functions for the last answer to its reward."""
         self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + score.reward)
         self.parts |= score.parts | ({UNGRADABLE: float(len(score.ungraded))} if score.ungraded else {})
         self.correct, self.ungraded = score.correct, "; ".join(score.ungraded)
 
     def trajectory(self, logprobs: bool, reward_min: float) -> Trajectory:
-        """Return the finished trajectory; `reward_min` is the reward of one that is penalized."""
+        """Return the finished trajectory.
+
+        Args:
+            logprobs: whether to keep the engine's logprobs.
+            reward_min: the reward if the trajectory is penalized.
+        """
         sequences = tuple(s if logprobs else replace(s, logprobs=None) for s in self.sequences)
         if self.fault is not None and self.penalized:
-            # What its turns have earned is forfeit: the last one carries the whole reward.
+            # Earlier rewards are dropped: the last turn carries the whole reward.
             rewards = [0.0] * (len(self.turns) - 1) + [reward_min]
             turns = tuple(replace(turn, reward=reward) for turn, reward in zip(self.turns, rewards, strict=True))
             return Trajectory(
@@ -144,11 +173,26 @@ class Played:
             )
         if self.fault is not None:
             return Trajectory(sequences, tuple(self.turns), 0.0, {}, "error", False, self.fault, cuts=self.cuts)
-        reward = sum(turn.reward for turn in self.turns)
-        facts = reward, self.parts, self.status, self.correct, None, self.metrics, self.cuts
-        return Trajectory(sequences, tuple(self.turns), *facts, ungraded=self.ungraded)
+        return Trajectory(
+            sequences,
+            tuple(self.turns),
+            sum(turn.reward for turn in self.turns),
+            self.parts,
+            self.status,
+            self.correct,
+            metrics=self.metrics,
+            cuts=self.cuts,
+            ungraded=self.ungraded,
+        )
 
 
-def random_stream(seed: int, place: str) -> int:
-    """The seed of a later turn, or of a later piece of an answer, of the episode with this seed."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=8).digest(), "little")
+def random_stream(seed: int, position: str) -> int:
+    """Return the seed of a later turn, or of a later piece of an answer.
+
+    Args:
+        seed: of the episode, or of the answer.
+        position: names the turn or piece within it.
+    """
+    # Python's own hash of a text differs between processes.
+    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,4 +1,4 @@
-"""What other threads have for an event loop."""
+"""Hands results of worker threads to an asyncio event loop, with few wake-ups of the loop."""
 
 import asyncio
 from collections import deque
@@ -12,49 +12,58 @@ T = TypeVar("T")
 
 
 class PerLoop(Generic[T]):
-    """One object per event loop, made when it is first asked for: what is waited for belongs to one."""
+    """One object per event loop, made at its first use.
+
+    Semaphores, locks and futures of asyncio belong to one loop; tests and notebooks run several.
+    """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
+        self._objects: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
 
     def __call__(self) -> T:
+        """Return the running loop's object."""
         loop = asyncio.get_running_loop()
-        if loop not in self._made:
-            self._made[loop] = self._make()
-        return self._made[loop]
+        if loop not in self._objects:
+            self._objects[loop] = self._make()
+        return self._objects[loop]
 
 
 class Inbox:
-    """Functions that other threads want called in an event loop, which is woken once for all that have come meanwhile: to wake
-    it is a system call, during which another thread takes the interpreter. The functions raise nothing."""
+    """A queue of functions that other threads want called in an event loop.
+
+    The loop is woken once for all functions queued meanwhile: waking it is a system call, during
+    which another thread takes the interpreter. The functions must not raise.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = ref(loop)  # which `inbox` has this for as long as it lives
+        # Weak, because `inbox` keeps this object as long as the loop lives.
+        self._loop = ref(loop)
         self._waiting: deque[Callable[[], Any]] = deque()
-        self._woken = False
+        self._woken = False  # whether the loop will call `_empty`
 
     def put(self, function: Callable[[], Any]) -> None:
-        """From any thread. Nothing happens once the loop is closed."""
+        """Have a function called in the loop; does nothing once the loop is closed. Thread-safe."""
         self._waiting.append(function)
         if not self._woken and (loop := self._loop()) is not None:
             self._woken = True
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
-        self._woken = False  # first, as what comes from now on may be missed below
+        # Before the queue is read: a function queued after the last look must wake the loop again.
+        self._woken = False
         while self._waiting:
             self._waiting.popleft()()
 
 
 inbox = PerLoop(lambda: Inbox(asyncio.get_running_loop()))
-"""That of the running loop."""
+"""The running loop's inbox."""
 
 
 def awaitable(future: "Future[T]") -> "asyncio.Future[T]":
-    """The same as `asyncio.wrap_future`, by way of the running loop's inbox."""
-    here = inbox()
+    """Return an asyncio future of a thread's future: `asyncio.wrap_future` through the inbox."""
+    loop_inbox = inbox()
     answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
     def copy() -> None:
@@ -68,22 +77,25 @@ def awaitable(future: "Future[T]") -> "asyncio.Future[T]":
             answer.set_result(future.result())
 
     answer.add_done_callback(lambda answer: answer.cancelled() and future.cancel())
-    future.add_done_callback(lambda _: here.put(copy))
+    future.add_done_callback(lambda _: loop_inbox.put(copy))
     return answer
 
 
 async def done(future: Future, timeout_s: float) -> bool:
-    """Wait until it is done, or the time is over; whether it is done. Cancelling this leaves the future as it is."""
+    """Wait up to `timeout_s` for a future; return whether it is done.
+
+    Cancelling the wait does not cancel the future.
+    """
     if future.done():
         return True
-    here, loop = inbox(), asyncio.get_running_loop()
+    loop_inbox, loop = inbox(), asyncio.get_running_loop()
     woken = loop.create_future()
 
     def wake() -> None:
         if not woken.done():
             woken.set_result(None)
 
-    future.add_done_callback(lambda _: here.put(wake))
+    future.add_done_callback(lambda _: loop_inbox.put(wake))
     timer = loop.call_later(timeout_s, wake)
     try:
         await woken

@@ -1,4 +1,4 @@
-"""What an environment says, checked and in plain form: its messages and images, and the facts of a step."""
+"""Checks an environment's messages, images and step results, and converts them to plain forms."""
 
 import json
 import math
@@ -17,27 +17,38 @@ from rlinf_vl.data.videos import NO_VIDEOS, VIDEO, is_video_part
 from rlinf_vl.envs import StepResult
 from rlinf_vl.types import IMAGE_URL_PREFIX, ImageRef, Message, Problem
 
-#: Bytes of a picture's pixels up to which it is kept as it was encoded.
+#: Limit on the pixel bytes of an image whose encoded PNG is cached.
 SMALL = 2**15
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Messages in which each image is a part {"type": "image_url", "image_url": {"url": "image://<hash>"}}, and those images."""
+    """Messages and their images, in one form.
+
+    In the messages each image is a part
+    {"type": "image_url", "image_url": {"url": "image://<hash>"}}.
+
+    Attributes:
+        images: the images in the order of their parts.
+    """
 
     messages: tuple[Message, ...]
     images: tuple[ImageRef, ...]
 
 
-def observe(messages: Iterable[Message], problem: Problem, shown: Shown | None = None) -> Observation:
-    """Messages with images in any form: the problem's, by address, or new ones as arrays or as `to_image_ref` takes them; with
-    `shown`, what that shows in place of each.
+def observe(messages: Iterable[Message], problem: Problem, corrupted_images: Shown | None = None) -> Observation:
+    """Convert an environment's messages to an observation.
+
+    Args:
+        messages: show images of the problem by address, and new ones as arrays or in any form
+            that `to_image_ref` takes.
+        corrupted_images: the images to show in place of these.
 
     Raises:
         ImageError: an image can't be used.
-        Exception: they are no messages.
+        Exception: a message is malformed.
     """
-    known = {image.url: image for image in problem.images}
+    problem_images = {image.url: image for image in problem.images}
     images: list[ImageRef] = []
 
     def plain_part(part: Any) -> Any:
@@ -48,37 +59,40 @@ def observe(messages: Iterable[Message], problem: Problem, shown: Shown | None =
         value = part.get("image_url", part.get("image"))
         value = value["url"] if isinstance(value, dict) and "url" in value else value
         if isinstance(value, str) and value.startswith(IMAGE_URL_PREFIX):
-            if value not in known:
+            if value not in problem_images:
                 raise ImageError(PROMPT_UNUSABLE, f"{value} is no image of the problem")
-            image = known[value]
+            image = problem_images[value]
+        elif isinstance(value, np.ndarray):
+            image = _image_of_array(value)
         else:
-            image = _picture(value) if isinstance(value, np.ndarray) else to_image_ref(value, root=None)
-        images.append(shown(image) if shown else image)
+            image = to_image_ref(value, root=None)
+        images.append(corrupted_images(image) if corrupted_images else image)
         return {"type": "image_url", "image_url": {"url": images[-1].url}}
 
-    plain = tuple(
+    plain_messages = tuple(
         message | {"content": list(map(plain_part, message["content"]))}
         if isinstance(message["content"], (list, tuple))
         else message
         for message in messages
     )
-    return Observation(plain, tuple(images))
+    return Observation(plain_messages, tuple(images))
 
 
 def checked(result: StepResult) -> StepResult:
-    """The same with a finite reward, and in `info` what a trajectory keeps: correct (bool), reward_parts and metrics (finite floats
-    by name), facts (str): `Turn.info`, and answer (str or None).
+    """Check a step's result, and return it with plain types.
+
+    The returned reward is a finite float. The returned `info` has the keys of which a trajectory
+    is made: correct (bool), reward_parts and metrics (finite floats by name), facts (str, as
+    `Turn.info`) and answer (str or None).
 
     Raises:
-        Exception: something in it is of another kind.
+        Exception: a value is of another type, or a number is not finite.
     """
     info: Mapping[str, Any] = result.info
-    numbers = {
-        kind: {str(name): float(value) for name, value in dict(info.get(kind, {})).items()}
-        for kind in ("reward_parts", "metrics")
-    }
+    reward_parts = _floats(info.get("reward_parts", {}))
+    metrics = _floats(info.get("metrics", {}))
     reward = float(result.reward)
-    for name, value in (("reward", reward), *(pair for found in numbers.values() for pair in found.items())):
+    for name, value in [("reward", reward), *reward_parts.items(), *metrics.items()]:
         if not math.isfinite(value):
             raise ValueError(f"it gave {name} {value}")
     if not isinstance(info.get("state", ""), str):
@@ -86,18 +100,30 @@ def checked(result: StepResult) -> StepResult:
     if not isinstance(info.get("answer"), str | None):
         raise TypeError(f"it gave the answer {info['answer']!r}, which is no string")
     facts = {name: info[name] for name in ("tool_calls", "state") if name in info}
-    kept = {**numbers, "correct": bool(info.get("correct", False)), "facts": json.dumps(facts) if facts else ""}
-    kept["answer"] = info.get("answer")
-    return replace(result, reward=reward, done=bool(result.done), info=kept)
+    plain_info = {
+        "reward_parts": reward_parts,
+        "metrics": metrics,
+        "correct": bool(info.get("correct", False)),
+        "facts": json.dumps(facts) if facts else "",
+        "answer": info.get("answer"),
+    }
+    return replace(result, reward=reward, done=bool(result.done), info=plain_info)
 
 
-def _picture(pixels: np.ndarray) -> ImageRef:
-    """An array as a PNG. Games draw small pictures, and often the same ones."""
+def _floats(numbers: Any) -> dict[str, float]:
+    return {str(name): float(value) for name, value in dict(numbers).items()}
+
+
+def _image_of_array(pixels: np.ndarray) -> ImageRef:
+    """Encode an array, uint8 [H, W, 3] for example, as a PNG.
+
+    Small ones are cached: games draw small images, and often the same ones.
+    """
     if pixels.nbytes <= SMALL and pixels.dtype == np.uint8:
-        return _small_picture(pixels.tobytes(), pixels.shape)
+        return _small_image(pixels.tobytes(), pixels.shape)
     return to_image_ref(Image.fromarray(pixels), root=None)
 
 
 @lru_cache(1024)
-def _small_picture(pixels: bytes, shape: tuple[int, ...]) -> ImageRef:
+def _small_image(pixels: bytes, shape: tuple[int, ...]) -> ImageRef:
     return to_image_ref(Image.fromarray(np.frombuffer(pixels, np.uint8).reshape(shape)), root=None)

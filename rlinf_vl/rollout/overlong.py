@@ -1,7 +1,8 @@
-"""What is too long, cut from the left to what fits: texts by characters, images whole, earlier messages whole.
+"""Cuts a conversation from the left until it fits: texts by characters, images and messages whole.
 
-The messages are cut, not the ids: the chat template writes what is left, so its marks of turns and its generation prompt stand, an
-image has all of its placeholders or none, and pixels, grids and hashes are those of the images that are left.
+The messages are cut, not the ids. The chat template then renders what remains, so its marks of
+turns and its generation prompt are complete, an image has all of its placeholders or none, and
+pixels, grids and hashes are those of the images that remain.
 """
 
 from bisect import bisect_left, bisect_right
@@ -10,49 +11,61 @@ from itertools import accumulate
 from typing import Any
 
 from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.types import Message
+from rlinf_vl.types import ImageRef, Message
 
 
-def cut(said: Observation, fits: Callable[[Observation], bool], roles: Collection[str]) -> Observation | None:
-    """The longest end of a conversation that fits, system messages aside, which stay whole and where they are.
+def cut(conversation: Observation, fits: Callable[[Observation], bool], roles: Collection[str]) -> Observation | None:
+    """Return the longest end of a conversation that fits, or None if no end fits.
 
-    A cut is within a message of one of these roles, and everything before it goes: so an answer in the history goes with the
-    question before it. Of the last such message something is left.
-
-    Returns:
-        None: no end fits.
+    System messages stay whole and in place. The cut lies within a message of one of `roles`, and
+    everything before it is removed; so an answer in the history goes with the question before it.
+    Something of the last message of these roles always remains.
     """
-    parts = [(m, p, part) for m, message in enumerate(said.messages) for p, part in enumerate(_parts(message))]
-    parts = [(m, p, part) for m, p, part in parts if said.messages[m]["role"] in roles]
-    # A place before each character, and each image.
+    parts: list[tuple[int, int, dict[str, Any]]] = []  # (message index, part index, part)
+    for m, message in enumerate(conversation.messages):
+        if message["role"] in roles:
+            parts += [(m, p, part) for p, part in enumerate(_parts(message))]
+    # Positions for a cut are counted through all parts: one per character, and one per image.
     ends = list(accumulate(len(_text(part)) or 1 for _, _, part in parts))
 
-    def cut_at(place: int) -> Observation:
-        k = bisect_right(ends, place)
-        return _from(said, parts[k][0], parts[k][1], place - (ends[k - 1] if k else 0))
+    def cut_at(position: int) -> Observation:
+        k = bisect_right(ends, position)
+        m, p, _ = parts[k]
+        return _from(conversation, m, p, position - (ends[k - 1] if k else 0))
 
-    places = range(1, ends[-1] if ends else 1)
-    place = bisect_left(places, True, key=lambda place: fits(cut_at(place)))
-    return cut_at(places[place]) if place < len(places) else None
+    # A later cut leaves less, so `fits` is False up to some position and True from there on.
+    positions = range(1, ends[-1] if ends else 1)
+    first_fitting = bisect_left(positions, True, key=lambda position: fits(cut_at(position)))
+    return cut_at(positions[first_fitting]) if first_fitting < len(positions) else None
 
 
-def _from(said: Observation, m: int, p: int, characters: int) -> Observation:
-    """Message `m` from its part `p` on, without so many characters of that, and the messages behind it."""
-    first, rest = said.messages[m], list(_parts(said.messages[m])[p:])
-    if text := _text(rest[0]):
-        rest[0] = rest[0] | {"text": text[characters:]}
-    content = rest[0]["text"] if isinstance(first["content"], str) else rest
-    system = [message for message in said.messages[:m] if message["role"] == "system"]
-    messages = (*system, first | {"content": content}, *said.messages[m + 1 :])
-    shown = (part["image_url"]["url"] for message in messages for part in _parts(message) if "image_url" in part)
-    images = {image.url: image for image in said.images}
-    return Observation(messages, tuple(images[url] for url in shown))
+def _from(conversation: Observation, m: int, p: int, n_characters: int) -> Observation:
+    """Return the end of a conversation, with the system messages before it.
+
+    The end begins in part `p` of message `m`, after that part's first `n_characters`.
+    """
+    first_message = conversation.messages[m]
+    parts = _parts(first_message)[p:]
+    if text := _text(parts[0]):
+        parts[0] = parts[0] | {"text": text[n_characters:]}
+    content = parts[0]["text"] if isinstance(first_message["content"], str) else parts
+    messages = [message for message in conversation.messages[:m] if message["role"] == "system"]
+    messages.append(first_message | {"content": content})
+    messages += conversation.messages[m + 1 :]
+    images = {image.url: image for image in conversation.images}
+    remaining: list[ImageRef] = []
+    for message in messages:
+        urls = [part["image_url"]["url"] for part in _parts(message) if "image_url" in part]
+        remaining += [images[url] for url in urls]
+    return Observation(tuple(messages), tuple(remaining))
 
 
 def _parts(message: Message) -> list[dict[str, Any]]:
+    """Return the parts of a message's content, in a new list."""
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
 def _text(part: dict[str, Any]) -> str:
+    """Return the text of a part, "" for an image."""
     return part.get("text", "") if part.get("type") == "text" else ""

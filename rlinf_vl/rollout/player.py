@@ -1,10 +1,13 @@
-"""Episodes: an environment and an engine in turn, until a `Trajectory` is there. No Ray.
+"""Plays episodes: the engine answers, the environment replies, until the trajectory is complete.
 
-Invariants:
-- An error is data: a row, image, engine or environment that fails ends its trajectory, which carries the reason, is counted and
-  never trained on. Only `EngineDied` is raised. A response that can't be graded within the grader's limits is wrong, no error.
-- Each turn's prompt begins with all ids before it, unless the chat template rewrites history, and shows all images so far.
-- Every environment that was made is closed, and gets one call at a time, also where nobody waits any more.
+No Ray. Invariants:
+- An error is data: if a row, image, engine request or environment fails, the trajectory ends,
+  carries the reason, is counted and never trained on. Only `EngineDied` is raised. A response that
+  can't be graded within the grader's limits is wrong, which is no error.
+- Each turn's prompt begins with all ids before it, unless the chat template rewrites the history,
+  and shows all images so far.
+- Every environment that was made is closed and gets one call at a time, even after its episode was
+  cancelled.
 """
 
 import asyncio
@@ -13,6 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 from rlinf_vl.data.corruption import Corruption, Shown
 from rlinf_vl.data.unusable import TRAJECTORY_TOO_LONG, ImageError, RowError, kind_and_reason
@@ -41,32 +45,55 @@ from rlinf_vl.types import (
     Problem,
     Request,
     SamplingParams,
+    Trajectory,
 )
 
 log = logging.getLogger(__name__)
 
-#: A group's first requests wait for members as long again as its first member took to start, and at least so many seconds.
+#: A group's first requests wait for more members as long as the fastest one took to start, but at
+#: least so many seconds: episodes that start alike share a request, and the engine one prefill.
 PATIENCE_S = 0.2
-#: Seconds that a trajectory waits for its environment to be closed, which then goes on without it.
+#: Seconds for which an episode waits for its environment to close; later it closes in background.
 CLOSE_S = 1.0
+
+
+class _SharedRequest(NamedTuple):
+    """A first request of a group, for all episodes that start with the same messages.
+
+    Attributes:
+        messages: the messages of the environment.
+        request_index: the index in `Opening.requests`.
+        visible: the observation as the request shows it, perhaps cut.
+    """
+
+    messages: Sequence[Message]
+    request_index: int
+    visible: Observation
 
 
 @dataclass(frozen=True, eq=False)
 class Player:
-    """
+    """Plays groups of episodes with one engine.
+
     Attributes:
         make_env: (problem, seed, group_seed) → a new environment.
-        seq_length: most tokens of an episode; `max_prompt_length`: most tokens that it may begin with.
+        seq_length: limit on the tokens of an episode.
+        max_prompt_length: limit on the tokens of an episode's first prompt.
         reward_min: reward of an episode whose response can't be graded, or that is penalized.
-        score: the scores of a group's answers to a problem, of those that environments leave to the run's reward functions.
         return_logprobs: whether trajectories have the engine's logprobs.
-        max_turns: most answers of an episode.
-        max_concurrent: most episodes under way; a group that starts takes places for all its members at once.
-        turn_timeout_s, episode_timeout_s: for a call of an environment, and for an episode from its start to its end.
-        alive_timeout_s, thought_budget: of `Answers`.
-        penalize_faults: whether an episode whose environment failed is trained on, with `reward_min`, or masked
-            (`rollout.faults`). Where nothing is trained, as in a validation, it is an error in either case.
-        overlong: what becomes of a prompt beyond `max_prompt_length`, and of an observation that leaves no room: `data.overlong`.
+        alive_timeout_s, thought_budget: as in `Answers`.
+        max_turns: limit on the answers of an episode.
+        max_concurrent: limit on the episodes at a time. A group acquires the places for all its
+            members at once.
+        turn_timeout_s: limit on a call of an environment.
+        episode_timeout_s: limit on an episode, from its start to its end.
+        overlong: `data.overlong`: whether a prompt beyond `max_prompt_length`, or an observation
+            that leaves no room for an answer, is dropped, cut or an error.
+        penalize_faults: whether an episode whose environment failed is trained on with
+            `reward_min` (`rollout.faults`). Otherwise, and in groups that are not trained on, it
+            is an error.
+        score: computes the scores of a group's answers, of those that environments leave to the
+            run's reward functions.
     """
 
     engine: Engine
@@ -101,8 +128,13 @@ class Player:
 
     @cached_property
     def prompts(self) -> Prompts:
-        limits = self.seq_length, self.max_prompt_length, self.overlong
-        return Prompts(self.renderer, self.processor.image_token_id, *limits)
+        return Prompts(
+            self.renderer,
+            self.processor.image_token_id,
+            self.seq_length,
+            self.max_prompt_length,
+            self.overlong,
+        )
 
     @cached_property
     def _places(self) -> Places:
@@ -113,7 +145,7 @@ class Player:
         return FaultLog()
 
     @cached_property
-    def _numbers(self) -> "itertools.count[int]":
+    def _session_numbers(self) -> "itertools.count[int]":
         return itertools.count()
 
     async def open(
@@ -126,52 +158,66 @@ class Player:
         patience_s: float | None = PATIENCE_S,
         trained: bool = True,
     ) -> Opening:
-        """Start an environment for each seed, and make requests for the first answers of those that start in time.
+        """Start an environment per seed, and build the requests for the first answers.
 
-        `corruption`: of `Task`. `trained`: of `Opening`. `patience_s`: see `PATIENCE_S`; None waits for all. Cancelling it
-        closes the environments.
+        Episodes that start too late get their own request when they are played (`play`).
+        Cancelling this closes the environments.
+
+        Args:
+            corruption: as in `Task`.
+            patience_s: as `PATIENCE_S`; None waits for all environments.
+            trained: as in `Opening`.
         """
         single = self.make_env.name_of(problem) == SINGLE
-        goes_on = self.max_turns != 1 and not single or self.thought_budget is not None
-        names = [f"{problem.id}#{next(self._numbers)}" if goes_on else "" for _ in seeds]
-        episodes = list(map(Episode, seeds, [group_seed] * len(seeds), names))
+        # Only an episode of several requests needs a session.
+        has_session = self.max_turns != 1 and not single or self.thought_budget is not None
+        sessions = [f"{problem.id}#{next(self._session_numbers)}" if has_session else "" for _ in seeds]
+        episodes = list(map(Episode, seeds, [group_seed] * len(seeds), sessions))
         opening = Opening(problem, sampling, episodes, trained=trained)
         if corruption is not None:
-            opening.shown = Shown(corruption, group_seed)
+            opening.corrupted_images = Shown(corruption, group_seed)
             for episode in opening.episodes[len(seeds) - corruption.samples(len(seeds)) :]:
-                episode.shown = opening.shown
+                episode.corrupted_images = opening.corrupted_images
+        # A group larger than the limit starts as many as may run; the others wait for places.
         together = opening.episodes[: self.max_concurrent]
-        await self._places.take(len(together))
+        await self._places.acquire(len(together))
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        start_time = loop.time()
+        # The single-turn environment never blocks, but corrupting images takes a while.
+        calls = None if single and corruption is None else self.calls
         for episode in opening.episodes:
-            episode.stage = Stage(None if single and corruption is None else self.calls)  # corrupting takes a while
-            episode.begun = begun if episode in together else None
+            episode.stage = Stage(calls)
+            episode.start_time = start_time if episode in together else None
             episode.starting = asyncio.create_task(self._start(episode, problem))
         try:
             starting = [episode.starting for episode in together if episode.starting]
             if patience_s is not None:
                 await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
-                patience_s = max(patience_s, loop.time() - begun)
+                patience_s = max(patience_s, loop.time() - start_time)
             await asyncio.wait(starting, timeout=patience_s)
-            await asyncio.to_thread(self._ask, opening, [e for e in together if e.starting and e.starting.done()])
+            started = [e for e in together if e.starting and e.starting.done()]
+            await asyncio.to_thread(self._add_first_requests, opening, started)
         except asyncio.CancelledError:
             await self.close(opening)
             raise
         return opening
 
     async def close(self, opening: Opening) -> None:
-        """Close what is not closed yet of its environments."""
+        """Close the environments of a group that are still open."""
         await asyncio.gather(*map(self._end, opening.episodes))
 
     def submit(self, openings: Sequence[Opening]) -> None:
-        """Send the first requests of these groups to the engine, at once and in order. Raises EngineDied."""
+        """Send the first requests of these groups to the engine, in one batch and in order.
+
+        Raises:
+            EngineDied.
+        """
         answers = iter(self._answers.ask([request for opening in openings for request in opening.requests]))
         for opening in openings:
             opening.answers += [next(answers) for _ in opening.requests]
 
     async def play(self, group_id: str, opening: Opening) -> Group:
-        """The group of an opening whose requests are submitted.
+        """Play the episodes of a group whose first requests are submitted; return the group.
 
         Raises:
             EngineDied: all episodes end.
@@ -179,43 +225,57 @@ class Player:
         plays = [asyncio.ensure_future(self._episode(opening, episode)) for episode in opening.episodes]
         try:
             played = await asyncio.gather(*plays)
-            await self._score(opening.problem, [p for p in played if p.fault is None and p.left is not None])
+            to_score = [p for p in played if p.fault is None and p.answer_to_score is not None]
+            await self._score(opening.problem, to_score)
         finally:
-            for running in (*plays, *opening.answers):
-                running.cancel()
+            for future in (*plays, *opening.answers):
+                future.cancel()
             await asyncio.gather(*plays, return_exceptions=True)
-        trajectories = [p.trajectory(self.return_logprobs, self.reward_min) for p in played]
-        pairs = zip(opening.episodes, trajectories, strict=True)
-        trajectories = [episode.shown.undone(t) if episode.shown else t for episode, t in pairs]
+        trajectories: list[Trajectory] = []
+        for episode, episode_played in zip(opening.episodes, played, strict=True):
+            trajectory = episode_played.trajectory(self.return_logprobs, self.reward_min)
+            corrupted_images = episode.corrupted_images
+            # Trained on the original images, whatever the policy saw.
+            trajectories.append(corrupted_images.undone(trajectory) if corrupted_images else trajectory)
+        # The prefix that all sequences share lies within the first prompts.
         sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-        shared = [trajectory.turns[0].start for trajectory in trajectories if trajectory.turns]
-        shared += [sequences[0].shared_length(other, self.processor.image_token_id) for other in sequences[1:]]
-        seen = opening.shown.by_hash if opening.shown else {}
-        problem, prefix = opening.problem, min(shared, default=0)
-        return Group(group_id, problem.id, prefix, tuple(trajectories), problem.answer, seen, problem.labels)
+        lengths = [trajectory.turns[0].start for trajectory in trajectories if trajectory.turns]
+        for sequence in sequences[1:]:
+            lengths.append(sequences[0].shared_length(sequence, self.processor.image_token_id))
+        problem = opening.problem
+        return Group(
+            group_id,
+            problem.id,
+            min(lengths, default=0),
+            tuple(trajectories),
+            problem.answer,
+            opening.corrupted_images.by_hash if opening.corrupted_images else {},
+            problem.labels,
+        )
 
     async def _score(self, problem: Problem, played: Sequence[Played]) -> None:
-        """Have the answers scored that environments have left to the run's reward functions."""
+        """Score the answers that environments have left to the run's reward functions."""
         if not played:
             return
         assert self.score is not None, "an environment leaves its answer to reward functions, and there are none"
-        for one, score in zip(
-            played, await self.score(problem, [p.to_score(self.processor) for p in played]), strict=True
-        ):
+        answers = [p.scorable_answer(self.processor) for p in played]
+        for trajectory, score in zip(played, await self.score(problem, answers), strict=True):
             for reason in score.ungraded:
                 log.info("%s: no verdict, which scores 0: %s", problem.id, reason)
             if score.fault is not None:
-                one.fault = f"{ENVIRONMENT_FAULT}: the reward function {score.fault}"
-                log.warning("%s: %s", problem.id, one.fault)
-            one.earn(score)
+                trajectory.fault = f"{ENVIRONMENT_FAULT}: the reward function {score.fault}"
+                log.warning("%s: %s", problem.id, trajectory.fault)
+            trajectory.add_score(score)
 
     async def _episode(self, opening: Opening, episode: Episode) -> Played:
-        """Sample, step, extend; until the environment is done, the budget of tokens is used up, or something fails."""
+        """Play one episode to its end, within its time limit; a failure is recorded in it."""
         played = Played()
         try:
             if episode.starting is not None:
                 await episode.starting
-            deadline = None if self.episode_timeout_s is None else (episode.begun or 0.0) + self.episode_timeout_s
+            deadline = None
+            if self.episode_timeout_s is not None:
+                deadline = (episode.start_time or 0.0) + self.episode_timeout_s
             limit = asyncio.timeout_at(deadline)
             try:
                 async with limit:
@@ -223,8 +283,8 @@ class Player:
             except TimeoutError as error:
                 if not limit.expired():
                     raise
-                late = f"was not done within rollout.episode_timeout={self.episode_timeout_s:g} s"
-                raise self._fault(opening.problem, late) from error
+                reason = f"was not done within rollout.episode_timeout={self.episode_timeout_s:g} s"
+                raise self._fault(opening.problem, reason) from error
         except EngineDied:
             raise
         except Exception as error:
@@ -233,60 +293,67 @@ class Player:
             self._faults.add(opening.problem.id, error)
             played.fault = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
             environment_failed = played.fault.startswith(f"{ENVIRONMENT_FAULT}: ")
-            penalizable = opening.trained and environment_failed and bool(played.turns)
-            played.penalized = self.penalize_faults and penalizable
+            # Without a turn there is no token to train on.
+            can_train = opening.trained and environment_failed and bool(played.turns)
+            played.penalized = self.penalize_faults and can_train
         finally:
             await self._end(episode)
         return played
 
     async def _turns(self, opening: Opening, episode: Episode, played: Played) -> None:
+        """Play turns until the environment is done or the trajectory has no room for an answer."""
         problem = opening.problem
         if episode.error is not None:
             raise episode.error
         assert episode.stage is not None and episode.starting is not None
-        if episode.request is None:  # it has started after the others
-            start = episode.starting.result()
-            request, episode.opened = await asyncio.to_thread(self._request, problem, start, opening.sampling)
-            request = replace(request, seeds=(episode.seed,), sessions=(episode.session,) if episode.session else ())
-            (answer,), place = self._answers.ask([request]), 0
+        start = episode.starting.result()
+        if episode.request_index is None:  # it started too late to share a request
+            request, episode.first_observation = await asyncio.to_thread(
+                self._first_request, problem, start, opening.sampling
+            )
+            sessions = (episode.session,) if episode.session else ()
+            request = replace(request, seeds=(episode.seed,), sessions=sessions)
+            (answer,), sample_index = self._answers.ask([request]), 0
         else:
-            request, place = opening.requests[episode.request], episode.place
-            answer = asyncio.shield(opening.answers[episode.request])  # others wait for it, too
-        assert episode.opened is not None
-        played.cuts = int(episode.opened.messages != episode.starting.result().messages)
+            request, sample_index = opening.requests[episode.request_index], episode.sample_index
+            # Shielded from this episode's end, because other episodes wait for the same answer.
+            answer = asyncio.shield(opening.answers[episode.request_index])
+        assert episode.first_observation is not None
+        played.cuts = int(episode.first_observation.messages != start.messages)
         while True:
             try:
-                heard = await self._answers.draw(episode, played, request, answer, place)
+                reply = await self._answers.draw(episode, played, request, answer, sample_index)
             except (RowError, ImageError) as error:
+                # An unusable image of the row is the row's fault; any other is the environment's.
                 if {image.hash for image in request.images} <= {image.hash for image in problem.images}:
                     raise
                 raise self._fault(problem, f"shows an image that can't be used: {error}") from error
-            result, following = await self._step(episode, heard, problem, played, request)
-            played.pay(result)
+            result, following = await self._step(episode, reply, problem, played, request)
+            played.add_result(result)
             if result.done:
                 return
             if isinstance(following, Exception):
                 raise following
             if following is None:
                 break
-            played.said.append(following.said)
+            played.observations.append(following.observation)
             played.cuts += following.cut
-            request, place = following.request, 0
+            request, sample_index = following.request, 0
             if request.sampling.max_new_tokens < 1:
                 break
             (answer,) = self._answers.ask([request])
         played.status = "length"
 
     async def _start(self, episode: Episode, problem: Problem) -> Observation:
-        """Make the environment and hear what it begins with; take a place for it first, unless it has one."""
-        if episode.begun is None:
-            await self._places.take(1)
-            episode.begun = asyncio.get_running_loop().time()
+        """Make the environment, once there is a place for it, and return its first observation."""
+        if episode.start_time is None:
+            await self._places.acquire(1)
+            episode.start_time = asyncio.get_running_loop().time()
         assert episode.stage is not None
-
+        first_observation = partial(self._observe_start, problem, episode.corrupted_images)
         try:
             await episode.stage.make(lambda: self.make_env(problem, episode.seed, episode.group_seed))
-            return await episode.stage.ask("start", problem, partial(self._seen, problem, episode.shown))
+            return await episode.stage.ask("start", problem, first_observation)
         except CallTimeout as error:
             raise self._fault(problem, f"did not start within {self.calls.timeout_s:g} s") from error
         except RowError:
@@ -294,92 +361,125 @@ class Player:
         except Exception as error:
             raise self._fault(problem, f"did not start: {described(error)}") from error
 
-    def _seen(self, problem: Problem, shown: Shown | None, messages: Iterable[Message]) -> Observation:
+    def _observe_start(
+        self, problem: Problem, corrupted_images: Shown | None, messages: Iterable[Message]
+    ) -> Observation:
+        """Convert the environment's first messages to an observation."""
         messages = list(messages)
         try:
-            return observe(messages, problem, shown)
+            return observe(messages, problem, corrupted_images)
         except Exception as error:
+            # Messages that are the row's own fail by the row's fault.
             if messages == list(problem.messages):
                 raise row_error(problem, error) from error
             raise
 
-    def _request(self, problem: Problem, said: Observation, sampling: SamplingParams) -> tuple[Request, Observation]:
+    def _first_request(
+        self, problem: Problem, observation: Observation, sampling: SamplingParams
+    ) -> tuple[Request, Observation]:
+        """Build the request for a first answer; return it and the observation that it shows."""
         try:
-            return self.prompts.first(said, sampling)
-        except Exception as error:  # what the chat template, the tokenizer or the image processor refuses, too
-            bad = row_error(problem, error)
-            if said.messages == problem.messages:
-                raise bad from error
-            raise self._fault(problem, f"began with messages that make no prompt: {bad.reason}") from error
+            return self.prompts.first(observation, sampling)
+        except Exception as error:  # of the chat template, the tokenizer or the image processor
+            problem_error = row_error(problem, error)
+            if observation.messages == problem.messages:
+                raise problem_error from error
+            reason = f"began with messages that make no prompt: {problem_error.reason}"
+            raise self._fault(problem, reason) from error
 
-    def _ask(self, opening: Opening, episodes: Sequence[Episode]) -> None:
-        """Add requests for the first answers of these episodes that have started."""
-        requests: list[tuple[Observation, int, Observation]] = []  # what was said, its request, what that shows
+    def _add_first_requests(self, opening: Opening, episodes: Sequence[Episode]) -> None:
+        """Build the requests for the first answers of episodes, of those that have started.
+
+        Episodes with the same first messages share a request, with a seed each.
+        """
+        shared_requests: list[_SharedRequest] = []
         for episode in episodes:
             if episode.starting is None or episode.starting.cancelled() or episode.starting.exception():
                 continue
-            said = episode.starting.result()
+            observation = episode.starting.result()
             try:
-                known = next((known for known in requests if known[0].messages == said.messages), None)
-                if known is None:
+                equal = (shared for shared in shared_requests if shared.messages == observation.messages)
+                shared_request = next(equal, None)
+                if shared_request is None:
                     with span("prepare"):
-                        request, shown = self._request(opening.problem, said, opening.sampling)
-                    known = said, len(opening.requests), shown
+                        request, visible = self._first_request(opening.problem, observation, opening.sampling)
+                    shared_request = _SharedRequest(observation.messages, len(opening.requests), visible)
                     opening.requests.append(request)
-                    requests.append(known)
+                    shared_requests.append(shared_request)
             except Exception as error:
                 episode.error = error
                 continue
-            _, number, episode.opened = known
-            request = opening.requests[number]
-            episode.request, episode.place = number, len(request.seeds)
+            episode.first_observation = shared_request.visible
+            index = shared_request.request_index
+            request = opening.requests[index]
+            episode.request_index, episode.sample_index = index, len(request.seeds)
             sessions = (*request.sessions, episode.session) if episode.session else ()
-            opening.requests[number] = replace(request, seeds=(*request.seeds, episode.seed), sessions=sessions)
+            opening.requests[index] = replace(request, seeds=(*request.seeds, episode.seed), sessions=sessions)
 
     async def _step(
         self, episode: Episode, answer: str, problem: Problem, played: Played, request: Request
     ) -> tuple[StepResult, Following | Exception | None]:
-        """What the environment says to the answer to `request`, as `checked` gives it; and if the episode goes on, what follows, or
-        why nothing can. All of it in one call, as what passes between threads is dear."""
+        """Give the environment an answer, and build the next request from its reply.
 
-        def heard(result: StepResult) -> tuple[StepResult, Following | Exception | None]:
+        Both happen in one call, because every hand-over between threads costs time.
+
+        Args:
+            answer: the text after the thoughts.
+            request: the request for this answer.
+
+        Returns:
+            (the checked result, the next request, or None if the episode ends, or the error that
+            prevents a next request). An error is returned so that the result is recorded first.
+        """
+
+        def read_result(result: StepResult) -> tuple[StepResult, Following | Exception | None]:
             result = checked(result)
             if result.done or len(played.turns) == self.max_turns:
                 return result, None
             try:
-                said = observe(result.messages, problem, episode.shown)
+                observation = observe(result.messages, problem, episode.corrupted_images)
             except Exception as error:
                 raise self._fault(problem, f"answered what can't follow: {described(error)}") from error
             try:
-                return result, self._extend(problem, episode, played, request, said)
-            except Exception as error:  # after what the answer was given
+                return result, self._next_request(problem, episode, played, request, observation)
+            except Exception as error:
                 return result, error
 
         try:
             assert episode.stage is not None
-            return await episode.stage.ask("step", answer, heard)
+            return await episode.stage.ask("step", answer, read_result)
         except GradingError as error:
             log.info("%s: no verdict, so the answer is wrong: %s", problem.id, error)
-            # The episode is worth `reward_min` in all, whatever its earlier turns were paid.
-            paid = sum(turn.reward for turn in played.turns[:-1])
-            return heard(StepResult((), self.reward_min - paid, True, {"reward_parts": {UNGRADABLE: 1.0}}))
+            # The whole episode gets `reward_min`, whatever the rewards of earlier turns.
+            earlier_reward = sum(turn.reward for turn in played.turns[:-1])
+            reward = self.reward_min - earlier_reward
+            return read_result(StepResult((), reward, True, {"reward_parts": {UNGRADABLE: 1.0}}))
         except (RolloutFault, CallTimeout):
             raise
         except Exception as error:
             raise self._fault(problem, f"failed: {described(error)}") from error
 
-    def _extend(
-        self, problem: Problem, episode: Episode, played: Played, before: Request, said: Observation
+    def _next_request(
+        self,
+        problem: Problem,
+        episode: Episode,
+        played: Played,
+        last_request: Request,
+        observation: Observation,
     ) -> Following:
+        """Build the request for the next turn, with errors that name the row or environment."""
         try:
-            return self.prompts.next(episode, played, before, said)
+            return self.prompts.next(episode, played, last_request, observation)
         except TooLong as error:
             raise RowError(problem.id, TRAJECTORY_TOO_LONG, str(error)) from error
         except Exception as error:
             raise self._fault(problem, f"answered what can't follow: {described(error)}") from error
 
     async def _end(self, episode: Episode) -> None:
-        """Close its environment, in the background if that takes long, and give its place to another. Once."""
+        """Close an episode's environment, in the background if that takes long; free its place.
+
+        Does nothing when called again.
+        """
         stage, episode.stage = episode.stage, None
         if stage is None or episode.starting is None:
             return
@@ -388,11 +488,13 @@ class Player:
             self.engine.end_sessions([episode.session])
         closed = stage.close()
         try:
-            if not (stage.hung or closed.done()):  # otherwise it is closed when that call returns, which may be never
+            # One that hangs is closed when its call returns, which may be never: don't wait.
+            if not (stage.hung or closed.done()):
                 await done(closed, CLOSE_S)
         finally:
-            if episode.begun is not None:
-                self._places.give()
+            if episode.start_time is not None:
+                self._places.release()
 
-    def _fault(self, problem: Problem, what: str) -> RolloutFault:
-        return RolloutFault(f"{ENVIRONMENT_FAULT}: {self.make_env.name_of(problem)!r} {what}")
+    def _fault(self, problem: Problem, failure: str) -> RolloutFault:
+        """Return the fault of a problem's environment; `failure` says how it failed."""
+        return RolloutFault(f"{ENVIRONMENT_FAULT}: {self.make_env.name_of(problem)!r} {failure}")

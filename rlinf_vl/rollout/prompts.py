@@ -1,4 +1,7 @@
-"""Requests for answers within the limits of prompts and trajectories: `data.overlong` says what becomes of what is beyond them."""
+"""Builds requests whose prompts and trajectories stay within their limits.
+
+`data.overlong` chooses: drop, cut or refuse a prompt or observation beyond its limit.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -14,30 +17,38 @@ from rlinf_vl.types import Problem, Request, SamplingParams
 
 
 class TooLong(ValueError):
-    """A prompt or a trajectory is beyond its limit."""
+    """A prompt or a trajectory exceeds its limit."""
 
 
 def row_error(problem: Problem, error: Exception) -> RowError:
-    """What to say of a row whose own messages make no prompt."""
+    """Return the error of a row whose own messages can't be made a prompt, with its kind."""
     if isinstance(error, TooLong):
         return RowError(problem.id, PROMPT_TOO_LONG, str(error))
     return RowError(problem.id, PROMPT_UNUSABLE, described(error))
 
 
 class Following(NamedTuple):
-    """The request for the next answer, what it shows of what was said to the last one, and whether that is less than all."""
+    """The request for the next turn.
+
+    Attributes:
+        request: its `max_new_tokens` is below 1 if the trajectory has no room for an answer.
+        observation: the environment's reply as the request shows it.
+        cut: whether the request shows only the end of the reply.
+    """
 
     request: Request
-    said: Observation
+    observation: Observation
     cut: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """
+    """The builder of requests, with the limits of prompts and trajectories.
+
     Attributes:
-        image_token_id: an image's placeholder.
-        seq_length: most tokens of an episode; `max_prompt_length`: most tokens that it may begin with.
+        image_token_id: the id of an image placeholder.
+        seq_length: limit on the tokens of an episode.
+        max_prompt_length: limit on the tokens of an episode's first prompt.
         overlong: `data.overlong`.
     """
 
@@ -48,70 +59,98 @@ class Prompts:
     overlong: str
 
     def first(
-        self, said: Observation, sampling: SamplingParams, any_length: bool = False
+        self, observation: Observation, sampling: SamplingParams, any_length: bool = False
     ) -> tuple[Request, Observation]:
-        """The request for a first answer, without seeds, and what it shows: what was said, or what is left of that.
+        """Build the request for a first answer, without seeds.
+
+        Args:
+            any_length: whether to ignore the limit, and cut nothing.
+
+        Returns:
+            (the request, the observation that it shows: the whole one, or its end if cut)
 
         Raises:
-            TooLong: it is, and is not cut, or can't be; never with `any_length`, which cuts nothing.
-            Exception: what the chat template, the tokenizer or the image processor refuses.
+            TooLong: the prompt is too long, and may not or can't be cut.
+            Exception: the chat template, the tokenizer or the image processor fails.
         """
 
-        def request(said: Observation) -> Request:
-            ids, grids = self.renderer.prompt(said.messages, said.images)
-            return Request(ids, said.images, grids, sampling, ())
+        def to_request(observation: Observation) -> Request:
+            ids, grids = self.renderer.prompt(observation.messages, observation.images)
+            return Request(ids, observation.images, grids, sampling, ())
 
-        def fits(said: Observation) -> bool:
-            return len(request(said).ids) <= self.max_prompt_length
+        def fits(observation: Observation) -> bool:
+            return len(to_request(observation).ids) <= self.max_prompt_length
 
-        whole = request(said)
-        if any_length or len(whole.ids) <= self.max_prompt_length:
-            return whole, said
-        reason = f"the prompt has {len(whole.ids)} tokens, data.max_prompt_length is {self.max_prompt_length}"
+        full_request = to_request(observation)
+        n_tokens = len(full_request.ids)
+        if any_length or n_tokens <= self.max_prompt_length:
+            return full_request, observation
+        reason = f"the prompt has {n_tokens} tokens, data.max_prompt_length is {self.max_prompt_length}"
         if self.overlong != "cut":
             raise TooLong(f"{reason}; raise that, and runner.seq_length, or set data.overlong=cut")
-        if (shown := cut(said, fits, ("user",))) is None:
+        cut_observation = cut(observation, fits, ("user",))
+        if cut_observation is None:
             raise TooLong(f"{reason}, and what may not be cut is longer, too: raise that, and runner.seq_length")
-        return request(shown), shown
+        return to_request(cut_observation), cut_observation
 
     def of_row(self, problem: Problem, any_length: bool = False) -> Request:
-        """What a problem's own messages begin an episode with, as a request without sampling and seeds; RowError: they make none,
-        or one that is too long, as `first`."""
+        """Build the request for a first answer from a problem's own messages.
+
+        It has no seeds and default sampling. `any_length`: as in `first`.
+
+        Raises:
+            RowError: the messages make no prompt, or one that is too long.
+        """
         try:
             return self.first(observe(problem.messages, problem), SamplingParams(), any_length)[0]
         except Exception as error:
             raise row_error(problem, error) from error
 
-    def next(self, episode: Episode, played: Played, before: Request, said: Observation) -> Following:
-        """What follows on what was said. The request's `max_new_tokens` is what the trajectory has room for: below 1 where there is
-        none. Changes nothing of the trajectory, which may be over by now: this may run in a thread that nobody waits for any more.
+    def next(self, episode: Episode, played: Played, last_request: Request, observation: Observation) -> Following:
+        """Build the request for the next turn, after an observation.
+
+        Must not change `played`: this may run in an abandoned thread, after the trajectory's end.
+
+        Args:
+            last_request: the request for the last answer.
 
         Raises:
-            TooLong: there is none, and `overlong` is error.
+            TooLong: there is no room for another answer, and `overlong` is error.
             Exception: as `first`.
         """
-        longest, seed = before.sampling.max_new_tokens, random_stream(episode.seed, f"{len(played.turns)}")
+        answer_limit = last_request.sampling.max_new_tokens
+        seed = random_stream(episode.seed, f"{len(played.turns)}")
 
-        def request(said: Observation) -> Request:
-            assert episode.opened is not None
-            turns = list(zip(played.answers, [*played.said, said], strict=True))
-            ids, grids = self.renderer.follow(played.sequences[-1].ids, episode.opened, turns)
-            session = before.sessions and (episode.session,)
-            following = Request(ids, before.images + said.images, grids, before.sampling, (seed,), session)
-            left = self.seq_length - played.tokens(following, self.image_token_id)
-            return replace(following, sampling=replace(before.sampling, max_new_tokens=min(longest, left)))
+        def to_request(observation: Observation) -> Request:
+            """Build the request; its answer gets the room that the trajectory has left."""
+            assert episode.first_observation is not None
+            observations = [*played.observations, observation]
+            turns = list(zip(played.answers, observations, strict=True))
+            ids, grids = self.renderer.follow(played.sequences[-1].ids, episode.first_observation, turns)
+            session = last_request.sessions and (episode.session,)
+            images = last_request.images + observation.images
+            request = Request(ids, images, grids, last_request.sampling, (seed,), session)
+            tokens_left = self.seq_length - played.tokens(request, self.image_token_id)
+            sampling = replace(last_request.sampling, max_new_tokens=min(answer_limit, tokens_left))
+            return replace(request, sampling=sampling)
 
-        def fits(said: Observation) -> bool:
-            return request(said).sampling.max_new_tokens == longest
+        def fits(observation: Observation) -> bool:
+            return to_request(observation).sampling.max_new_tokens == answer_limit
 
-        whole = request(said)
-        if (left := whole.sampling.max_new_tokens) >= 1 or self.overlong == "drop":
-            return Following(whole, said, False)
+        full_request = to_request(observation)
+        tokens_left = full_request.sampling.max_new_tokens
+        if tokens_left >= 1 or self.overlong == "drop":
+            return Following(full_request, observation, False)
         if self.overlong == "error":
             raise TooLong(
-                f"with what answers turn {len(played.turns)} the trajectory has {self.seq_length - left} tokens, and "
-                f"runner.seq_length is {self.seq_length}; raise it, lower rollout.max_turns, or set data.overlong to cut or drop"
+                f"with what answers turn {len(played.turns)} the trajectory has "
+                f"{self.seq_length - tokens_left} tokens, and runner.seq_length is "
+                f"{self.seq_length}; raise it, lower rollout.max_turns, or set data.overlong to "
+                "cut or drop"
             )
-        roles: Collection[str] = {message["role"] for message in said.messages} - {"system"}
-        shown = cut(said, fits, roles)
-        return Following(whole, said, False) if shown is None else Following(request(shown), shown, True)
+        roles: Collection[str] = {message["role"] for message in observation.messages} - {"system"}
+        cut_observation = cut(observation, fits, roles)
+        if cut_observation is None:
+            # The player ends the episode, as the request has no room for an answer.
+            return Following(full_request, observation, False)
+        return Following(to_request(cut_observation), cut_observation, True)

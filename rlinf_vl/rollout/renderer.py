@@ -1,17 +1,17 @@
-"""Messages → token ids, by the checkpoint's chat template; and what follows a sampled answer, without encoding it again.
+"""Renders messages to token ids with the checkpoint's chat template, turn by turn.
 
 Invariants:
-- Control tokens and image placeholders come from the template alone. What looks like one in a message's text is encoded as the
-  text that it is.
-- Sampled ids are never decoded and encoded again, as other ids may have the same text, unless the template rewrites them: what
-  stands is appended to, or a new sequence begins with ids of its own.
+- Control tokens and image placeholders come from the template alone. Text of a message that looks
+  like one is encoded as ordinary text.
+- Sampled ids are never decoded and encoded again, because other ids may have the same text. The
+  next prompt appends to them; only if the template rewrites the history does a new sequence begin.
 """
 
 import copy
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -25,51 +25,59 @@ from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.types import ImageRef, Message
 
-#: What thoughts stand between in an answer's text.
+#: The marks that enclose thoughts in an answer's text.
 THINK, END_THINK = "<think>", "</think>"
-#: Bytes of rendered prompts that are kept, and of texts between turns with their ids.
+#: Capacity of the caches of rendered prompts, and of texts between turns with their ids, in bytes.
 RENDERED_BYTES, ENCODED_BYTES = 2**26, 2**25
+#: A minimal conversation, to try out the template.
 _QUESTION: list[Message] = [{"role": "user", "content": "a"}]
 
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """What of an answer is thought.
+    """The thoughts of an answer.
 
     Attributes:
-        tokens: how many of its tokens, from the first on, are thoughts with their marks.
-        open: how many stand before a thought that is not closed; None: none is open.
-        said: text of what it says behind its thoughts; "" while one is open.
+        tokens: the number of the answer's leading tokens that are thoughts, marks included.
+        open: the number of tokens before a thought that is not closed; None if none is open.
+        reply: the text after the thoughts; "" while one is open.
     """
 
     tokens: int
     open: int | None
-    said: str
+    reply: str
 
 
 class Renderer:
     """The chat template of a `Processor`'s tokenizer. Safe to use from any thread."""
 
     def __init__(self, processor: Processor, thinking: str = "auto") -> None:
-        """`thinking`: whether the template is told to have the model think (on), not to (off), or nothing (auto).
+        """
+        Args:
+            thinking: the template's option enable_thinking, "on" or "off"; "auto" leaves it out.
 
         Raises:
-            ConfigError: the template doesn't know what it is told.
+            ConfigError: the template ignores the option.
         """
         self._processor = processor
         self._tokenizer = processor.tokenizer
         self._options = {} if thinking == "auto" else {"enable_thinking": thinking == "on"}
         if self._options:
-            told = {mode: self._render(_QUESTION, enable_thinking=mode == "on") for mode in ("on", "off")}
-            if told["on"] == told["off"] and not (thinking == "on" and self._begins_with_thoughts):
+            with_thinking = self._render(_QUESTION, enable_thinking=True)
+            is_ignored = with_thinking == self._render(_QUESTION, enable_thinking=False)
+            # A template that always opens a thought needs no option for "on".
+            if is_ignored and not (thinking == "on" and self._begins_with_thoughts):
                 always = ", and has every answer begin with thoughts" if self._begins_with_thoughts else ""
                 raise ConfigError(
-                    f"rollout.thinking.mode: {thinking}, but the checkpoint's chat template doesn't know enable_thinking{always}; "
-                    "set rollout.thinking.mode=auto, or name a checkpoint whose template knows it"
+                    f"rollout.thinking.mode: {thinking}, but the checkpoint's chat template "
+                    f"doesn't know enable_thinking{always}; set rollout.thinking.mode=auto, or "
+                    "name a checkpoint whose template knows it"
                 )
 
     def prompt(self, messages: Sequence[Message], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
-        """Render messages and a generation prompt; expand each image's placeholder to as many ids as the image has tokens.
+        """Encode messages and a generation prompt.
+
+        The placeholder of each image is repeated once per token of the image.
 
         Returns:
             (ids int32 [P], grids int32 [len(images), 3]).
@@ -83,17 +91,18 @@ class Renderer:
     def follow(
         self, ids: np.ndarray, start: Observation, turns: Sequence[tuple[np.ndarray, Observation]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The prompt of the next turn: the whole conversation as the template shows it, and a generation prompt.
+        """Encode the prompt of the next turn: the whole conversation, and a generation prompt.
 
-        It begins with `ids` where the template shows everything up to the last answer as it stands; behind that come the end of
-        the turn, unless the answer ended with it, what the template puts between turns, and what was said. A template that
-        rewrites history (it drops thoughts of earlier answers, say) begins otherwise: then all is encoded anew, but for what
-        answers say behind their thoughts, which has the ids that were sampled.
+        If the template leaves everything up to the last answer unchanged, the prompt begins with
+        `ids`. Then follow the end of the turn (unless the answer ended with it), the template's
+        text between turns, and the last observation. If the template rewrites the history (it
+        drops the thoughts of earlier answers, for example), everything is encoded anew, except the
+        replies after the thoughts, which keep their sampled ids.
 
         Args:
-            ids: what stands, int32 [T]: the last turn's prompt, and the answer sampled behind it.
-            start: what the conversation began with.
-            turns: the ids of each answer, as sampled, and what was said to it.
+            ids: the last turn's prompt and answer, int32 [T].
+            start: the conversation's first observation.
+            turns: for each answer, its sampled ids int32 [R] and the observation after it.
 
         Returns:
             (ids int32 [P], grids int32 [n, 3] of all images).
@@ -101,35 +110,54 @@ class Renderer:
         Raises:
             ValueError: as `prompt`.
         """
-        shown = [self._shown(sampled) for sampled, _ in turns]
-        messages, places = list(start.messages), []
-        for (thoughts, _), (_, said) in zip(shown, turns, strict=True):
-            places.append(len(messages))
-            messages += [{"role": "assistant", "content": thoughts}, *said.messages]
-        marked, mark, marks = self._mark(messages, len(turns))
-        for place, stands in zip(places, marks, strict=True):  # for what the answer says behind its thoughts
-            marked[place]["content"] += stands
-        before = self._render(marked[: places[-1]]) + marked[places[-1]]["content"]
+        # (text of the thoughts, ids of the reply) of each answer. The template gets the thoughts as
+        # text, as it may drop them, and a mark in place of the reply, whose ids replace it later.
+        answers = [self._split_thoughts(sampled) for sampled, _ in turns]
+        observations = [start, *(observation for _, observation in turns)]
+        last_answer, last_observation = turns[-1]
+        messages, answer_indices = list(start.messages), []
+        for (thoughts, _), observation in zip(answers, observations[1:], strict=True):
+            answer_indices.append(len(messages))
+            messages += [{"role": "assistant", "content": thoughts}, *observation.messages]
+        marked, text_mark, reply_marks = self._mark(messages, len(turns))
+        for index, reply_mark in zip(answer_indices, reply_marks, strict=True):
+            marked[index]["content"] += reply_mark
+        last_index = answer_indices[-1]
+        unchanged = self._render(marked[:last_index]) + marked[last_index]["content"]
         rendered = self._render(marked)
-        if rendered.startswith(before):
-            new, stop_ids = self._encode(rendered[len(before) :], mark), self._processor.stop_ids
-            ended = bool(len(turns[-1][0])) and ids[-1] in stop_ids
-            if not ended or new[:1] and new[0] in stop_ids:
-                following, grids = self._expand(new[1:] if ended and ids[-1] == new[0] else new, turns[-1][1].images)
-                earlier = [image for said in (start, *(said for _, said in turns[:-1])) for image in said.images]
-                thought = shown[-1][0] and not shown[-1][1] and self.thoughts(turns[-1][0]).open is not None
-                closing = (
-                    [self.closing] if thought and not ended else []
-                )  # the template was told where its thoughts end
-                return np.concatenate([ids, *closing, following]), np.concatenate([self._grids(earlier), grids])
-        anew: list[int] = []
-        for piece in re.split(f"([{''.join(marks)}])", rendered):
-            anew += shown[marks.index(piece)][1] if piece in marks else self._encode(piece, mark)
-        return self._expand(anew, [image for said in (start, *(said for _, said in turns)) for image in said.images])
+        if rendered.startswith(unchanged):
+            new_ids = self._encode(rendered[len(unchanged) :], text_mark)
+            stop_ids = self._processor.stop_ids
+            has_ended = bool(len(last_answer)) and ids[-1] in stop_ids
+            # If the answer ended with a stop id, the template must write one here, too (perhaps
+            # another, which is appended). Otherwise the two can't be joined.
+            if not has_ended or new_ids[:1] and new_ids[0] in stop_ids:
+                if has_ended and ids[-1] == new_ids[0]:
+                    new_ids = new_ids[1:]
+                new_ids, new_grids = self._expand(new_ids, last_observation.images)
+                thoughts, reply_ids = answers[-1]
+                parts = [ids, new_ids]
+                is_cut = thoughts and not reply_ids and self.thoughts(last_answer).open is not None
+                if is_cut and not has_ended:
+                    # The answer was cut within a thought; the template got the thought closed.
+                    parts = [ids, self.closing, new_ids]
+                grids = self._grids(_images(observations[:-1]))
+                return np.concatenate(parts), np.concatenate([grids, new_grids])
+        rewritten: list[int] = []
+        for piece in re.split(f"([{''.join(reply_marks)}])", rendered):
+            if piece in reply_marks:
+                rewritten += answers[reply_marks.index(piece)][1]
+            else:
+                rewritten += self._encode(piece, text_mark)
+        return self._expand(rewritten, _images(observations))
 
     def thoughts(self, answer: np.ndarray) -> Thoughts:
-        """What of an answer, int32 [R], is thought: all up to the last `</think>`, and everything while a thought is open. A thought
-        begins with `<think>`, or with the answer where the generation prompt ends with that."""
+        """Find the thoughts of an answer, int32 [R].
+
+        They are everything up to the last `</think>`, or the whole answer while a thought is open.
+        A thought begins with `<think>`, or with the answer if the generation prompt ends with
+        that mark.
+        """
         text = None if self._marks.keys() >= {THINK, END_THINK} else self._text(answer)
         begin, end = self._last(THINK, answer, text), self._last(END_THINK, answer, text)
         if begin is not None and (end is None or begin[0] >= end[1]):
@@ -137,25 +165,31 @@ class Renderer:
         if end is None:
             opened = self._begins_with_thoughts
             return Thoughts(len(answer), 0, "") if opened else Thoughts(0, None, self._processor.decode(answer))
-        split = self._text(answer[slice(*end)]).rpartition(END_THINK)[2]  # of a token that also ends the thoughts
-        return Thoughts(end[1], None, (split + self._processor.decode(answer[end[1] :])).lstrip())
+        # The token that ends the mark may go on with the reply's first characters.
+        mark_ids = answer[end[0] : end[1]]
+        reply_start = self._text(mark_ids).rpartition(END_THINK)[2]
+        reply = (reply_start + self._processor.decode(answer[end[1] :])).lstrip()
+        return Thoughts(end[1], None, reply)
 
     @property
     def think_id(self) -> int | None:
-        """Id of `<think>`, if that is one token."""
+        """The id of `<think>`, None if it is several tokens."""
         return self._marks.get(THINK)
 
     @cached_property
     def closing(self) -> np.ndarray:
-        """What closes a thought, int32 [n]."""
+        """The ids that close a thought, int32 [n]."""
         return np.array(self._tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False)["input_ids"], np.int32)
 
     def _last(self, mark: str, ids: np.ndarray, text: str | None) -> tuple[int, int] | None:
-        """The last place of a mark: its first token, and the one behind it. One that has a token is nothing else; any other is
-        looked for in the `text` of the ids."""
+        """Find the last occurrence of a mark; return its first token and the one after it.
+
+        A mark with an id of its own is found by that. Any other is searched for in `text`, the
+        text of the ids, and located by bisection over its tokens.
+        """
         if mark in self._marks:
-            own = np.flatnonzero(ids == self._marks[mark])
-            return (int(own[-1]), int(own[-1]) + 1) if len(own) else None
+            indices = np.flatnonzero(ids == self._marks[mark])
+            return (int(indices[-1]), int(indices[-1]) + 1) if len(indices) else None
         if text is None or mark not in text:
             return None
         first = bisect_left(range(len(ids)), True, key=lambda i: mark not in self._text(ids[i + 1 :]))
@@ -164,48 +198,59 @@ class Renderer:
 
     @cached_property
     def _marks(self) -> dict[str, int]:
-        """Ids of those marks that are one token."""
-        known = self._tokenizer.get_vocab()
-        return {mark: known[mark] for mark in (THINK, END_THINK) if mark in known}
+        """The ids of the marks that are one token."""
+        vocabulary = self._tokenizer.get_vocab()
+        return {mark: vocabulary[mark] for mark in (THINK, END_THINK) if mark in vocabulary}
 
     def _text(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
-    def _shown(self, sampled: np.ndarray) -> tuple[str, list[int]]:
-        """An answer's thoughts with what ends them, as text, and the ids of what it says behind them; its end left out."""
-        ids = sampled[: len(sampled) - (sampled[-1:] == np.array(self._processor.stop_ids)[:, None]).any()]
+    def _split_thoughts(self, sampled: np.ndarray) -> tuple[str, list[int]]:
+        """Split an answer: the text of its thoughts with the closing mark, and the reply's ids.
+
+        A stop id at its end is left out. A thought that was cut is closed.
+        """
+        stop_ids = np.array(self._processor.stop_ids)
+        has_stop_id = (sampled[-1:] == stop_ids[:, None]).any()
+        ids = sampled[: len(sampled) - has_stop_id]
         text = self._processor.decode(ids)
-        thoughts, end, rest = text.rpartition(END_THINK)
-        if not end:
-            cut = self._begins_with_thoughts or text.lstrip().startswith(THINK)
-            return (f"{text}\n{END_THINK}\n\n", []) if cut else ("", ids.tolist())
-        said = rest.lstrip()
-        first = bisect_left(range(len(ids)), True, key=lambda i: len(self._processor.decode(ids[i:])) <= len(said))
-        split = said[: len(said) - len(self._processor.decode(ids[first:]))]  # of a token that also ends the thoughts
-        return thoughts + end + rest[: len(rest) - len(said)], [*self._encode(split, ""), *ids[first:].tolist()]
+        thoughts, end_mark, tail = text.rpartition(END_THINK)
+        if not end_mark:
+            is_cut = self._begins_with_thoughts or text.lstrip().startswith(THINK)
+            return (f"{text}\n{END_THINK}\n\n", []) if is_cut else ("", ids.tolist())
+        reply = tail.lstrip()
+        # The first token whose text lies within the reply.
+        first = bisect_left(range(len(ids)), True, key=lambda i: len(self._processor.decode(ids[i:])) <= len(reply))
+        # A token that ends the thoughts may hold the reply's first characters, which alone are
+        # encoded again.
+        split_text = reply[: len(reply) - len(self._processor.decode(ids[first:]))]
+        thoughts_text = thoughts + end_mark + tail[: len(tail) - len(reply)]
+        return thoughts_text, [*self._encode(split_text, ""), *ids[first:].tolist()]
 
     @cached_property
     def _begins_with_thoughts(self) -> bool:
-        """Whether the generation prompt ends with the begin of thoughts."""
+        """Whether the generation prompt ends with `<think>`."""
         return self._render(_QUESTION).rstrip().endswith(THINK)
 
     def _render(self, messages: Sequence[Message], **options: bool) -> str:
-        """What was rendered last is kept: the next prompt of an episode begins with this one."""
+        """Render messages, from the cache if possible: an episode's next prompt needs it again."""
         try:
-            written = json.dumps(messages)
-        except (TypeError, ValueError):  # the template may know more than JSON
-            return self._rendered(messages, **options)
-        return self._rendered_json((written, *options.items()))
+            messages_json = json.dumps(messages)
+        except (TypeError, ValueError):  # the template may take values that JSON has not
+            return self._apply_template(messages, **options)
+        return self._render_json((messages_json, *options.items()))
 
     @cached_property
-    def _rendered_json(self) -> ByteCache[tuple[Any, ...], str]:
-        def rendered(argument: tuple[Any, ...]) -> str:
-            written, *options = argument
-            return self._rendered(json.loads(written), **dict(options))
+    def _render_json(self) -> ByteCache[tuple[Any, ...], str]:
+        """The cache of rendered messages, by their JSON and the template's options."""
 
-        return ByteCache(rendered, size=text_bytes, max_bytes=RENDERED_BYTES)
+        def render(key: tuple[Any, ...]) -> str:
+            messages_json, *options = key
+            return self._apply_template(json.loads(messages_json), **dict(options))
 
-    def _rendered(self, messages: Sequence[Message], **options: bool) -> str:
+        return ByteCache(render, size=text_bytes, max_bytes=RENDERED_BYTES)
+
+    def _apply_template(self, messages: Sequence[Message], **options: bool) -> str:
         options = self._options | options
         rendered = self._tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True, **options
@@ -214,12 +259,21 @@ class Renderer:
         return rendered
 
     def _expand(self, ids: list[int], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
+        """Repeat the image placeholders among the ids, one of each image, once per image token.
+
+        Returns:
+            (ids int32 [P], grids int32 [len(images), 3]).
+
+        Raises:
+            ValueError: there are more or fewer placeholders than images.
+        """
         rendered, grids = np.asarray(ids, np.int32), self._grids(images)
         is_image = rendered == self._processor.image_token_id
         if int(is_image.sum()) != len(images):
             raise ValueError(
-                f"the rendered prompt holds {int(is_image.sum())} {self._processor.family.image_token} for {len(images)} "
-                "images: the messages do not show each image once, or the chat template does not render them"
+                f"the rendered prompt holds {int(is_image.sum())} "
+                f"{self._processor.family.image_token} for {len(images)} images: the messages do "
+                "not show each image once, or the chat template does not render them"
             )
         repeats = np.ones(len(rendered), np.int64)
         repeats[is_image] = self._processor.image_tokens(grids)
@@ -229,8 +283,11 @@ class Renderer:
         return np.asarray([self._processor.grid(image) for image in images], np.int32).reshape(len(images), 3)
 
     def _encode(self, rendered: str, mark: str) -> list[int]:
-        """Ids of what the template wrote. With a mark, what stands between special tokens is encoded by itself, as it always is,
-        and as text without any."""
+        """Encode a rendered text.
+
+        With a mark, the special tokens are those of the template alone. The text between them is
+        encoded without the marks, and as text even where it then spells a special token.
+        """
         if not mark:
             return list(self._encode_plain(rendered))
         ids: list[int] = []
@@ -243,47 +300,63 @@ class Renderer:
         return ids
 
     def _mark(self, messages: Sequence[Message], n: int) -> tuple[list[Message], str, list[str]]:
-        """If texts of the messages spell a special token, perhaps only when a template joins them: the messages with a mark that
-        keeps it apart from the template's own, behind the first character of anything that begins like one.
+        """Mark texts of the messages that spell a special token, so that the token is not one.
+
+        The mark goes after the first character of everything that may begin one, because a token
+        may come about only when the template joins two texts.
 
         Returns:
-            (the messages, whose contents may be replaced, mark or "", `n` other marks that no text has).
+            (a copy of the messages, the mark or "" if none was needed, `n` further marks). The
+            marks are characters that occur in no text.
         """
         texts: list[str] = []
         _map_texts(list(messages), texts.append)
         joined = "".join(texts)
-        mark, *spare = islice(
-            (c for c in map(chr, range(0xE000, 0xF900)) if c not in joined), n + 1
-        )  # they mean nothing
+        # Characters of the private use area, which have no meaning.
+        unused = (c for c in map(chr, range(0xE000, 0xF900)) if c not in joined)
+        mark, *further_marks = islice(unused, n + 1)
         if not any(token in joined for token in self._special):
-            return [{**message} for message in messages], "", spare
-        begins = {f"{re.escape(token[:1])}(?={re.escape(token[1:2])}|$)" for token in self._special}
-        return _map_texts(list(messages), lambda text: re.sub("|".join(begins), rf"\g<0>{mark}", text)), mark, spare
+            return [{**message} for message in messages], "", further_marks
+        starts = {f"{re.escape(token[:1])}(?={re.escape(token[1:2])}|$)" for token in self._special}
+        pattern = re.compile("|".join(starts))
+        marked = _map_texts(list(messages), lambda text: pattern.sub(rf"\g<0>{mark}", text))
+        return marked, mark, further_marks
 
     @cached_property
     def _encode_plain(self) -> ByteCache[str, tuple[int, ...]]:
-        """Ids of what has no mark. What a game puts between turns is the same again and again, so the last texts' are kept."""
+        """The cache of the ids of texts without marks.
 
-        def encoded(text: str) -> tuple[int, ...]:
+        A game's text between turns is the same again and again.
+        """
+
+        def encode(text: str) -> tuple[int, ...]:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-        return ByteCache(encoded, size=text_bytes, max_bytes=ENCODED_BYTES)
+        return ByteCache(encode, size=text_bytes, max_bytes=ENCODED_BYTES)
 
     @cached_property
     def _special(self) -> list[str]:
-        """All special tokens, longer ones first."""
-        known = self._tokenizer.added_tokens_decoder.values()
-        tokens = {token.content for token in known if token.special} | set(self._tokenizer.all_special_tokens)
-        return sorted(tokens, key=len, reverse=True)
+        """All special tokens, longer ones first, as one may begin with another."""
+        added_tokens = self._tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added_tokens if token.special}
+        return sorted(special | set(self._tokenizer.all_special_tokens), key=len, reverse=True)
 
     @cached_property
     def _text_only(self) -> Any:
-        """A tokenizer of its own for texts with special tokens: the setting is the object's, and threads share the other."""
+        """A copy of the tokenizer for texts that spell special tokens.
+
+        `split_special_tokens` changes the tokenizer object itself, which threads share.
+        """
         return copy.deepcopy(self._tokenizer)
 
 
+def _images(observations: Iterable[Observation]) -> list[ImageRef]:
+    """Return the images of all observations, in order."""
+    return [image for observation in observations for image in observation.images]
+
+
 def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """The same with every text changed, addresses of images aside."""
+    """Return a copy of a JSON-like value with every text changed, except the URLs of images."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

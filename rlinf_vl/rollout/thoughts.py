@@ -1,7 +1,8 @@
-"""The budget of a thought: an answer is drawn in pieces, and a thought that has used its budget up is closed between two of them.
+"""Limits the tokens of a thought: an answer is sampled in pieces; thoughts are closed between them.
 
-The engine sees requests like any others: the prompt of the next piece is that of the last one and what was drawn, whose keys and
-values it still has (`Request.sessions`, or a prefix cache). What closes a thought is part of a prompt: not sampled, not trained.
+To the engine a piece is a request like any other. Its prompt is the last piece's prompt and sample,
+whose keys and values the engine still has (`Request.sessions`, or a prefix cache). The tokens that
+close a thought are part of a prompt: neither sampled nor trained on.
 """
 
 from dataclasses import dataclass, replace
@@ -15,37 +16,44 @@ from rlinf_vl.types import Request
 
 @dataclass(frozen=True, slots=True)
 class ThoughtBudget:
-    """Most `tokens` of a thought, the mark that begins it included if it is sampled."""
+    """The limit `tokens` of a thought, including the mark that begins it if that is sampled."""
 
     renderer: Renderer
     tokens: int
 
-    def first(self, request: Request) -> Request:
-        """The request of an answer's first piece: a thought may begin with its first token, or not at all."""
-        most = min(self.tokens, request.sampling.max_new_tokens)
-        return replace(request, sampling=replace(request.sampling, max_new_tokens=most))
+    def first_piece(self, request: Request) -> Request:
+        """Return the request for an answer's first piece, which may consist of a thought."""
+        max_new_tokens = min(self.tokens, request.sampling.max_new_tokens)
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=max_new_tokens))
 
-    def rest(self, request: Request, answer: np.ndarray, seed: int, session: str) -> Request | None:
-        """The request of the next piece; None: the answer is complete.
+    def next_piece(self, request: Request, answer: np.ndarray, seed: int, session: str) -> Request | None:
+        """Return the request for the next piece of an answer, or None if the answer is complete.
 
         Args:
-            request: of the whole answer.
-            answer: what there is of it, int32 [R].
-            seed: the answer's random stream; each piece has one of its own.
+            request: the request for the whole answer.
+            answer: the ids so far, int32 [R].
+            seed: the answer's random stream, from which each piece derives its own.
+            session: the episode's name for the engine, or "".
         """
-        sampling, stop = request.sampling, request.sampling.stop_ids
-        if len(answer) and answer[-1] in stop:
+        sampling, stop_ids = request.sampling, request.sampling.stop_ids
+        if len(answer) and answer[-1] in stop_ids:
             return None
-        begun, closing = self.renderer.thoughts(answer).open, np.zeros(0, np.int32)
-        room = None if begun is None else self.tokens - (len(answer) - begun)
-        if room is not None and room < 1:
-            room, closing = None, self.renderer.closing
-        left = sampling.max_new_tokens - len(answer) - len(closing)
-        if left < 1:
+        thought_start = self.renderer.thoughts(answer).open
+        closing = np.zeros(0, np.int32)
+        thought_budget = None  # tokens that the open thought may still have
+        if thought_start is not None:
+            thought_budget = self.tokens - (len(answer) - thought_start)
+        if thought_budget is not None and thought_budget < 1:
+            thought_budget, closing = None, self.renderer.closing
+        answer_budget = sampling.max_new_tokens - len(answer) - len(closing)
+        if answer_budget < 1:
             return None
-        if room is None and self.renderer.think_id is not None:  # another thought has a budget, too
-            stop = (*stop, self.renderer.think_id)
+        if thought_budget is None and self.renderer.think_id is not None:
+            # Stop where another thought begins: it gets a budget of its own.
+            stop_ids = (*request.sampling.stop_ids, self.renderer.think_id)
         ids = np.concatenate([request.ids, answer, closing])
-        piece = replace(sampling, max_new_tokens=min(left, room or left), stop_ids=stop)
+        max_new_tokens = min(answer_budget, thought_budget or answer_budget)
+        piece_sampling = replace(sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
         seeds = (random_stream(seed, f"piece {len(answer)}"),)
-        return replace(request, ids=ids, sampling=piece, seeds=seeds, sessions=(session,) if session else ())
+        sessions = (session,) if session else ()
+        return replace(request, ids=ids, sampling=piece_sampling, seeds=seeds, sessions=sessions)

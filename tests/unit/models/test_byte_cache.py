@@ -71,7 +71,7 @@ def test_long_prompts_do_not_fill_the_renderers_memory(toy_folder):
     renderer = Renderer(Processor(toy_folder, family_of("qwen3_vl")))
     for number in range(100):
         renderer._render([{"role": "user", "content": f"{number} " + "x" * 1_000_000}])
-    assert renderer._rendered_json.n_bytes <= RENDERED_BYTES
+    assert renderer._render_json.n_bytes <= RENDERED_BYTES
     for number in range(40):
         renderer._encode_plain(f"{number} " + "x " * 50_000)
     assert renderer._encode_plain.n_bytes <= ENCODED_BYTES

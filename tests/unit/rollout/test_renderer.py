@@ -298,7 +298,7 @@ def test_the_ids_behind_thoughts_are_those_that_were_sampled(processor, monkeypa
     monkeypatch.setattr("rlinf_vl.rollout.renderer.END_THINK", "h")  # "Wh" + "at": no token of the tokenizer spans them
     renderer = Renderer(processor)
     whole = processor.tokenizer("What", add_special_tokens=False)["input_ids"]
-    text, ids = renderer._shown(np.array([*whole, *letters(processor, "x"), processor.stop_ids[0]], np.int32))
+    text, ids = renderer._split_thoughts(np.array([*whole, *letters(processor, "x"), processor.stop_ids[0]], np.int32))
     assert text == "Wh" and processor.tokenizer.decode(ids) == "atx"
     assert ids[-1:] == letters(processor, "x")
 

@@ -43,14 +43,14 @@ def letters(toy, text):
 def test_what_is_thought_and_what_is_said(toy, monkeypatch, template, answer, thought, open_at, says):
     monkeypatch.setattr(toy.processor.tokenizer, "chat_template", template)
     found = Renderer(toy.processor).thoughts(letters(toy, answer))
-    assert (found.tokens, found.open, found.said) == (len(thought), open_at, says)
+    assert (found.tokens, found.open, found.reply) == (len(thought), open_at, says)
 
 
 def test_a_token_that_ends_thoughts_and_begins_what_is_said(toy, monkeypatch):
     monkeypatch.setattr("rlinf_vl.rollout.renderer.END_THINK", "ha")
     whole = np.array(toy.processor.tokenizer("What", add_special_tokens=False)["input_ids"], np.int32)  # "Wh", "at"
     found = Renderer(toy.processor).thoughts(np.concatenate([letters(toy, "xx"), whole]))
-    assert (found.tokens, found.said) == (2 + len(whole), "t")
+    assert (found.tokens, found.reply) == (2 + len(whole), "t")
 
 
 @pytest.mark.parametrize(
