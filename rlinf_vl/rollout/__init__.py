@@ -1,1 +1,1 @@
-"""Prompts in, graded trajectories out: engines behind one protocol, the rollout worker (a Ray actor) and the pool of them."""
+"""Samples graded trajectories: the rollout worker (a Ray actor), the pool, and their parts."""

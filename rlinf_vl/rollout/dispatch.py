@@ -1,9 +1,11 @@
-"""Shares the tasks of open submissions out to live workers, and knows which worker has which group. No Ray.
+"""Dispatches the tasks of open submissions to live workers, and tracks which has which group.
 
-Everything here runs in the supervisor's event loop. Invariants:
-- Each task of a submission ends with exactly one group, or is cancelled, whatever dies. A worker's groups live in its memory,
-  so when it dies its tasks are sent again, also those whose groups had arrived, unless these were acknowledged.
-- The cost of an answer grows neither with the tasks nor, while its worker has a share, with the workers.
+No Ray. Everything here runs in the supervisor's event loop. Invariants:
+- Each task of a submission ends with exactly one group, or is cancelled, whatever dies. A worker's
+  groups live in its memory, so when it dies its tasks are sent again, even those whose groups had
+  arrived, unless these were acknowledged.
+- The time to handle a group does not grow with the number of tasks, nor, while its worker has a
+  share of its own left, with the number of workers.
 """
 
 import asyncio
@@ -21,10 +23,11 @@ Work = Sequence[tuple[Submission, Task]]
 
 
 class Dispatcher(Generic[W]):
-    """The slots that do the work, the open submissions, and what each slot's worker has of them.
+    """The slots, the open submissions, and the share of each slot in their tasks.
 
     Attributes:
-        slots: those that work is shared out to; replaced as a whole, so that other threads may read it.
+        slots: the slots that get work. The list is replaced, never changed, so that other threads
+            may read it.
     """
 
     def __init__(
@@ -38,29 +41,29 @@ class Dispatcher(Generic[W]):
     ) -> None:
         """
         Args:
-            max_running, max_row_faults: as for the `Supervisor`.
-            lose: called with a slot, its worker, the end of a sentence ("" for the usual one) and a reason, when that worker died.
-            revive: called with a slot that gets work, and may have no worker.
+            max_running, max_row_faults: as in `Supervisor`.
+            lose: called when a worker died, as `Supervisor.lose`.
+            revive: called with a slot that gets work but may have no worker.
         """
         self.slots = slots
         self._max_running = max_running
         self._quarantine = Quarantine(max_row_faults)
         self._lose, self._revive = lose, revive
         self._open: list[Submission] = []
-        self._unshared: list[tuple[Submission, Task]] = []  # work that waits for a worker to join
-        self._queues_empty = False  # no slot has a task in its queue; False: some may
-        self._holders: dict[str, Slot[W]] = {}  # the slot whose worker has a group in its memory
+        self._unshared: list[tuple[Submission, Task]] = []  # tasks that wait for a worker to join
+        self._queues_empty = False  # True: all slots' queues are empty; False: unknown
+        self._holders: dict[str, Slot[W]] = {}  # group id → slot whose worker has it in memory
 
-    # --- submissions ----------------------------------------------------------------------------------------------------
+    # --- submissions ------------------------------------------------------------------------------
 
     def begin(self, submission: Submission, order: Sequence[Task]) -> None:
-        """Have the tasks of a submission answered, shared out in this order."""
+        """Open a submission and dispatch its tasks in this order."""
         self._open.append(submission)
         self.share_out([(submission, self._quarantine.judged(task)) for task in order])
         self._close_if_done(submission)
 
     def close(self, submission: Submission, error: BaseException | None = None) -> None:
-        """End a submission: no more of its groups come, and workers stop answering them."""
+        """End a submission: no more of its groups come, and workers stop answering its tasks."""
         if submission not in self._open:
             return
         self._open.remove(submission)
@@ -68,43 +71,45 @@ class Dispatcher(Generic[W]):
         submission.events.put(SubmissionEnded(error))
         self._unshared = [entry for entry in self._unshared if entry[0] is not submission]
         for slot in self.slots:
-            if unanswered := slot.drop(submission):
+            unanswered = slot.forget_submission(submission)
+            if unanswered:
                 slot.worker.cancel(unanswered)
         self.fill()
 
     def close_all(self, error: BaseException) -> None:
-        """End every submission with an error, which reaches whoever waits for groups."""
+        """End every submission with an error, which is raised where groups are waited for."""
         for submission in list(self._open):
             self.close(submission, error)
 
     def cancel(self, group_ids: Collection[str]) -> None:
-        """Have these groups neither sampled to their end nor, where their worker dies, sampled again."""
+        """Stop sampling these groups, and don't sample them again if their worker dies."""
         self.acknowledge(group_ids)
         for submission in list(self._open):
             cancelled = (submission.group_ids & set(group_ids)) - submission.arrived - submission.cancelled
             if not cancelled:
                 continue
             submission.cancelled |= cancelled
-            gone = {(submission, group_id) for group_id in cancelled}
-            self._unshared = [(s, task) for s, task in self._unshared if (s, task.group_id) not in gone]
+            removed = {(submission, group_id) for group_id in cancelled}
+            self._unshared = [(s, task) for s, task in self._unshared if (s, task.group_id) not in removed]
             for slot in self.slots:
-                slot.queue = deque((s, task) for s, task in slot.queue if (s, task.group_id) not in gone)
-                unanswered = [group_id for group_id in cancelled if slot.take_back(submission, group_id)]
+                slot.queue = deque((s, task) for s, task in slot.queue if (s, task.group_id) not in removed)
+                unanswered = [group_id for group_id in cancelled if slot.forget_group(submission, group_id)]
                 if unanswered:
                     slot.worker.cancel(unanswered)
             self._close_if_done(submission)
         self.fill()
 
     def acknowledge(self, group_ids: Iterable[str]) -> None:
-        """Note that these groups are where they are needed: those that have arrived are not sampled again."""
+        """Note that these groups were fetched: if their worker dies, they are not sampled again."""
         for group_id in group_ids:
             if slot := self._holders.get(group_id):
+                # A group of use clears its slot of suspicion: earlier deaths were chance.
                 slot.deaths = 0
-                for submission in [s for s in slot.given if group_id in s.arrived]:
-                    slot.take_back(submission, group_id)
+                for submission in [s for s in slot.sent_tasks if group_id in s.arrived]:
+                    slot.forget_group(submission, group_id)
 
     def release(self, group_ids: Collection[str] | None) -> None:
-        """Free the memory of these groups (None: of all), which nobody needs any more."""
+        """Free the memory of these groups (None: of all)."""
         if group_ids is None:
             self.acknowledge(list(self._holders))
             self._holders = {}
@@ -122,41 +127,44 @@ class Dispatcher(Generic[W]):
         for slot, stored_ids in by_slot.items():
             slot.worker.release(stored_ids)
 
-    # --- slots ----------------------------------------------------------------------------------------------------------
+    # --- slots ------------------------------------------------------------------------------------
 
     def add(self, slot: Slot[W]) -> None:
-        """Have a slot that is live share in the work from now on."""
+        """Give a live slot a share of the work from now on."""
         self.slots = [*self.slots, slot]
         waiting, self._unshared = self._unshared, []
         self.share_out(waiting)
 
     def remove(self, slot: Slot[W]) -> None:
-        """Have the others do the work of a slot that leaves."""
-        self.slots = [other for other in self.slots if other is not slot]
+        """Distribute the work of a slot that leaves among the others."""
+        self.slots = [remaining for remaining in self.slots if remaining is not slot]
         work, slot.queue = list(slot.queue), deque()
         self.share_out(work)
 
     def requeue(self, slot: Slot[W]) -> int:
-        """Queue the tasks of a lost worker in its slot again; returns how many of them it had been sent.
+        """Queue the tasks of a lost worker in its slot again, and return their number.
 
-        Those whose groups had arrived are among them: whoever waits is told that they come again.
+        This includes tasks whose groups had arrived; a `GroupsResent` event says that these come
+        again.
         """
-        lost_tasks = sum(map(len, slot.given.values()))
+        n_lost = sum(map(len, slot.sent_tasks.values()))
         self._quarantine.accuse(slot.answering.values())
-        for submission, tasks in slot.given.items():
-            if again := submission.arrived & tasks.keys():
-                submission.events.put(GroupsResent(frozenset(again)))
-            submission.arrived -= again
+        for submission, tasks in slot.sent_tasks.items():
+            resent = submission.arrived & tasks.keys()
+            if resent:
+                submission.events.put(GroupsResent(frozenset(resent)))
+            submission.arrived -= resent
+            # `extendleft` reverses, so the tasks come first in the queue and in their old order.
             judged = ((submission, self._quarantine.judged(task)) for task in reversed(tasks.values()))
             slot.queue.extendleft(judged)
         self._queues_empty = False
         self._holders = {name: holder for name, holder in self._holders.items() if holder is not slot}
-        slot.forget()
-        return lost_tasks
+        slot.forget_all()
+        return n_lost
 
     def share_out(self, work: Work) -> None:
-        """Share work out, in order; where there is no slot, it waits for one to join."""
-        share = -(-len(work) // max(1, len(self.slots)))
+        """Distribute work among the slots, in order; without slots it waits for one to join."""
+        share = -(-len(work) // max(1, len(self.slots)))  # rounded up
         for i, slot in enumerate(list(self.slots)):
             slot.queue += work[i * share : (i + 1) * share]
             self._revive(slot)
@@ -166,37 +174,47 @@ class Dispatcher(Generic[W]):
         self.fill()
 
     def fill(self, *slots: Slot[W]) -> None:
-        """Send live workers (`slots`: only these, which have got room) as much as they may have: first of their share, then of
-        what others have no room for."""
+        """Send live workers as many tasks as they may have.
+
+        Each gets its own share first, and then the tasks of the slot with the longest queue.
+
+        Args:
+            slots: those that may have room now; none means all.
+        """
         live = [slot for slot in slots or self.slots if slot.live]
         for slot in live:
             self._send(slot, slot.queue)
-        for slot in live if self._max_running is not None else ():
+        if self._max_running is None:
+            # Which worker answers a task must not depend on time then (see `Supervisor`).
+            return
+        for slot in live:
             if not slot.queue and not self._queues_empty:
-                longest = max((other.queue for other in self.slots), key=len, default=deque())
+                queues = (candidate.queue for candidate in self.slots)
+                longest = max(queues, key=len, default=deque())
                 self._queues_empty = not longest
                 self._send(slot, longest)
 
-    # --- streams --------------------------------------------------------------------------------------------------------
+    # --- streams ----------------------------------------------------------------------------------
 
     def _send(self, slot: Slot[W], queue: deque[tuple[Submission, Task]]) -> None:
         """Send a worker the first tasks of a queue, those of each submission as one batch."""
         if not queue or (self._max_running is None and slot.streams):
             return
+        # Twice what the engine runs at once, so that it always has a next request.
         max_samples = None if self._max_running is None else 2 * self._max_running
         unanswered = list(slot.answering.values())
         while queue and (max_samples is not None or not slot.streams):
             submission, batch = self._quarantine.next_batch(queue, unanswered, max_samples)
             if not batch:
                 return
-            slot.give(submission, batch)
+            slot.note_sent(submission, batch)
             slot.streams[asyncio.ensure_future(self._stream(slot, submission, batch))] = submission
             unanswered += batch
 
     async def _stream(self, slot: Slot[W], submission: Submission, tasks: list[Task]) -> None:
-        """Have a worker answer tasks, and pass their groups on as they come."""
+        """Send tasks to a worker, and receive their groups as they come."""
         worker = slot.worker
-        # Some may have been cancelled since the worker was to get them, and before it heard of them.
+        # Tasks may have been cancelled between `_send` and the start of this coroutine.
         tasks = [task for task in tasks if (submission, task.group_id) in slot.answering]
         try:
             if tasks:
@@ -209,21 +227,23 @@ class Dispatcher(Generic[W]):
         except Exception as error:
             self.close(submission, error)
         slot.streams = {s: owner for s, owner in slot.streams.items() if s is not asyncio.current_task()}
+        # The worker has room now; if it is lost, others may do its work.
         self.fill(*([slot] if slot.worker is worker and slot.live else self.slots))
         self._close_if_done(submission)
 
-    def _receive(self, slot: Slot[W], submission: Submission, arrived: GroupArrived) -> None:
-        group_id = arrived.summary.id
+    def _receive(self, slot: Slot[W], submission: Submission, event: GroupArrived) -> None:
+        """Pass a group on to its submission."""
+        group_id = event.summary.id
         assert group_id not in submission.arrived, f"group {group_id} came twice"
-        task = slot.given.get(submission, {}).get(group_id)
-        if task is None:  # it was cancelled when it was as good as done
+        task = slot.sent_tasks.get(submission, {}).get(group_id)
+        if task is None:  # cancelled while its group was on its way
             slot.worker.release([group_id])
             return
         submission.arrived.add(group_id)
         self._quarantine.clear(task)
-        submission.events.put(arrived)
-        if task.summary_only:  # nothing of it is in the worker's memory
-            slot.take_back(submission, group_id)
+        submission.events.put(event)
+        if task.summary_only:  # the worker has stored nothing, so there is nothing to lose
+            slot.forget_group(submission, group_id)
             slot.deaths = 0
         else:
             slot.stored.add(group_id)
@@ -232,8 +252,9 @@ class Dispatcher(Generic[W]):
         self.fill(slot)
 
     def _close_if_done(self, submission: Submission) -> None:
+        """End a submission whose groups have all arrived or were cancelled."""
         if submission in self._open and submission.done:
             for slot in self.slots:
-                if submission in slot.given:
+                if submission in slot.sent_tasks:
                     slot.deaths = 0
             self.close(submission)

@@ -1,4 +1,4 @@
-"""All rollout workers as one. Those that fail are replaced (`rlinf_vl.rollout.supervisor`)."""
+"""The pool of rollout workers, used as one. The supervisor replaces workers that fail."""
 
 import asyncio
 import itertools
@@ -30,28 +30,32 @@ from rlinf_vl.types import GroupSummary
 
 log = logging.getLogger(__name__)
 
-#: Rows that a worker checks between two reports of progress.
+#: Rows per worker that are checked between two reports of progress.
 FILTER_ROWS = 256
 #: Seconds that a worker has to end its engine.
 STOP_S = 60.0
 
 
 class _RayWorker:
-    """A rollout worker as the supervisor sees it."""
+    """A rollout worker, a Ray actor, behind the supervisor's `Worker` protocol."""
 
     def __init__(self, actor: Any, heartbeat_timeout: float) -> None:
         self.actor = actor
         self.process: ray.ObjectRef = actor.process.remote()
         self._heart = Heartbeat(actor.heartbeat.remote, heartbeat_timeout)
         self._batch_numbers = itertools.count()
-        self._batches: dict[int, asyncio.Queue[BatchReport | Exception]] = {}  # that somebody waits for
+        #: The queues of the batches that somebody waits for, by number.
+        self._batches: dict[int, asyncio.Queue[BatchReport | Exception]] = {}
         self._reader: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         return await answer(getattr(self.actor, method).remote(*arguments))
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[StoredGroup]:
-        """As `Worker.generate`. Whoever leaves it ends the work, and frees what arrives too late."""
+        """Answer tasks as one batch; yield their groups as they finish.
+
+        Leaving the loop early cancels the unanswered tasks, and frees groups that still arrive.
+        """
         batch, reports = next(self._batch_numbers), asyncio.Queue[BatchReport | Exception]()
         unanswered = {task.group_id for task in tasks}
         self._batches[batch] = reports
@@ -79,7 +83,10 @@ class _RayWorker:
                 self._release_report(reports.get_nowait())
 
     async def _read_reports(self) -> None:
-        """Pass what the worker reports to whoever waits for its batches."""
+        """Distribute the worker's reports to the queues of their batches, until an error ends that.
+
+        The error goes to all queues.
+        """
         try:
             while True:
                 async for reference in self.actor.stream_reports.remote():
@@ -90,7 +97,7 @@ class _RayWorker:
                             self._release_report(report)
         except RayTaskError as raised:
             error: Exception = raised
-        except RayError as raised:  # of the stream, not of one message
+        except RayError as raised:  # of the stream itself; `answer` converts those of a message
             error = WorkerDied(cause_of(raised))
         except Exception as raised:
             error = raised
@@ -98,7 +105,7 @@ class _RayWorker:
             reports.put_nowait(error)
 
     def _release_report(self, report: BatchReport | Exception) -> None:
-        """Free groups that nobody waits for any more."""
+        """Free the groups of a report that came after its batch was left."""
         if isinstance(report, BatchReport):
             stored = [summary.id for summary, reference in report.groups if reference is not None]
             if stored:
@@ -129,13 +136,19 @@ class PendingSync:
 
 
 async def answer(reference: ray.ObjectRef) -> Any:
-    """What a call returned. Raises WorkerDied if its worker, the engine, their node or the answer is lost."""
+    """Wait for a call's result.
+
+    Raises:
+        WorkerDied: the worker, its engine, their node or the result is lost.
+        ActorsLost: weights that the call refers to are lost.
+    """
     try:
         return await reference
     except RayTaskError as error:
         if isinstance(error.cause, EngineDied):
             raise WorkerDied(str(error.cause)) from error
-        if isinstance(error.cause, ObjectLostError):  # the weights: nothing else is sent to a worker as an object
+        if isinstance(error.cause, ObjectLostError):
+            # Workers get nothing but weights through the object store.
             raise ActorsLost(f"weights are lost on their way to a rollout worker: {error.cause}") from error
         raise
     except RayError as error:
@@ -156,29 +169,34 @@ class RolloutPool:
     ) -> None:
         """
         Args:
-            report: called with a kind (worker_replaced, worker_joined, worker_left) and a sentence, in another thread, whenever
-                that happens.
-            check: called at least once a second by whoever waits for groups; what it raises ends the rollout.
+            report: called in another thread with a kind (worker_replaced, worker_joined,
+                worker_left, node_lost) and a sentence whenever that happens.
+            check: called at least once a second by threads that wait for groups; an error that it
+                raises ends the rollout.
         """
         self._report = report
         self._check = check
 
         def make(number: int) -> _RayWorker:
             seat = self._seats[number]
-            own = replace(config, rollout=replace(config.rollout, tensor_parallel_size=seat.slots))
+            # The seat decides how many GPUs the engine has.
+            rollout = replace(config.rollout, tensor_parallel_size=seat.slots)
             actor = RolloutWorker.options(**seat.options).remote(
-                own, model_path, reservation.device, number, seat.shared
+                replace(config, rollout=rollout), model_path, reservation.device, number, seat.shared
             )
             return _RayWorker(actor, config.runner.heartbeat_timeout)
 
         self._seats = list(reservation.rollout)  # by the workers' numbers
         self._elastic = reservation.elastic
         self._shrinks = config.cluster.on_node_loss == "shrink"
-        self._may_change = False  # workers may join and leave
-        self._reported_waits: set[int] = set()  # workers of whose wait for a node was reported
+        self._may_change = False  # whether workers may join and leave
+        self._reported_waits: set[int] = set()  # workers whose wait for a node was reported
         runner, rollout = config.runner, config.rollout
-        whole = runner.schedule == "sync" or (runner.schedule == "one_step_off" and runner.max_staleness == 1)
-        max_running = None if rollout.rollout_backend == "torch" and whole else rollout.max_running_requests
+        # With these schedules a run is reproducible if its batches are (`Supervisor`).
+        whole_batches = runner.schedule == "sync" or (runner.schedule == "one_step_off" and runner.max_staleness == 1)
+        max_running = rollout.max_running_requests
+        if rollout.rollout_backend == "torch" and whole_batches:
+            max_running = None
         self._supervisor = Supervisor[_RayWorker](
             make,
             len(reservation.rollout),
@@ -188,41 +206,43 @@ class RolloutPool:
             places=self._places,
             newcomers=self._newcomers,
         )
-        #: (split, row) → number of an image that other rows have too; None where no other has
+        #: (split, row) → number of an image that other rows have, too; None if there is none.
         self._shared: dict[tuple[str, int], int | None] = {}
 
     @property
     def workers(self) -> list[Any]:
+        """The actors that share the work."""
         return [slot.worker.actor for slot in self._supervisor.slots]
 
     @property
     def restarts(self) -> int:
-        """Workers that were replaced so far."""
+        """The number of replacements of workers so far."""
         return self._supervisor.replaced
 
     @property
     def turnover(self) -> int:
-        """How often a worker was replaced, joined or left."""
+        """The number of times a worker was replaced, joined or left."""
         return self._supervisor.turnover
 
     def open_membership(self) -> None:
-        """From now on workers may leave with their nodes, and join if the reservation is elastic."""
+        """Allow workers to leave with their nodes, and to join if the reservation is elastic."""
         self._may_change = True
 
     def _newcomers(self) -> Sequence[int]:
-        """Numbers of workers for the nodes that have joined."""
+        """Return the numbers of new workers, for nodes that have joined."""
         if self._elastic is None or not self._may_change or not ray.is_initialized():
             return ()
         first = len(self._seats)
-        with suppress(RayError):  # the cluster's head does not answer: later
+        with suppress(RayError):  # the cluster's head does not answer: the next call tries again
             self._seats += self._elastic.newcomers()
         return range(first, len(self._seats))
 
     def _places(self, numbers: Collection[int]) -> Mapping[int, Place]:
         """Return the places of these workers that no node has now.
 
-        An elastic worker's is gone with its node. Others wait for a node, which is reported once, or are gone where
-        `cluster.on_node_loss` says so; the last worker always waits.
+        In an elastic reservation a place is gone with its node. Otherwise its worker waits for a
+        node, which is reported once, or leaves if `cluster.on_node_loss` is shrink; the last worker
+        always waits.
         """
         if not self._may_change or not ray.is_initialized():
             return {}
@@ -231,7 +251,7 @@ class RolloutPool:
                 return {number: Place.GONE for number in numbers if self._elastic.lost(self._seats[number])}
             ordered = list(numbers)
             lost = [ordered[k] for k in lost_seats([self._seats[number].options for number in ordered])]
-        except RayError:  # the cluster's head does not answer: later
+        except RayError:  # the cluster's head does not answer: the next call tries again
             return {}
         if self._shrinks and len(self._supervisor.slots) > 1:
             return dict.fromkeys(lost, Place.GONE)
@@ -241,83 +261,109 @@ class RolloutPool:
         return dict.fromkeys(lost, Place.AWAITED)
 
     def entries(self) -> list[dict[str, object]]:
-        """A line on each worker, for `StatusFile`."""
+        """Return an entry on each worker for `StatusFile`."""
         slots = self._supervisor.slots
         return [entry(f"rollout {slot.number}", slot.worker.process, slot.restarts) for slot in slots]
 
     def start(self) -> dict[str, int]:
-        """Wait until every worker has its model and data; the number of rows of each split. RayActorError is what a worker's
-        constructor raised: the config's fault, and not chance as is a process that dies."""
+        """Wait until every worker has its model and data.
+
+        Returns:
+            The number of rows of each split.
+
+        Raises:
+            RayActorError: a worker's constructor raised. This is the config's fault; a process that
+                dies, which may be chance, is replaced.
+        """
         self._supervisor.start()
         return self._call_all("while it starts", "ready")[0]
 
     def filter_rows(
         self, split: str, rows: Sequence[int], progress: Callable[[int], None] = lambda done: None
     ) -> FilterResult:
-        """Which of these rows can be used. `progress` is told how many rows were checked."""
+        """Check which of these rows can be used.
+
+        Args:
+            progress: called with the number of rows that were checked.
+        """
         n, results = len(self.workers), []
         for start in range(0, len(rows), FILTER_ROWS * n):
-            part = list(rows[start : start + FILTER_ROWS * n])
-            shares = [part[i::n] for i in range(n)]
+            chunk = list(rows[start : start + FILTER_ROWS * n])
+            shares = [chunk[i::n] for i in range(n)]
             results += self._call_all("while checking rows", "filter_rows", lambda i, shares=shares: (split, shares[i]))
             self._check()
-            progress(start + len(part))
-        images = {row: image for _, part in results for row, image in part.items()}
-        often = Counter(image for shown in images.values() for image in shown)
-        self._shared |= {
-            (split, row): next((image for image in sorted(shown) if often[image] > 1), None)
-            for row, shown in images.items()
-        }
+            progress(start + len(chunk))
+        row_images: dict[int, set[int]] = {}
+        for _, images in results:
+            row_images |= images
+        n_rows = Counter(image for images in row_images.values() for image in images)
+        for row, images in row_images.items():
+            shared_images = [image for image in images if n_rows[image] > 1]
+            self._shared[split, row] = min(shared_images, default=None)
         return FilterResult.merged([result for result, _ in results])
 
     def submit(self, tasks: Sequence[Task], events: SimpleQueue[Event] | None = None) -> Submission:
-        """Have all tasks answered. Several submissions may be in flight. `events`: of `Submission`."""
-        shown = [self._shared.get((task.split, task.row), task.group_id) for task in tasks]
-        turn: dict[Any, int] = {}  # rows that share an image follow each other, so that mostly one worker stores it
-        order = [
-            turn.setdefault(task.group_id if s is None else s, len(turn)) for task, s in zip(tasks, shown, strict=True)
-        ]
-        sent = [replace(task, own_images=s is None) for task, s in zip(tasks, shown, strict=True)]
-        in_turn = [sent[k] for k in sorted(range(len(tasks)), key=order.__getitem__)]
-        return self._supervisor.submit(tasks, in_turn, self._check, events)
+        """Begin to answer tasks; several submissions may be open. `events`: as in `Submission`.
+
+        Tasks whose rows share an image are dispatched one after the other, so that mostly one
+        worker stores the image.
+        """
+        by_image: dict[Any, list[Task]] = {}
+        for task in tasks:
+            # A row that was never checked counts as one that shares an image with no other row, but
+            # perhaps it does: `own_images` stays False.
+            image = self._shared.get((task.split, task.row), task.group_id)
+            key = task.group_id if image is None else image
+            by_image.setdefault(key, []).append(replace(task, own_images=image is None))
+        order = list(itertools.chain.from_iterable(by_image.values()))
+        return self._supervisor.submit(tasks, order, self._check, events)
 
     def acknowledge(self, group_ids: Collection[str]) -> None:
-        """Note that these groups are where they are needed: if their worker dies now, they are not sampled again."""
+        """Note that these groups were fetched: they are not sampled again if their worker dies."""
         self._supervisor.acknowledge(group_ids)
 
     def cancel(self, group_ids: Collection[str]) -> None:
-        """Stop sampling these groups, which nobody wants any more. Nobody may wait for the results of their submission."""
+        """Stop sampling these groups. Then `results` of their submission must not be called."""
         self._supervisor.cancel(group_ids)
 
     def replace_all(self, reason: str) -> None:
-        """Replace every worker: what the old ones are in the middle of can't be ended otherwise."""
+        """Replace every worker, because the calls that the old ones are running can't be ended."""
         self._report("worker_replaced", f"all rollout workers are replaced: {reason}")
         self._supervisor.replace_all()
 
     def release(self, summaries: Sequence[GroupSummary] | None = None) -> None:
-        """Free the groups of these summaries (None: all) in the object store once nobody reads them any more."""
+        """Free the groups of these summaries (None: all) in the object store.
+
+        Those that are being read are freed afterwards.
+        """
         self._supervisor.release(None if summaries is None else [summary.id for summary in summaries])
 
     def forget_weights(self) -> None:
-        """Forget the weights of the last sync: until the next one, replacements have the weights of the start."""
+        """Forget the weights of the last sync: until the next one, new workers keep their own."""
         self._supervisor.forget_weights()
 
     def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
-        """Have every live worker take weights from the object store, and whoever starts later."""
+        """Load weights from the object store into every live worker, and into later ones."""
         offers = [ray.put(Offer(list(buckets)))]
         self.settle(self.take_weights("object_store", offers, version, lambda: Snapshot(version, buckets)))
 
-    def replace_dead(self, what: str) -> None:
-        """Have those live workers replaced that are dead or whose engine is, without waiting for the new ones. `what` ends "a
-        rollout worker is replaced …"."""
-        self._supervisor.probe(what)
+    def replace_dead(self, occasion: str) -> None:
+        """Replace live workers that are dead, or whose engine is, without waiting for the new ones.
+
+        Args:
+            occasion: ends the sentence "a rollout worker is replaced …".
+        """
+        self._supervisor.probe(occasion)
 
     def choose_receivers(self) -> WeightUpdate[_RayWorker]:
-        """Begin a sync whose members must know each other before weights are offered; `take_weights` goes on with it."""
+        """Begin a sync whose strategy must know its receivers before weights are offered.
+
+        `take_weights` continues it.
+        """
         return self._supervisor.choose_receivers()
 
     def engine_slots(self, update: WeightUpdate[_RayWorker]) -> list[int]:
-        """Return the processes with weights of each receiver's engine."""
+        """Return the number of each receiver's engine processes that have weights."""
         return [self._seats[slot.number].slots for slot, _ in update.receivers]
 
     def take_weights(
@@ -328,9 +374,13 @@ class RolloutPool:
         snapshot_source: SnapshotSource,
         update: WeightUpdate[_RayWorker] | None = None,
     ) -> PendingSync:
-        """Have every live worker (or those chosen before, `update`) take the weights that the ranks offer, or will.
+        """Make workers take the weights that the ranks offer or will offer; `settle` ends the sync.
 
-        `snapshot_source` gives the same weights, or newer ones, to workers that start meanwhile or later. `settle` ends the sync.
+        Args:
+            offers: an `Offer` of each rank.
+            snapshot_source: returns the same weights, or newer ones, for workers that start
+                meanwhile or later.
+            update: the sync whose receivers were chosen before; None: all live workers take part.
         """
         calls: list[ray.ObjectRef] = []
 
@@ -343,38 +393,53 @@ class RolloutPool:
         return PendingSync(update, calls)
 
     def settle(self, sync: PendingSync) -> list[float | None]:
-        """Wait for what `take_weights` began, of weights that are there; the seconds for which each engine was written.
+        """Wait until all receivers have the weights, which exist by now; end the sync.
 
-        A worker that dies or hangs meanwhile is replaced (None), and its replacement not waited for.
+        A worker that dies or hangs meanwhile is replaced, without waiting for its replacement.
+
+        Returns:
+            The seconds for which each engine was being written; None for a replaced worker.
         """
         return self._supervisor.settle(sync.update)
 
     def release_tags(self) -> tuple[str, ...]:
-        """What engines give back while a trainer needs their GPUs (`rlinf_vl.engines.base.release_tags`)."""
-        wanted = {tag for tags in ray.get([worker.release_tags.remote() for worker in self.workers]) for tag in tags}
-        return tuple(tag for tag in MEMORY_TAGS if tag in wanted)
+        """Return the kinds of memory that engines release while a trainer needs their GPUs.
+
+        See `rlinf_vl.engines.base.release_tags`.
+        """
+        tags_of_workers = ray.get([worker.release_tags.remote() for worker in self.workers])
+        tags = set(itertools.chain.from_iterable(tags_of_workers))
+        return tuple(tag for tag in MEMORY_TAGS if tag in tags)
 
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Have every engine release its device memory, as in `Engine`. A worker that fails is replaced."""
+        """Release device memory of every engine, as in `Engine`. Workers that fail are replaced."""
         self._call_all("while it releases memory", "release_memory", lambda i: (tags,))
 
     def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Have every engine restore it, as in `Engine`. A worker that fails is replaced."""
+        """Restore the device memory of every engine. Workers that fail are replaced."""
         self._call_all("while it restores memory", "restore_memory", lambda i: (tags,))
 
     def stop(self) -> None:
         """End every engine and its processes."""
         slots, joining = self._supervisor.slots, self._supervisor.joining
         self._supervisor.stop()
-        ending = [slot.worker.actor.stop.remote() for slot in slots if slot.live]
-        for slot in [*joining, *(slot for slot in slots if not slot.live)]:  # they can't answer
+        stop_calls = [slot.worker.actor.stop.remote() for slot in slots if slot.live]
+        # Workers that are starting, or dead, don't answer a call.
+        for slot in [*joining, *(slot for slot in slots if not slot.live)]:
             slot.worker.kill()
-        for ended in ending:
-            with suppress(RayError):  # it has died since
-                ray.get(ended, timeout=STOP_S)
+        for stop_call in stop_calls:
+            with suppress(RayError):  # the worker has died meanwhile
+                ray.get(stop_call, timeout=STOP_S)
 
-    def _call_all(self, what: str, method: str, arguments: Callable[[int], tuple] = lambda i: ()) -> list[Any]:
-        """Return what the method returns for each worker; one that fails is replaced, and its replacement called."""
+    def _call_all(self, occasion: str, method: str, arguments: Callable[[int], tuple] = lambda i: ()) -> list[Any]:
+        """Call a method of every worker, and return the results.
+
+        A worker that fails is replaced, and its replacement is called.
+
+        Args:
+            occasion: ends the sentence "a rollout worker is replaced …".
+            arguments: returns the arguments for the i-th worker.
+        """
         numbers = [slot.number for slot in self._supervisor.slots]
-        futures = [self._supervisor.call(number, what, method, *arguments(i)) for i, number in enumerate(numbers)]
+        futures = [self._supervisor.call(number, occasion, method, *arguments(i)) for i, number in enumerate(numbers)]
         return [future.result() for future in futures]

@@ -1,4 +1,4 @@
-"""Rows that may be to blame for the deaths of the workers that answer them."""
+"""Quarantines rows whose workers keep dying while they answer them."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -8,51 +8,58 @@ from rlinf_vl.rollout.submission import Submission, Task
 
 
 class Quarantine:
-    """Counts, for each row, the workers that died while they answered it, one after the other.
+    """The number of successive worker deaths of each row that they happened on.
 
-    At one below `tries` the row is answered by a worker that has nothing else to do. When that one dies as well, the row is
-    quarantined: its groups are made without answers.
+    A row with `max_deaths` - 1 of them is answered by a worker that has nothing else to do. If that
+    one dies as well, the row is to blame and quarantined: its groups are made without answers.
     """
 
-    def __init__(self, tries: int) -> None:
-        self._tries = tries
+    def __init__(self, max_deaths: int) -> None:
+        self._max_deaths = max_deaths
         self._deaths: Counter[tuple[str, int]] = Counter()
 
     def accuse(self, tasks: Iterable[Task]) -> None:
-        """Count a worker's death against the tasks that it had not answered."""
+        """Count a worker's death for the rows of the tasks that it had not answered."""
         self._deaths.update({(task.split, task.row) for task in tasks})
 
     def clear(self, task: Task) -> None:
-        """Forget the deaths of a task that was answered."""
-        if not task.fault:
+        """Reset the count of a row that was answered."""
+        if not task.fault:  # a quarantined row stays so: its group has no answers
             self._deaths.pop((task.split, task.row), None)
 
     def alone(self, task: Task) -> bool:
-        """Return whether its worker may have nothing else to do."""
-        return self._deaths[task.split, task.row] == self._tries - 1
+        """Return whether the task must be its worker's only one."""
+        return self._deaths[task.split, task.row] == self._max_deaths - 1
 
     def next_batch(
         self, queue: deque[tuple[Submission, Task]], unanswered: Sequence[Task], max_samples: int | None
     ) -> tuple[Submission, list[Task]]:
-        """Take off a queue the first tasks, all of one submission, that a worker may have beside those it is answering.
+        """Remove the first tasks of a queue, all of one submission, that a worker may take on.
 
-        Together they have no more than `max_samples` samples, unless it is a single task, and nothing stands beside a suspect.
+        Args:
+            unanswered: the worker's present tasks.
+            max_samples: limit on the samples of its tasks; a single task may have more. None for no
+                limit.
+
+        Returns:
+            (the submission, its tasks). A task that must be alone is never with another.
         """
         submission, batch = queue[0][0], list[Task]()
-        running = sum(len(task.seeds) for task in unanswered)
+        n_samples = sum(len(task.seeds) for task in unanswered)
         while queue and queue[0][0] is submission:
-            task, others = queue[0][1], batch[:1] or unanswered
-            running += len(task.seeds)
-            if others and self._deaths and any(map(self.alone, [*others, task])):
+            # One task of the batch stands for all: if that one must be alone, it is the only one.
+            task, worker_tasks = queue[0][1], batch[:1] or unanswered
+            n_samples += len(task.seeds)
+            if worker_tasks and self._deaths and any(map(self.alone, [*worker_tasks, task])):
                 break
-            if max_samples is not None and running > max(max_samples, len(task.seeds)):
+            if max_samples is not None and n_samples > max(max_samples, len(task.seeds)):
                 break
             batch.append(queue.popleft()[1])
         return submission, batch
 
     def judged(self, task: Task) -> Task:
-        """Return the task; without an answer to be given if its row is quarantined."""
-        if task.fault or self._deaths[task.split, task.row] < self._tries:
+        """Return the task; if its row is quarantined, with the fault that prevents answers."""
+        if task.fault or self._deaths[task.split, task.row] < self._max_deaths:
             return task
-        fault = f"{self._tries} workers died while they answered it, the last one with nothing else to do"
+        fault = f"{self._max_deaths} workers died while they answered it, the last one with nothing else to do"
         return replace(task, fault=f"{fault} (data.max_row_faults)")

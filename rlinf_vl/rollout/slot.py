@@ -1,6 +1,6 @@
-"""A position for a rollout worker: the states that it goes through, and what its worker has to do.
+"""Slots of rollout workers: their states, and the tasks of the workers in them.
 
-One event loop, the supervisor's, moves slots; nothing else does. What moves each:
+Only the supervisor's event loop moves slots. The arrows say why:
 
               constructor done           has the newest weights
     STARTING ──────────────────► LOADING_WEIGHTS ──────────────────► LIVE
@@ -38,9 +38,10 @@ class WorkersLost(RunError):
 
 
 class WorkerDied(Exception):
-    """The worker, or its engine, is dead. `in_constructor`: its constructor raised, as any other's would."""
+    """A worker, or its engine, is dead."""
 
     def __init__(self, reason: str, in_constructor: bool = False) -> None:
+        """`in_constructor`: its constructor raised, so another worker's would, too."""
         super().__init__(reason)
         self.in_constructor = in_constructor
 
@@ -55,7 +56,7 @@ class SlotState(Enum):
     LEAVING = auto()
 
 
-#: The arrows of the diagram.
+#: The arrows of the diagram: the states that may follow each state.
 NEXT_STATES = {
     SlotState.STARTING: {SlotState.LOADING_WEIGHTS, SlotState.LOST},
     SlotState.LOADING_WEIGHTS: {SlotState.LIVE, SlotState.LOST},
@@ -66,37 +67,40 @@ NEXT_STATES = {
 
 
 class Place(Enum):
-    """The place of a slot: a node has it; its node is lost, and another one awaited; it is gone for good."""
+    """Whether a slot has its place (GPUs) on a node."""
 
     THERE = auto()
-    AWAITED = auto()
-    GONE = auto()
+    AWAITED = auto()  # its node is lost; it waits for another one
+    GONE = auto()  # for good
 
 
 class Worker(Protocol):
-    """A rollout worker's process. Whoever waits for it gets WorkerDied once it is dead."""
+    """A rollout worker's process. Waiting for an answer of a dead one raises WorkerDied."""
 
     async def call(self, method: str, *arguments: Any) -> Any: ...
 
     def generate(self, tasks: Sequence[Task]) -> AsyncIterator[tuple[Any, Any]]:
-        """Answer the tasks: (summary, reference) of each group as it finishes."""
+        """Answer the tasks; yield (summary, reference) of each group as it finishes."""
         ...
 
     def cancel(self, group_ids: Collection[str]) -> None:
-        """Stop answering these groups. Does not wait."""
+        """Stop answering these groups, without waiting for that."""
 
     def release(self, group_ids: Sequence[str] | None) -> None:
-        """Free the memory of these groups (None: of all). Does not wait."""
+        """Free the memory of these groups (None: of all), without waiting for that."""
 
     def watch(self) -> None:
         """Expect heartbeats from now on."""
 
     def failure(self) -> str | None:
-        """Return why it must be replaced (no heartbeat in time, a dead engine), or None. Does not wait."""
+        """Return why it must be replaced (no heartbeat in time, a dead engine), or None.
+
+        Does not wait for the worker.
+        """
         ...
 
     def kill(self) -> None:
-        """End its process even if that is stopped. Its engine's processes end with it. May take seconds."""
+        """End its process, even a stopped one, and those of its engine. May take seconds."""
 
 
 W = TypeVar("W", bound=Worker)
@@ -104,21 +108,26 @@ W = TypeVar("W", bound=Worker)
 
 @dataclass(eq=False)
 class Slot(Generic[W]):
-    """A position for a worker, the worker in it, and what that one has to do.
+    """A numbered position for a worker: its state, the worker, and the worker's tasks.
 
     Attributes:
-        deaths: workers that died here since a group that one of them sampled was of use.
-        place: whether a node has its place, as far as the supervisor has looked.
-        weights: (origin, version) of the weights that the worker holds; None: those it started with.
-        starter: the task that starts, or replaces, its worker.
-        fault: why no worker can be started, by no fault of the worker.
-        calls: calls that the worker is answering.
-        hang: why the supervisor has killed a worker that was loading weights.
-        blind_looks: heartbeats in a row that could not be read, for a reason that nobody expected.
-        queue: its share of the tasks that are not sent yet.
-        given: tasks of open submissions that it was sent and whose groups may be needed, by group id.
-        answering: those of `given` that have not arrived.
-        stored: groups in the worker's memory that nobody has released.
+        restarts: the number of times its worker was replaced.
+        deaths: the number of workers that died here since the last group from here that was used.
+        place: whether a node has its place, when the supervisor last looked.
+        weights: (origin, version) of the worker's weights (`updates.WeightsKey`); None: those with
+            which it started.
+        starter: the asyncio task that starts or replaces the worker.
+        fault: why no worker can be started, if that is not a worker's fault.
+        calls: the number of calls that the worker has not answered.
+        hang: why the supervisor killed the worker while it was loading weights.
+        blind_looks: the number of successive checks of the worker that failed unexpectedly.
+        queue: its share of the tasks that no worker was sent yet.
+        sent_tasks: tasks of open submissions that the worker was sent and whose groups may be
+            needed, by group id.
+        answering: those of `sent_tasks` whose groups have not arrived.
+        stored: the ids of unreleased groups in the worker's memory.
+        streams: the asyncio tasks that receive groups, with their submissions.
+        moved: set at the next change of state or fault, and then replaced.
     """
 
     number: int
@@ -134,7 +143,7 @@ class Slot(Generic[W]):
     hang: str | None = None
     blind_looks: int = 0
     queue: deque[tuple[Submission, Task]] = field(default_factory=deque)
-    given: dict[Submission, dict[str, Task]] = field(default_factory=dict)
+    sent_tasks: dict[Submission, dict[str, Task]] = field(default_factory=dict)
     answering: dict[tuple[Submission, str], Task] = field(default_factory=dict)
     stored: set[str] = field(default_factory=set)
     streams: dict[asyncio.Task[None], Submission] = field(default_factory=dict)
@@ -146,18 +155,18 @@ class Slot(Generic[W]):
 
     @property
     def busy(self) -> bool:
-        """Whether its worker owes an answer, or has groups that may be needed."""
-        return self.calls > 0 or bool(self.given)
+        """True if the worker owes an answer, or has groups that may be needed."""
+        return self.calls > 0 or bool(self.sent_tasks)
 
     def move(self, state: SlotState) -> None:
-        """Go to another state, along an arrow of the diagram, and wake whoever waits for that."""
+        """Change the state along an arrow of the diagram, and wake those who wait for that."""
         assert state in NEXT_STATES[self.state], f"slot {self.number}: {self.state.name} to {state.name}"
         self.state = state
         self.fault = None
         self._wake()
 
     def fail(self, fault: Exception) -> None:
-        """Tell whoever waits for this slot that no worker can be started."""
+        """Record why no worker can be started, and wake those who wait for the slot."""
         self.fault = fault
         self._wake()
 
@@ -166,29 +175,29 @@ class Slot(Generic[W]):
         self.moved = asyncio.Event()
 
     def watch(self) -> None:
-        """Note that the worker is asked for something: if it was idle, its heartbeat counts from now on."""
+        """Note that the worker gets work. If it was idle, expect heartbeats from now on."""
         if not self.busy:
             self.worker.watch()
 
-    def give(self, submission: Submission, tasks: Sequence[Task]) -> None:
-        """Note what the worker is to answer."""
+    def note_sent(self, submission: Submission, tasks: Sequence[Task]) -> None:
+        """Record tasks that the worker is sent."""
         self.watch()
-        self.given.setdefault(submission, {}).update({task.group_id: task for task in tasks})
+        self.sent_tasks.setdefault(submission, {}).update({task.group_id: task for task in tasks})
         self.answering |= {(submission, task.group_id): task for task in tasks}
 
-    def take_back(self, submission: Submission, group_id: str) -> bool:
-        """Forget a group that was sent to the worker; True if it was still to be answered."""
-        tasks = self.given.get(submission, {})
+    def forget_group(self, submission: Submission, group_id: str) -> bool:
+        """Forget a task that was sent to the worker; return whether it was unanswered."""
+        tasks = self.sent_tasks.get(submission, {})
         tasks.pop(group_id, None)
         if not tasks:
-            self.given.pop(submission, None)
+            self.sent_tasks.pop(submission, None)
         return self.answering.pop((submission, group_id), None) is not None
 
-    def drop(self, submission: Submission) -> list[str]:
-        """Forget a submission; returns the groups that the worker is still answering."""
+    def forget_submission(self, submission: Submission) -> list[str]:
+        """Forget a submission's tasks; return the group ids of the unanswered ones."""
         unanswered = [
             group_id
-            for group_id in self.given.pop(submission, ())
+            for group_id in self.sent_tasks.pop(submission, ())
             if self.answering.pop((submission, group_id), None) is not None
         ]
         self.queue = deque(entry for entry in self.queue if entry[0] is not submission)
@@ -197,9 +206,9 @@ class Slot(Generic[W]):
             del self.streams[stream]
         return unanswered
 
-    def forget(self) -> None:
-        """Forget everything that the worker, which is lost, was to answer or had stored."""
-        self.given, self.answering, self.stored = {}, {}, set()
+    def forget_all(self) -> None:
+        """Forget the tasks and groups of a worker that is lost."""
+        self.sent_tasks, self.answering, self.stored = {}, {}, set()
         for stream in self.streams:
             stream.cancel()
         self.streams = {}

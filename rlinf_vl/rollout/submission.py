@@ -1,4 +1,4 @@
-"""What a pool is asked for, and how its groups come back."""
+"""Submissions of tasks to a pool, and the events by which their groups come back."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,19 +7,24 @@ from typing import Any, NamedTuple
 
 from rlinf_vl.data.corruption import Corruption
 
-#: Most seconds between two calls of `check` by a thread that waits for groups.
+#: Limit on the seconds between two calls of `check` by a thread that waits for groups.
 CHECK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Answer row `row` of `split` ("train" or "val") with one sample per seed; `group_id` names the result.
+    """A request for one group: a row to answer, with one sample per seed.
 
-    `group_seed`: what the environments of the group have in common is drawn from it.
-    `own_images`: no other row is known to show the images of this one.
-    `fault`: why it is not to be answered; "": it is.
-    `summary_only`: the group itself is not wanted: it is not stored, and its reference is None.
-    `corruption`: how images are corrupted for some of the samples, drawn from `group_seed`; None: for none.
+    Attributes:
+        group_id: names the group.
+        split: the row's data set, "train" or "val".
+        own_images: whether no other row is known to have this one's images.
+        group_seed: the seed for everything that the group's environments share.
+        fault: why the row must not be answered; "" if it may.
+        corruption: how images are corrupted for some of the samples, with `group_seed` as the
+            seed; None for no corruption.
+        summary_only: whether only the group's summary is wanted. The group is then not stored, and
+            its reference is None.
     """
 
     group_id: str
@@ -34,22 +39,22 @@ class Task:
 
 
 class GroupArrived(NamedTuple):
-    """A group has been sampled: its summary, and a reference to it in the object store (None where `summary_only`)."""
+    """The event that a group has been sampled."""
 
-    summary: Any
-    group: Any
+    summary: Any  # a GroupSummary
+    group: Any  # its reference in the object store; None if `Task.summary_only`
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsResent:
-    """Groups that had arrived are lost with their worker, and come again."""
+    """The event that groups that had arrived are lost with their worker, and will come again."""
 
     group_ids: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class SubmissionEnded:
-    """No more groups of a submission come: all have, or (`error`) something ended it."""
+    """The last event of a submission: all groups have come, or `error` ended it."""
 
     error: BaseException | None = None
 
@@ -60,8 +65,8 @@ Event = GroupArrived | GroupsResent | SubmissionEnded
 class Submission:
     """The groups of some tasks, as (summary, reference) pairs in the order in which they finish.
 
-    A group comes a second time if its worker dies before the group is acknowledged or the submission is done; the second
-    one replaces the first.
+    A group comes a second time if its worker dies before the group is acknowledged and before the
+    submission is done; the second one replaces the first.
     """
 
     def __init__(
@@ -71,25 +76,31 @@ class Submission:
         close: Callable[["Submission"], Any],
         events: SimpleQueue[Event] | None = None,
     ) -> None:
-        """`events`: where events go, if several submissions are to be waited for at once."""
+        """
+        Args:
+            check: called while waiting, at least every `CHECK_S` seconds; may raise.
+            close: called with the submission to end it.
+            events: the queue for its events, given to wait for several submissions at once.
+        """
         self.tasks = list(tasks)
         self.group_ids = {task.group_id for task in tasks}
         self.arrived: set[str] = set()
-        self.cancelled: set[str] = set()  # before they arrived
-        self.ended: float | None = None  # by `time.monotonic`
+        self.cancelled: set[str] = set()  # those cancelled before they arrived
+        self.ended: float | None = None  # when, by `time.monotonic`
         self.events: SimpleQueue[Event] = SimpleQueue() if events is None else events
         self._check = check
         self._close = close
 
     @property
     def done(self) -> bool:
-        """Whether every group has arrived or was cancelled."""
+        """True if every group has arrived or was cancelled."""
         return len(self.arrived) + len(self.cancelled) == len(self.group_ids)
 
     def wait(self) -> list[Event]:
-        """Return the next event, once there is one; none after a moment without.
+        """Wait up to `CHECK_S` for an event; return it in a list, or an empty list.
 
-        Raises: what `check` raised, and as iterating does what ended a submission.
+        Raises:
+            Exception: of `check`, or the error that ended a submission.
         """
         self._check()
         try:
@@ -101,11 +112,16 @@ class Submission:
         return [event]
 
     def close(self) -> None:
-        """Abandon what has not arrived."""
+        """Abandon the groups that have not arrived."""
         self._close(self)
 
     def __iter__(self) -> Iterator[GroupArrived]:
-        """Raises WorkersLost, and what a task or `check` raised. Leaving the loop early abandons the remaining tasks."""
+        """Yield groups as they arrive. Leaving the loop early abandons the remaining tasks.
+
+        Raises:
+            WorkersLost: rollout workers keep dying.
+            Exception: of a task or of `check`.
+        """
         try:
             while True:
                 for event in self.wait():
@@ -117,6 +133,6 @@ class Submission:
             self.close()
 
     def results(self) -> list[GroupArrived]:
-        """Wait for all groups; the order is that of the tasks."""
-        groups = {arrived.summary.id: arrived for arrived in self}
+        """Wait for all groups, and return them in the order of the tasks."""
+        groups = {event.summary.id: event for event in self}
         return [groups[task.group_id] for task in self.tasks]

@@ -1,12 +1,14 @@
-"""Starts, watches and replaces rollout workers, and sees to it that whoever is live has the newest weights. No Ray.
+"""Starts, watches and replaces rollout workers, and keeps live ones on the newest weights.
 
-One thread with an event loop does all of it: nothing else moves slots (`slot` has their states) or touches submissions
-(`dispatch` shares out their tasks) and weights (`updates`). Invariants:
-- A worker is watched while it is busy. One that dies idle is replaced when it is next asked for something, and not before:
-  until then its GPU may be the trainer's.
-- Deaths of a slot's workers count until a group that one of them sampled was of use. A slot with more than `MAX_DEATHS` is
-  given up where others do its work; the run ends when there are more than `MAX_DEATHS` and more than slots. Lost nodes don't
-  count, and neither does the time for which one is awaited.
+No Ray. One thread with an event loop does all of it: nothing else moves slots (`slot` has their
+states) or touches submissions (`dispatch` dispatches their tasks) and weights (`updates`).
+Invariants:
+- A worker is watched while it is busy. One that dies idle is replaced when it next gets work, and
+  not before: until then the trainer may be using its GPU.
+- Deaths of a slot's workers count until one of them has sampled a group that was used. A slot with
+  more than `MAX_DEATHS` leaves if there are others to do its work. The run ends if the deaths of
+  all slots exceed both `MAX_DEATHS` and the number of slots. Losing a node is no death, and time
+  spent waiting for a node doesn't count as starting time.
 """
 
 import asyncio
@@ -30,21 +32,23 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a replacement has to load its model and start its engine.
 START_TIMEOUT_S = 1800.0
-#: Deaths that chance may explain, of one slot's workers or of all workers of a small pool.
+#: Limit on the deaths that chance may explain, of one slot's workers or of all of a small pool.
 MAX_DEATHS = 8
-#: Workers that are tried for a place that has joined, before it is given up.
+#: Workers that are tried on a node that has joined, before it is given up.
 JOIN_TRIES = 3
-#: Seconds between two looks at whether busy workers are well, and at who may join.
+#: Seconds between two checks of busy workers, and of who may join.
 WATCH_S = 1.0
-#: Looks at a worker in a row that failed by no known fault, after which it counts as lost.
+#: Successive checks of a worker that may fail unexpectedly before it counts as lost.
 MAX_BLIND_LOOKS = 30
 
 T = TypeVar("T")
 
 
 async def in_daemon_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that may block in a thread of its own. Unlike those of an executor, it never holds up another call, nor the
-    end of the process."""
+    """Call a function that may block, in a thread of its own.
+
+    Unlike an executor's threads, it never delays another call, nor the end of the process.
+    """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
@@ -73,17 +77,26 @@ class Supervisor(Generic[W]):
     """
     Args:
         make: makes a new worker for a slot's number.
-        n: slots at the beginning, 0 … n - 1.
-        max_running: most samples that an engine runs at once. A worker is sent twice that of its share of a submission, one more
-            task for each that it finishes, and last what others have no room for. None: each worker answers its share as one
-            batch, one submission after the other, as the embedded engine needs it: a logprob's last digits depend on the batch,
-            which must not depend on time if a resumed run is to equal one that was never stopped.
+        n: the number of slots at the beginning, 0 … n - 1.
+        max_running: limit on the samples that an engine runs at once. A worker is sent twice as
+            many samples of its share of a submission, one more task for each that it finishes, and
+            at last tasks of other workers' shares. None: each worker answers its share as one
+            batch, one submission after the other. The embedded engine needs this: the last digits
+            of a logprob depend on the batch, which must not depend on timing if a resumed run is to
+            equal one that was never stopped.
         max_row_faults: workers that may die while they answer a row (`Quarantine`).
-        report: called, in the supervisor's thread, with what happened to a worker, and with a kind unless it was replaced.
-        places: the places of these slots, those that no node has now; called in a thread, and may ask the cluster.
-        newcomers: numbers of further slots, whose workers are to join. Called in a thread every `WATCH_S` seconds.
-        loop: the event loop, which somebody runs; None: one of its own, in a thread.
+        report: called in the supervisor's thread with a sentence about a worker, and with a kind
+            unless the worker is replaced.
+        places: returns the places of those given slots that have none on a node now. Called in a
+            thread; may ask the cluster.
+        newcomers: returns the numbers of further slots, whose workers shall join. Called in a
+            thread every `WATCH_S` seconds.
+        loop: an event loop that runs elsewhere; None: a loop of its own, in a thread.
         in_thread: calls a function that may block.
+
+    Attributes:
+        replaced: the number of replacements so far.
+        turnover: the number of times a worker was replaced, joined or left.
     """
 
     def __init__(
@@ -99,7 +112,7 @@ class Supervisor(Generic[W]):
         loop: asyncio.AbstractEventLoop | None = None,
         in_thread: Callable[..., Coroutine[Any, Any, Any]] = in_daemon_thread,
     ) -> None:
-        self.replaced = self.turnover = 0  # turnover of who the workers are: replaced, joined, left
+        self.replaced = self.turnover = 0
         self._make, self._report = make, report
         self._places, self._newcomers, self._in_thread = places, newcomers, in_thread
         self._dispatcher = Dispatcher[W](
@@ -111,26 +124,27 @@ class Supervisor(Generic[W]):
         )
         self._joining: list[Slot[W]] = []
         self.updates = WeightUpdates[W](self, in_thread)
-        self._spent_deaths = 0  # of slots that were given up
+        self._spent_deaths = 0  # deaths in slots that have left
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watch_fault = ""
         self._loop = loop or asyncio.new_event_loop()
         if loop is None:
             threading.Thread(target=self._loop.run_forever, name="rollout-supervisor", daemon=True).start()
 
-    # --- for other threads ----------------------------------------------------------------------------------------------
+    # --- for other threads ------------------------------------------------------------------------
 
     @property
     def slots(self) -> list[Slot[W]]:
-        """The slots that share the work. A worker that joins is among them once it is live."""
+        """The slots that share the work. One that joins is among them once it is live."""
         return self._dispatcher.slots
 
     @property
     def joining(self) -> list[Slot[W]]:
+        """The slots that join, and are not live yet."""
         return list(self._joining)
 
     def start(self) -> None:
-        """Wait until all workers have started. What a constructor raises is raised here: it is no chance."""
+        """Wait until all workers have started. Raises a constructor's error, which is no chance."""
         self._run(self.begin_watch()).result()
 
     def submit(
@@ -140,28 +154,36 @@ class Supervisor(Generic[W]):
         check: Callable[[], None],
         events: SimpleQueue[Event] | None = None,
     ) -> Submission:
-        """Have the tasks answered, shared out in `order`. Whoever waits for groups calls `check` at least once a second.
-        `events`: as for `Submission`."""
-        close = self._dispatcher.close
-        submission = Submission(tasks, check, lambda it: self._loop.call_soon_threadsafe(close, it), events)
+        """Dispatch tasks in `order`. `check` and `events`: as in `Submission`."""
+
+        def close(submission: Submission) -> None:
+            self._loop.call_soon_threadsafe(self._dispatcher.close, submission)
+
+        submission = Submission(tasks, check, close, events)
         self._loop.call_soon_threadsafe(self._dispatcher.begin, submission, order)
         return submission
 
     def acknowledge(self, group_ids: Collection[str]) -> None:
-        """As `Dispatcher.acknowledge`."""
+        """Call `Dispatcher.acknowledge` in the loop."""
         self._loop.call_soon_threadsafe(self._dispatcher.acknowledge, group_ids)
 
     def cancel(self, group_ids: Collection[str]) -> None:
-        """As `Dispatcher.cancel`."""
+        """Call `Dispatcher.cancel` in the loop."""
         self._loop.call_soon_threadsafe(self._dispatcher.cancel, group_ids)
 
     def release(self, group_ids: Collection[str] | None) -> None:
-        """As `Dispatcher.release`."""
+        """Call `Dispatcher.release` in the loop."""
         self._loop.call_soon_threadsafe(self._dispatcher.release, group_ids)
 
-    def call(self, number: int, what: str, method: str, *arguments: Any) -> Future:
-        """Call the worker in a slot, or its replacement once that is live; None if the slot leaves. `what` ends "a rollout worker
-        is replaced …"."""
+    def call(self, number: int, occasion: str, method: str, *arguments: Any) -> Future:
+        """Call a method of a slot's worker, or of its replacement if the worker dies.
+
+        Args:
+            occasion: ends the sentence "a rollout worker is replaced …", here and below.
+
+        Returns:
+            A future of the method's result; None if the slot leaves.
+        """
 
         async def call(slot: Slot[W] | None) -> Any:
             while slot is not None and await self._until_live(slot):
@@ -169,18 +191,18 @@ class Supervisor(Generic[W]):
                 try:
                     return await self.owed(slot, worker.call(method, *arguments))
                 except WorkerDied as death:
-                    self.lose(slot, worker, what, str(death))
+                    self.lose(slot, worker, occasion, str(death))
 
         return self._run(call(next((slot for slot in self.slots if slot.number == number), None)))
 
-    def probe(self, what: str) -> None:
-        """Ask every live worker whether it is well, and have those replaced that are not. Waits for no replacement."""
+    def probe(self, occasion: str) -> None:
+        """Check every live worker, and replace those that are dead without waiting for that."""
 
         async def probe(slot: Slot[W], worker: W) -> None:
             try:
                 await self.owed(slot, worker.call("ready"))
             except WorkerDied as death:
-                self.lose(slot, worker, what, str(death))
+                self.lose(slot, worker, occasion, str(death))
 
         async def probe_all() -> None:
             await asyncio.gather(*(probe(slot, slot.worker) for slot in self.slots if slot.live))
@@ -188,7 +210,10 @@ class Supervisor(Generic[W]):
         self._run(probe_all()).result()
 
     def choose_receivers(self) -> WeightUpdate[W]:
-        """Choose who takes part in a weight sync that must know it beforehand; no worker becomes live before that has ended."""
+        """Begin a weight sync whose strategy must know its receivers before weights are offered.
+
+        No worker becomes live before the sync ends.
+        """
         return self._run_in_loop(self.updates.open)
 
     def begin_update(
@@ -200,27 +225,28 @@ class Supervisor(Generic[W]):
         joinable: bool,
         update: WeightUpdate[W] | None = None,
     ) -> WeightUpdate[W]:
-        """Have live workers (or those chosen before, `update`) take weights that are offered, or will be.
+        """Make workers take weights that the ranks offer or will offer.
 
         Args:
-            take: has a worker take them.
-            snapshot_source: gives the same weights to a worker that starts.
+            take: makes a worker take them.
+            snapshot_source: returns the same weights for a worker that starts.
             joinable: whether a worker that becomes live meanwhile may take them, too.
+            update: the sync whose receivers were chosen before; None: all live workers take part.
         """
 
         def begin() -> WeightUpdate[W]:
-            begun = update or self.updates.open()
-            self.updates.offer(begun, take, version, snapshot_source, joinable)
-            return begun
+            opened_update = update or self.updates.open()
+            self.updates.offer(opened_update, take, version, snapshot_source, joinable)
+            return opened_update
 
         return self._run_in_loop(begin)
 
     def settle(self, update: WeightUpdate[W]) -> list[Any]:
-        """Wait until all that take part have the weights, which are there; returns their answers (None: it died meanwhile)."""
+        """Call `WeightUpdates.settle` in the loop, and wait for it."""
         return self._run(self.updates.settle(update)).result()
 
     def forget_weights(self) -> None:
-        """Have workers that start keep the weights they start with, until the next sync."""
+        """Call `WeightUpdates.forget` in the loop, and wait for it."""
         self._run_in_loop(self.updates.forget)
 
     def replace_all(self) -> None:
@@ -262,7 +288,7 @@ class Supervisor(Generic[W]):
 
         return self._run(run()).result()
 
-    # --- the states of slots --------------------------------------------------------------------------------------------
+    # --- the states of slots ----------------------------------------------------------------------
 
     async def begin_watch(self) -> None:
         """Start all workers, watch them from now on, and wait until they are live."""
@@ -273,7 +299,7 @@ class Supervisor(Generic[W]):
         await asyncio.gather(*(self._until_live(slot) for slot in self.slots))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a coroutine as a task. An error that nobody expected there reaches whoever waits for groups."""
+        """Run a coroutine as a task. An unexpected error is raised where groups are waited for."""
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
 
@@ -287,7 +313,11 @@ class Supervisor(Generic[W]):
         return task
 
     async def _until_live(self, slot: Slot[W]) -> bool:
-        """Wait until the slot is live; False: it leaves. Raises why no worker can be started."""
+        """Wait until the slot is live; return False if it leaves.
+
+        Raises:
+            Exception: the reason why no worker can be started.
+        """
         self._revive(slot)
         while not slot.live:
             if slot.state is SlotState.LEAVING:
@@ -298,7 +328,7 @@ class Supervisor(Generic[W]):
         return True
 
     async def owed(self, slot: Slot[W], answer: Awaitable[T]) -> T:
-        """Wait for an answer that the slot's worker owes."""
+        """Wait for an answer of the slot's worker, which is watched meanwhile."""
         slot.watch()
         slot.calls += 1
         try:
@@ -307,55 +337,61 @@ class Supervisor(Generic[W]):
             slot.calls -= 1
 
     def _revive(self, slot: Slot[W]) -> None:
-        """Try again to replace the slot's worker, if that has failed by no fault of a worker."""
+        """Try again to start a worker in a slot that was given up (`_give_up`)."""
         if slot.state is SlotState.LOST and slot.starter is not None and slot.starter.done():
             reason, slot.fault = str(slot.fault or "lost"), None
             slot.starter = self._spawn(self._recover(slot, "while idle", reason))
 
-    def lose(self, slot: Slot[W], worker: W, what: str, reason: str) -> None:
-        """Have another worker take the place of one that was live and is dead or hangs, unless that was done already."""
+    def lose(self, slot: Slot[W], worker: W, occasion: str, reason: str) -> None:
+        """Replace a live worker that is dead or hangs, unless it is being replaced already.
+
+        Args:
+            occasion: ends the sentence "a rollout worker is replaced …", unless tasks are lost.
+        """
         if slot.worker is not worker or not slot.live:
             return
         slot.move(SlotState.LOST)
-        if groups := self._dispatcher.requeue(slot):
-            what = f"and its {groups} groups are sent again"
-        slot.starter = self._spawn(self._recover(slot, what, reason))
+        n_groups = self._dispatcher.requeue(slot)
+        if n_groups:
+            occasion = f"and its {n_groups} groups are sent again"
+        slot.starter = self._spawn(self._recover(slot, occasion, reason))
 
     async def _start_first(self, slot: Slot[W]) -> None:
         """Start the worker that a slot has when the run begins."""
         try:
             reason = await self._start(slot, first=True)
-        except Exception as error:  # its constructor's, as any other's would be
+        except Exception as error:  # of the constructor: another worker's would fail alike
             self._give_up(slot, error)
         else:
             if reason is not None:
                 await self._recover(slot, "while it starts", reason)
 
-    async def _recover(self, slot: Slot[W], what: str = "", reason: str | None = None) -> None:
-        """Replace a lost worker, as often as its replacements fail, until one is live or the slot leaves.
+    async def _recover(self, slot: Slot[W], occasion: str = "", reason: str | None = None) -> None:
+        """Replace a lost worker, and its replacements if they fail, until one is live.
+
+        Ends, too, when the slot leaves or is given up.
 
         Args:
-            what: the end of "a rollout worker is replaced …".
-            reason: why it was lost; None: somebody wants another one, and nothing is counted or reported.
+            reason: why it was lost; None: it is replaced on request, without a count or report.
         """
         try:
             while True:
                 if reason is not None and (departure := await self._departure(slot, reason)):
                     return self._leave(slot, departure)
                 if reason is not None:
-                    self._report(f"a rollout worker is replaced {what}: {reason}")
+                    self._report(f"a rollout worker is replaced {occasion}: {reason}")
                 await self._renew(slot)
-                reason, what = await self._start(slot), "before it has taken the place of another"
+                reason, occasion = await self._start(slot), "before it has taken the place of another"
                 if reason is None:
                     return
         except Exception as error:
             self._give_up(slot, error)
 
     async def _departure(self, slot: Slot[W], reason: str) -> str | None:
-        """Count a death; returns why the slot leaves, if it does.
+        """Count a death; return why the slot leaves, or None if it stays.
 
         Raises:
-            WorkersLost: too many workers died for chance.
+            WorkersLost: too many workers died for this to be chance.
         """
         await self._look_at_places([slot])
         if slot.place is Place.GONE:
@@ -363,7 +399,7 @@ class Supervisor(Generic[W]):
         if slot.place is Place.AWAITED:
             return None
         slot.deaths += 1
-        deaths = self._spent_deaths + sum(other.deaths for other in self.slots)
+        deaths = self._spent_deaths + sum(active_slot.deaths for active_slot in self.slots)
         if deaths > max(MAX_DEATHS, len(self.slots)):
             raise WorkersLost(
                 f"{deaths} rollout workers failed of late, and chance does not do that; the last one: {reason}"
@@ -378,13 +414,18 @@ class Supervisor(Generic[W]):
         slot.restarts += 1
         self.replaced += 1
         self.turnover += 1
+        # The next worker gets its GPU, so its process must be gone first. Killing may block.
         await self._in_thread(slot.worker.kill)
         slot.worker = self._make(slot.number)
         slot.weights, slot.hang, slot.blind_looks = None, None, 0
         slot.move(SlotState.STARTING)
 
     async def _start(self, slot: Slot[W], first: bool = False) -> str | None:
-        """Wait until the slot's worker has its model and the newest weights, and the slot is live; returns why it failed."""
+        """Wait until the slot's worker has its model and the newest weights, and make it live.
+
+        Returns:
+            The reason why the worker failed, or None if it is live.
+        """
         try:
             await self._until_ready(slot, math.inf if first else START_TIMEOUT_S)
             slot.move(SlotState.LOADING_WEIGHTS)
@@ -392,56 +433,64 @@ class Supervisor(Generic[W]):
         except WorkerDied as death:
             slot.move(SlotState.LOST)
             if first and death.in_constructor:
+                # The user needs the constructor's error alone, without this traceback.
                 raise death.__cause__ or death from None
             return slot.hang or str(death)
         self._dispatcher.fill(slot)
         return None
 
     async def _until_ready(self, slot: Slot[W], seconds: float) -> None:
-        """Wait until the worker's constructor is done; WorkerDied after so many seconds in which a node had its place."""
+        """Wait until the worker's constructor is done.
+
+        Raises:
+            WorkerDied: it failed, or took longer than `seconds`, not counting the time for which
+                no node had the slot's place.
+        """
         answer = asyncio.ensure_future(slot.worker.call("ready"))
         try:
-            remaining, excused = seconds, False
+            remaining_s, is_excused = seconds, False
             while not answer.done():
-                begun = self._loop.time()
-                await asyncio.wait([answer], timeout=min(WATCH_S, remaining))
+                start_time = self._loop.time()
+                await asyncio.wait([answer], timeout=min(WATCH_S, remaining_s))
                 if slot.place is Place.GONE:
                     raise WorkerDied("its node is lost")
                 if slot.place is Place.THERE:
-                    remaining -= self._loop.time() - begun
-                elif not excused:  # the worker before it died with the node, before Ray knew that
-                    slot.deaths, excused = max(0, slot.deaths - 1), True
-                if remaining <= 0 and not answer.done():
+                    remaining_s -= self._loop.time() - start_time
+                elif not is_excused:
+                    # The last worker died with its node, which Ray did not know when the death was
+                    # counted.
+                    slot.deaths, is_excused = max(0, slot.deaths - 1), True
+                if remaining_s <= 0 and not answer.done():
                     raise WorkerDied(f"it did not start within {seconds:g} s")
             await answer
         finally:
             answer.cancel()
 
     def fail(self, slot: Slot[W], error: Exception) -> None:
-        """Tell whoever waits for this slot, or for groups, that it can't be live."""
+        """Raise an error where this slot, or groups, are waited for."""
         slot.fail(error)
         self._dispatcher.close_all(error)
 
     def _give_up(self, slot: Slot[W], error: Exception) -> None:
-        """Leave a slot without a worker until it is needed again: none can be started."""
+        """Leave a slot without a worker, because none can be started, until it next gets work."""
         if slot.state is not SlotState.LOST:
             slot.move(SlotState.LOST)
         self.fail(slot, error)
 
     def _leave(self, slot: Slot[W], reason: str) -> None:
-        """Have others do the work of a slot whose place is gone."""
+        """Remove a slot for good; others do its work."""
         slot.move(SlotState.LEAVING)
         self.turnover += 1
-        others = len(self.slots) - 1
+        n_others = len(self.slots) - 1
         self._report(
-            f"rollout worker {slot.number} left: {reason}; {others} others do its work, or who joins next",
+            f"rollout worker {slot.number} left: {reason}; {n_others} others do its work, or who joins next",
             "worker_left",
         )
         self._dispatcher.remove(slot)
         self._spawn(self._in_thread(slot.worker.kill))
 
     async def _join(self, number: int) -> None:
-        """Have a worker take part once it is live; one that fails is given up after a few tries."""
+        """Start a worker in a new slot, and add the slot once it is live; give up if that fails."""
         slot = Slot(number, self._make(number))
         self._joining.append(slot)
         try:
@@ -458,7 +507,8 @@ class Supervisor(Generic[W]):
             reason = reason_of(error)
         finally:
             self._joining.remove(slot)
-        if reason is None:  # it shares in the work, and in syncs, from the very moment at which it is live
+        if reason is None:
+            # Nothing else has run in the loop since it became live, so it misses no work or sync.
             self.turnover += 1
             self._dispatcher.add(slot)
             self._report(f"rollout worker {number} joined: {len(self.slots)} now", "worker_joined")
@@ -466,20 +516,20 @@ class Supervisor(Generic[W]):
             await self._in_thread(slot.worker.kill)
             self._report(f"rollout worker {number} did not join: {reason}", "worker_left")
 
-    # --- watching -------------------------------------------------------------------------------------------------------
+    # --- watching ---------------------------------------------------------------------------------
 
     async def _watch_workers(self) -> None:
-        """Every `WATCH_S` seconds, replace busy workers that are dead or hang."""
+        """Replace busy workers that are dead or hang, with a check every `WATCH_S` seconds."""
         while True:
             await asyncio.sleep(WATCH_S)
             for slot in [*self.slots, *self._joining]:
                 try:
                     self._look_at_worker(slot)
-                except Exception as error:  # whatever it is, the others must be watched
+                except Exception as error:  # must not end the watch of the other workers
                     self._note_watch_fault(error)
 
     async def _watch_places(self) -> None:
-        """Every `WATCH_S` seconds, see which workers that start have lost their nodes, and who may join."""
+        """Look for lost nodes of starting workers, and for new nodes, every `WATCH_S` seconds."""
         while True:
             await asyncio.sleep(WATCH_S)
             try:
@@ -490,7 +540,10 @@ class Supervisor(Generic[W]):
                 self._note_watch_fault(error)
 
     def _look_at_worker(self, slot: Slot[W]) -> None:
-        """Replace a busy worker that is dead or hangs. One that starts answers nothing yet, and is not asked."""
+        """Replace a busy worker that is dead or hangs.
+
+        A starting worker is not checked: it answers nothing before its constructor is done.
+        """
         if not slot.busy or slot.state not in (SlotState.LIVE, SlotState.LOADING_WEIGHTS):
             return
         try:
@@ -503,19 +556,20 @@ class Supervisor(Generic[W]):
             return
         if slot.live:
             self.lose(slot, slot.worker, "while idle", reason)
-        elif slot.hang is None:  # whoever waits for it to load weights hears that it is dead
+        elif slot.hang is None:
+            # Killing it makes `bring_live`, which waits for its weights, raise WorkerDied.
             slot.hang = reason
             self._spawn(self._in_thread(slot.worker.kill))
 
     def _note_watch_fault(self, error: Exception) -> None:
-        """Log an error that nobody expected, once for as long as it stays the same."""
+        """Log an unexpected error of the watch, once while it stays the same."""
         reason = reason_of(error)
         if reason != self._watch_fault and not sys.is_finalizing():
             self._watch_fault = reason
             log.warning("looking after rollout workers failed, and is tried again: %s", reason, exc_info=error)
 
     async def _look_at_places(self, slots: Sequence[Slot[W]]) -> None:
-        """Learn which of these slots have lost their nodes. What can't be learned stays as it was."""
+        """Update the places of slots; they stay as they were if that fails."""
         if not slots:
             return
         try:

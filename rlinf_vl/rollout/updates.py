@@ -1,12 +1,12 @@
-"""Who has which weights: syncs to the workers that are live, and the newest weights for a worker that starts. No Ray.
+"""Keeps all workers on the newest weights: syncs to live workers, and catch-up of new ones.
 
-Everything here runs in the supervisor's event loop, so that "live" means one thing:
-- The receivers of a sync are the slots that are live when it begins. It waits for them, and for nobody else.
-- A worker that starts asks the ranks for the weights that they sent last, whole, however weights are synced. It is live from
-  the moment at which it holds the newest weights of which a sync has begun.
-- A sync may begin long before its weights are made (it is queued behind the ranks' training). A worker that holds the weights
-  before them then is live, too, and takes part late, where the strategy lets it (`WeightUpdate.joinable`). Otherwise it might
-  come too late for ever.
+No Ray. Everything here runs in the supervisor's event loop, so "live" cannot change in between:
+- The receivers of a sync are the slots that are live when it begins. It waits for them alone.
+- A worker that starts fetches the full weights that the ranks sent last, whatever the sync
+  strategy. It becomes live when it holds the newest weights of which a sync has begun.
+- A sync may begin long before its weights exist (it is queued behind the ranks' training). If the
+  strategy allows (`WeightUpdate.joinable`), a worker that holds the preceding weights becomes live
+  then and joins the sync late. Otherwise a new worker might miss every sync by a little.
 """
 
 import asyncio
@@ -19,14 +19,16 @@ from rlinf_vl.rollout.slot import Slot, SlotState, W, WorkerDied
 if TYPE_CHECKING:
     from rlinf_vl.transport.sender import Snapshot
 
-#: Seconds that a worker has to take weights that are there.
+#: Seconds that a worker has to take weights once they exist.
 LOAD_TIMEOUT_S = 600.0
 
-#: Which weights: how often weights were forgotten before them, and their version.
+#: Identifies weights: (how often weights were forgotten before, version). Weights are forgotten
+#: when the actor goes back to a checkpoint; from there versions repeat, with other weights.
 WeightsKey = tuple[int, int]
 
 
-#: Returns the weights that the ranks sent last; None while they have sent none. May wait for ranks that train.
+#: Returns the weights that the ranks sent last, None while they have sent none. It may wait for
+#: ranks that train.
 SnapshotSource = Callable[[], "Snapshot | None"]
 
 
@@ -35,12 +37,13 @@ class WeightUpdate(Generic[W]):
     """One weight sync.
 
     Attributes:
-        receivers: the slots that were live when it began, or that take part late, and the workers in them.
-        base: the weights that receivers hold.
-        key: the weights that it brings; None while they are not offered.
-        take: has a worker take them.
-        joinable: whether a worker that holds `base` may take part late.
-        answers: by slot, what the worker returned; None where it died.
+        receivers: the slots that take part, with their workers: those live when it began, and late
+            ones.
+        base: the weights that receivers hold before.
+        key: the weights that it brings; None until they are offered.
+        take: makes a worker take the weights.
+        joinable: whether a worker that holds `base` may join late.
+        answers: the worker's answer by slot; None if the worker died.
     """
 
     receivers: list[tuple[Slot[W], W]]
@@ -52,7 +55,7 @@ class WeightUpdate(Generic[W]):
 
 
 class SlotKeeper(Protocol[W]):
-    """The `Supervisor`, as far as weights need it."""
+    """The part of the `Supervisor` that weight updates use."""
 
     @property
     def slots(self) -> list[Slot[W]]: ...
@@ -60,30 +63,35 @@ class SlotKeeper(Protocol[W]):
     async def owed(self, slot: Slot[W], answer: Awaitable[Any]) -> Any:
         """Wait for an answer that the slot's worker owes."""
 
-    def lose(self, slot: Slot[W], worker: W, what: str, reason: str) -> None:
-        """Have a live worker replaced that died."""
+    def lose(self, slot: Slot[W], worker: W, occasion: str, reason: str) -> None:
+        """Replace a live worker that died."""
 
     def fail(self, slot: Slot[W], error: Exception) -> None:
-        """Tell whoever waits that the slot can't be live."""
+        """Fail everyone who waits for the slot, or for groups."""
 
 
 class WeightUpdates(Generic[W]):
-    """The weights that are newest, and the sync that has begun and not ended."""
+    """The newest weights, and the sync that is running.
+
+    Attributes:
+        newest: the weights offered last; None: those with which workers start.
+        update: the running sync.
+    """
 
     def __init__(self, keeper: SlotKeeper[W], in_thread: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._keeper = keeper
         self._in_thread = in_thread
         self._origin = 0  # how often weights were forgotten
-        self.newest: WeightsKey | None = None  # offered last; None: workers start with them
+        self.newest: WeightsKey | None = None
         self.update: WeightUpdate[W] | None = None
         self._snapshot_source: SnapshotSource | None = None
         self._fetching: asyncio.Task[Snapshot | None] | None = None
         self._changed = asyncio.Event()
 
-    # --- a sync ---------------------------------------------------------------------------------------------------------
+    # --- a sync -----------------------------------------------------------------------------------
 
     def open(self) -> WeightUpdate[W]:
-        """Begin a sync: its receivers are the slots that are live now."""
+        """Begin a sync with the slots that are live now."""
         receivers = [(slot, slot.worker) for slot in self._keeper.slots if slot.live]
         self.update = WeightUpdate(receivers, base=self.newest)
         return self.update
@@ -96,7 +104,7 @@ class WeightUpdates(Generic[W]):
         snapshot_source: SnapshotSource,
         joinable: bool,
     ) -> None:
-        """Have the receivers of a sync take its weights, which the ranks offer, or will."""
+        """Make the receivers of a sync take its weights, which the ranks offer or will offer."""
         self._snapshot_source, self._fetching, self.newest = snapshot_source, None, (self._origin, version)
         update.key, update.take, update.joinable = self.newest, take, joinable
         for slot, worker in update.receivers:
@@ -104,9 +112,10 @@ class WeightUpdates(Generic[W]):
         self._announce()
 
     async def settle(self, update: WeightUpdate[W]) -> list[Any]:
-        """Wait until everyone who takes part has the weights, which are there; returns their answers (None: it died meanwhile).
+        """Wait until all receivers have the weights, which exist by now; end the sync.
 
-        The sync has ended then, and others may begin.
+        Returns:
+            The receivers' answers; None for a worker that died meanwhile.
         """
         try:
             while waiting := [task for task in update.answers.values() if not task.done()]:
@@ -120,13 +129,13 @@ class WeightUpdates(Generic[W]):
             self._announce()
 
     def forget(self) -> None:
-        """Forget what was offered: until the next sync, workers keep the weights that they start with."""
+        """Forget offered weights: new workers keep those they start with until the next sync."""
         self._snapshot_source = self._fetching = self.newest = self.update = None
         self._origin += 1
         self._announce()
 
     def _begin_take(self, update: WeightUpdate[W], slot: Slot[W], worker: W) -> None:
-        """Have a live worker take the weights of a sync."""
+        """Make a live worker take the weights of a sync."""
 
         async def take() -> Any:
             assert update.take is not None, "a sync that was not offered"
@@ -140,29 +149,38 @@ class WeightUpdates(Generic[W]):
             return answer
 
         task = asyncio.ensure_future(take())
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `settle` raises it, if it is called
+        # Read the exception, which asyncio would log otherwise if `settle` is never called.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         update.answers[slot] = task
 
     def _lose_receivers(self, update: WeightUpdate[W]) -> None:
-        """Have every worker replaced that has not answered."""
+        """Replace every worker that has not answered."""
         for slot, worker in update.receivers:
             if not update.answers[slot].done():
                 self._keeper.lose(slot, worker, "during a weight sync", _too_slow())
                 update.answers[slot].cancel()
 
     def _announce(self) -> None:
-        """Wake the workers that wait for other weights, or for the end of a sync."""
+        """Wake the starting workers, which wait for other weights or for the end of a sync."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # --- a worker that starts -------------------------------------------------------------------------------------------
+    # --- a worker that starts ---------------------------------------------------------------------
 
     async def bring_live(self, slot: Slot[W]) -> None:
-        """Have a worker that starts take the newest weights; when this returns, its slot is live. Raises WorkerDied."""
+        """Bring a starting worker to the newest weights and make its slot live.
+
+        No `await` lies between the check of the weights and the move to live, so no sync can begin
+        in between.
+
+        Raises:
+            WorkerDied.
+        """
         while True:
             changed, update, newest = self._changed, self.update, self.newest
             if update is not None and not update.joinable:
-                await changed.wait()  # until that sync has ended: its receivers are chosen
+                # The receivers are fixed (a process group, for example): wait for the sync's end.
+                await changed.wait()
             elif newest is None or slot.weights == newest:
                 return slot.move(SlotState.LIVE)
             elif update is not None and slot.weights == update.base:
@@ -171,11 +189,12 @@ class WeightUpdates(Generic[W]):
                 return self._begin_take(update, slot, slot.worker)
             else:
                 slot.weights = await self._load(slot)
-                if slot.weights != newest and changed is self._changed:  # the ranks are ahead of what was offered
+                # The ranks may send weights that are newer than those offered: wait for the offer.
+                if slot.weights != newest and changed is self._changed:
                     await changed.wait()
 
     async def _load(self, slot: Slot[W]) -> WeightsKey | None:
-        """Have a worker take the weights that the ranks sent last; returns which these were."""
+        """Load the weights that the ranks sent last into a worker; return which these were."""
         changed, origin = self._changed, self._origin
         try:
             snapshot = await self._fetch_snapshot()
@@ -185,7 +204,8 @@ class WeightUpdates(Generic[W]):
             await self._keeper.owed(slot, _in_time(loading))
         except WorkerDied:
             raise
-        except Exception as error:  # the ranks are lost, and not this worker
+        except Exception as error:
+            # The ranks are lost, not this worker: it waits for a sync from new ranks.
             if changed is self._changed:
                 self._keeper.fail(slot, error)
                 await changed.wait()
@@ -194,7 +214,7 @@ class WeightUpdates(Generic[W]):
         return origin, snapshot.version
 
     async def _fetch_snapshot(self) -> "Snapshot | None":
-        """Fetch the weights that the ranks sent last: once for all workers that ask at the same time."""
+        """Fetch the weights that the ranks sent last, once for all workers that ask meanwhile."""
         if self._fetching is None:
             assert self._snapshot_source is not None, "there are no other weights than those of the start"
             self._fetching = asyncio.ensure_future(self._in_thread(self._snapshot_source))
@@ -205,11 +225,11 @@ class WeightUpdates(Generic[W]):
         if self._fetching is task:
             self._fetching = None
         if not task.cancelled():
-            task.exception()  # whoever waits has it
+            task.exception()  # raised where it is awaited; read here so that asyncio doesn't log it
 
 
 async def _in_time(loading: Awaitable[Any]) -> Any:
-    """Wait for a worker that loads weights; WorkerDied where that takes too long."""
+    """Wait for a worker to load weights. Raises WorkerDied after `LOAD_TIMEOUT_S`."""
     try:
         return await asyncio.wait_for(loading, LOAD_TIMEOUT_S)
     except TimeoutError:

@@ -1,7 +1,7 @@
-"""A rollout worker: a Ray actor with an engine, the data, a player (`rlinf_vl.rollout.player`) and the groups that it made.
+"""The rollout worker: a Ray actor with an engine, the data, a player, and the sampled groups.
 
-What takes seconds to import, the worker's process imports when it begins: the controller names this class, and needs neither an
-engine nor transformers.
+Modules that take seconds to import are imported when the worker is made, because the controller
+imports this one and needs neither an engine nor transformers.
 """
 
 import asyncio
@@ -40,12 +40,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Calls of environments that may hang, each in a thread, before the worker is replaced. Containers often allow 1,000 threads.
+#: Limit on the hanging calls of environments, each of which keeps a thread, before the worker is
+#: replaced. Containers often allow 1,000 threads.
 MAX_HUNG = 256
-#: Messages of one stream, after which the controller opens another: what Ray notes of a stream grows with its length.
+#: Messages of one stream, after which the controller opens another, because Ray's records of a
+#: stream grow with its length.
 STREAM_MESSAGES = 1000
 
-#: A summary, and a reference to its group unless only the summary is wanted.
+#: (summary, reference to its group, or None if only the summary is wanted)
 StoredGroup = tuple[GroupSummary, ray.ObjectRef | None]
 
 
@@ -70,8 +72,9 @@ class OpenBatch:
     """The tasks of a batch that are being answered, by group id.
 
     Attributes:
-        plays: those whose environments are open.
-        cancelled: those that nobody wants any more, also where their environments are being opened still.
+        group_ids: all groups of the batch.
+        plays: the episodes of groups whose environments have started.
+        cancelled: groups that were cancelled, perhaps while their environments were starting.
     """
 
     group_ids: frozenset[str]
@@ -79,7 +82,7 @@ class OpenBatch:
     cancelled: set[str] = field(default_factory=set)
 
     def cancel(self, group_ids: Collection[str]) -> None:
-        """Stop answering these groups, as far as they are of this batch."""
+        """Stop answering those of these groups that belong to this batch."""
         unwanted = self.group_ids.intersection(group_ids)
         self.cancelled |= unwanted
         for group_id in unwanted & self.plays.keys():
@@ -87,11 +90,15 @@ class OpenBatch:
 
 
 class RolloutRank:
-    """The worker itself; `RolloutWorker` is the same as a Ray actor."""
+    """The worker itself; `RolloutWorker` is its Ray actor class."""
 
     def __init__(self, config: Config, model_path: str, device: str, number: int = 0, shared_gpu: bool = False) -> None:
-        """`number`: which of the workers it is, for traces. `shared_gpu`: an actor rank uses its GPU, too."""
-        # Why a worker can't be made, the controller says; Ray would print its traceback as well.
+        """
+        Args:
+            number: the worker's number, for traces.
+            shared_gpu: whether an actor rank uses its GPU, too.
+        """
+        # The controller reports why a worker can't be made; Ray would print its traceback as well.
         logging.getLogger("ray._raylet").setLevel(logging.CRITICAL)
         record_spans(run_folder(config), f"rollout {number}")
         own_process(config.cluster.cpu_threads, device)
@@ -116,7 +123,8 @@ class RolloutRank:
         if config.rollout.rollout_backend == "sglang":
             reads_images = self.processor.family.vision_tower is not None
             warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length, reads_images)
-        self.prefilled_tokens = self.engine.prefilled_tokens  # when the last group was done
+        #: The engine's count when the last group was finished.
+        self.prefilled_tokens = self.engine.prefilled_tokens
         scorer = self.scorer = scorer_of(config)
         self.player = Player(
             self.engine,
@@ -140,44 +148,53 @@ class RolloutRank:
         self.clock = LapClock(self.player.busy.seconds)
         self.store = GroupStore()
         self.open_batches: list[OpenBatch] = []
-        self.reports: asyncio.Queue[BatchReport] = asyncio.Queue()  # that no stream has carried yet
+        self.reports: asyncio.Queue[BatchReport] = asyncio.Queue()  # not yet sent by a stream
         self.batch_errors: dict[int, Exception] = {}
         self.batch_tasks: set[asyncio.Task[None]] = set()
         freeze_loaded()
 
     async def ready(self) -> dict[str, int]:
-        """Rows of each split, once model and data are loaded and if the engine lives."""
+        """Return the number of rows of each split, once model and data are loaded.
+
+        Raises:
+            EngineDied.
+        """
         if not await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout):
             raise EngineDied("its engine is dead")
         return {split: len(dataset) for split, dataset in self.datasets.items()}
 
     async def process(self) -> tuple[str, int]:
+        """Return (node, process id) of the worker."""
         return where()
 
     async def reads_at(self) -> tuple[str, int]:
-        """(place, process id): where this worker opens the memory of actor ranks."""
+        """Return (place, process id): where this worker opens the memory of actor ranks."""
         return shared_memory.place_of(self.device), os.getpid()
 
     async def heartbeat(self) -> bool:
-        """Whether the engine lives."""
+        """Return whether the engine is alive."""
         return await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout)
 
     async def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[FilterResult, dict[int, set[int]]]:
-        """Which of `rows` can be used, graded, and have a prompt within data.max_prompt_length, expanded ids counted, or cut to that
-        (data.overlong; one that is to be dropped is bad where data.filter_prompt_by_length is false); and by row a number that
-        stands for each of its images."""
+        """Check which rows can be used (`RowCheck.filter`).
+
+        Returns:
+            (the result, a number for each image of a row, by row). Equal images have equal numbers.
+        """
         from rlinf_vl.rollout.row_check import RowCheck
 
         images: dict[int, set[int]] = {}
 
-        def see(row: int, problem: Problem, request: Request | None) -> None:
+        def note_images(row: int, problem: Problem, request: Request | None) -> None:
+            # 60 bits of the hash: a number is smaller to send than a text.
             images[row] = {int(image.hash[:15], 16) for image in problem.images}
 
         check = RowCheck(self.config, self.player.prompts, self.player.make_env)
-        return await asyncio.to_thread(check.filter, self.datasets[split], rows, see), images
+        result = await asyncio.to_thread(check.filter, self.datasets[split], rows, note_images)
+        return result, images
 
     async def enqueue_batch(self, batch: int, tasks: Sequence[Task]) -> None:
-        """Begin to answer tasks. Their groups come by `stream_reports`, with the number of this batch.
+        """Begin to answer tasks. `stream_reports` yields their groups, with this batch's number.
 
         All batches share one stream: an actor runs at most 1,000 calls at once, and a stream for
         each batch would keep heartbeats and weights waiting. Groups of calls would not: but each
@@ -209,8 +226,11 @@ class RolloutRank:
         raise self.batch_errors.pop(batch)
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[list[StoredGroup]]:
-        """Answer tasks: summaries of groups, and references to them, as they finish; those at a time that have finished since the
-        last ones. Raises EngineDied."""
+        """Answer tasks; yield the groups that have finished since the last ones.
+
+        Raises:
+            EngineDied.
+        """
         if (n_hung := self.player.calls.hung) > MAX_HUNG:
             raise EngineDied(f"{n_hung} calls of its environments hang, each in a thread")
         by_group = {task.group_id: task for task in tasks}
@@ -220,18 +240,26 @@ class RolloutRank:
         self.clock.begin()
         try:
             problems = await asyncio.to_thread(lambda: list(map(self._problem, tasks)))
-            pairs = zip(tasks, problems, strict=True)
-            wanted = [(task, problem) for task, problem in pairs if task.group_id not in batch.cancelled]
-            names = {self.player.make_env.name_of(problem) for _, problem in wanted if isinstance(problem, Problem)}
-            if names <= {SINGLE} and self.config.rollout.max_concurrent_rollouts is None:
-                opening = partial(self._open, opened, patience_s=None)
-                openings = await asyncio.gather(*(opening(task, problem) for task, problem in wanted))
-                by_id = {task.group_id: made for (task, _), made in zip(wanted, openings, strict=True)}
-                by_id = {name: made for name, made in by_id.items() if name not in batch.cancelled}
+            # Groups may be cancelled while their rows are read, and while environments start.
+            pairs = [
+                (task, problem)
+                for task, problem in zip(tasks, problems, strict=True)
+                if task.group_id not in batch.cancelled
+            ]
+            env_names = {self.player.make_env.name_of(problem) for _, problem in pairs if isinstance(problem, Problem)}
+            if env_names <= {SINGLE} and self.config.rollout.max_concurrent_rollouts is None:
+                # Such environments start at once, so all requests go to the engine as one batch:
+                # the embedded engine's results depend on it (see `Supervisor`).
+                start = partial(self._open, opened, patience_s=None)
+                openings = await asyncio.gather(*(start(task, problem) for task, problem in pairs))
+                by_id: dict[str, Opening] = {}
+                for (task, _), opening in zip(pairs, openings, strict=True):
+                    if task.group_id not in batch.cancelled:
+                        by_id[task.group_id] = opening
                 self.player.submit(list(by_id.values()))
-                plays = {name: self.player.play(name, made) for name, made in by_id.items()}
+                plays = {group_id: self.player.play(group_id, opening) for group_id, opening in by_id.items()}
             else:
-                plays = {task.group_id: self._play(opened, task, problem) for task, problem in wanted}
+                plays = {task.group_id: self._play(opened, task, problem) for task, problem in pairs}
             batch.plays = {group_id: asyncio.ensure_future(play) for group_id, play in plays.items()}
             waiting = set(batch.plays.values())
             while waiting:
@@ -239,32 +267,42 @@ class RolloutRank:
                 groups = [play.result() for play in finished if not play.cancelled()]
                 if groups:
                     yield [self._stored(group, by_group[group.id]) for group in groups]
-        finally:  # the engine died, or nobody wants the rest
+        finally:
+            # Groups are unfinished here if the engine died or the batch was abandoned.
             self.open_batches.remove(batch)
-            running = batch.plays.values()
-            for future in running:
+            play_futures = list(batch.plays.values())
+            for future in play_futures:
                 future.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*play_futures, return_exceptions=True)
             await asyncio.gather(*map(self.player.close, opened))
             self.clock.end()
 
     async def cancel(self, group_ids: Collection[str]) -> None:
-        """Stop answering these groups, which nobody wants any more."""
+        """Stop answering these groups."""
         for batch in self.open_batches:
             batch.cancel(group_ids)
 
     def _stored(self, group: Group, task: Task) -> StoredGroup:
-        """Put a group into the object store, unless only its summary is wanted, and summarize it."""
+        """Summarize a group, and put it into the object store unless only the summary is wanted.
+
+        The summary includes the engine's busy seconds, elapsed seconds and prefilled tokens since
+        the last group.
+        """
         reference, object_bytes = None, 0
         if not task.summary_only:
             reference, object_bytes = self.store.put(group, own_images=task.own_images)
         summary = GroupSummary.of(group, self.processor.image_token_id, object_bytes)
-        before, self.prefilled_tokens = self.prefilled_tokens, self.engine.prefilled_tokens
-        prefilled = self.prefilled_tokens - before
-        state = {"prefilled_tokens": prefilled, "hung_calls": self.player.calls.hung}
-        return replace(summary, engine_seconds=self.clock.lap(), **state), reference
+        total_before, self.prefilled_tokens = self.prefilled_tokens, self.engine.prefilled_tokens
+        summary = replace(
+            summary,
+            engine_seconds=self.clock.lap(),
+            prefilled_tokens=self.prefilled_tokens - total_before,
+            hung_calls=self.player.calls.hung,
+        )
+        return summary, reference
 
     async def _play(self, opened: "list[Opening]", task: Task, problem: Problem | Exception) -> Group:
+        """Start a task's environments, and play its group as soon as these have started."""
         opening = await self._open(opened, task, problem)
         self.player.submit([opening])
         return await self.player.play(task.group_id, opening)
@@ -272,7 +310,10 @@ class RolloutRank:
     async def _open(
         self, opened: "list[Opening]", task: Task, problem: Problem | Exception, **patience: Any
     ) -> "Opening":
-        """Start a task's environments; a row that can't be read makes an opening of episodes that failed."""
+        """Start a task's environments, and add them to `opened`, whose environments get closed.
+
+        If the row could not be read (`problem` is the error), all episodes fail.
+        """
         from rlinf_vl.rollout.episode import Episode, Opening
 
         sampling = self.sampling[task.split]
@@ -293,9 +334,11 @@ class RolloutRank:
         return opened[-1]
 
     def _problem(self, task: Task) -> Problem | Exception:
+        """Read a task's row; return the error if that fails."""
         if task.fault:
             return RowError(self.datasets[task.split].row_id(task.row), QUARANTINED, task.fault)
         try:
+            # Chooses among the wordings of a question; validation always asks the same one.
             draw = task.group_seed if task.split == "train" else 0
             return self.datasets[task.split].problem(task.row, draw)
         except Exception as error:
@@ -312,24 +355,31 @@ class RolloutRank:
         await asyncio.to_thread(self.engine.join_weight_group, group)
 
     async def take_weights(self, strategy: str, offers: Sequence[ray.ObjectRef], version: int) -> float:
-        """Take the weights that all ranks offer, or will, as `version`: the receiving side of a strategy.
-        Returns the seconds for which the engine was written.
+        """Take the weights that all ranks offer or will offer: the receiving side of a strategy.
+
+        Returns:
+            The seconds for which the engine was being written.
 
         Raises:
-            WeightsDiffer: a label has a fingerprint, and what came, or what the engine then holds, has another.
+            WeightsDiffer: the weights received, or those that the engine then has, differ from the
+                fingerprint of their label.
         """
         labels = [label for offer in await asyncio.gather(*offers) for label in offer.labels]
         if strategy in STORED:
-            labels = await asyncio.gather(*labels)  # buckets: views of the object store, not copies
+            labels = await asyncio.gather(*labels)  # buckets, as views of the object store
         elif strategy == "shared_memory":
             labels = shared_memory.at(shared_memory.place_of(self.device), labels)
         return await self._load(strategy, labels, version)
 
     async def _load(self, strategy: str, labels: Sequence[Any], version: int) -> float:
+        """Load weights into the engine and check them; return the seconds that the writing took."""
+        # Changes applied to other weights than those they were computed from would corrupt them.
         for label in labels:
             if isinstance(label, Delta) and label.base not in (None, self.engine.version):
-                held = f"the engine has version {self.engine.version}"
-                raise WeightsDiffer(f"weights of version {version} as changes of version {label.base}, but {held}")
+                raise WeightsDiffer(
+                    f"weights of version {version} as changes of version {label.base}, but the "
+                    f"engine has version {self.engine.version}"
+                )
         start = time.perf_counter()
         with span("take weights", version=version):
             if strategy == "broadcast":
@@ -339,23 +389,29 @@ class RolloutRank:
                 try:
                     await asyncio.to_thread(self.engine.load_weights, weights, version)
                 finally:
-                    weights.close()  # a sender waits for those that have not ended
+                    weights.close()  # a sender waits for receivers that are not done
         if self.device == "cuda":
-            torch.cuda.synchronize()  # copied, so the sender may take its memory back
+            # The sender reuses its memory afterwards, so all copies must be complete.
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         for label in labels:
             if isinstance(label, Label) and label.fingerprint is not None:
-                found = await asyncio.to_thread(self.engine.fingerprint, label.names)
-                if found is not None:
-                    label.compare(found, "in the engine")
-        if self.device == "cuda":  # this process has copied buckets for SGLang's, and shares its GPU with a rank
+                fingerprint = await asyncio.to_thread(self.engine.fingerprint, label.names)
+                if fingerprint is not None:
+                    label.compare(fingerprint, "in the engine")
+        if self.device == "cuda":
+            # This process has copied buckets for SGLang's processes; a rank that shares the GPU
+            # needs the memory.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
         return seconds
 
     async def release_tags(self) -> tuple[str, ...]:
-        """What this engine releases while the trainer needs its GPU. On the CPU, where nothing is freed, everything: so that a
-        fault of order shows there."""
+        """Return the kinds of memory that this engine releases while the trainer needs its GPU.
+
+        On the CPU, where releasing frees nothing, it is every kind: a call in the wrong order then
+        fails there, too.
+        """
         if self.device != "cuda":
             return MEMORY_TAGS
         from transformers import AutoConfig
@@ -376,12 +432,12 @@ class RolloutRank:
         if self.device == "cuda" and "kv_cache" in tags and (warning := low_memory(torch.cuda.mem_get_info()[0])):
             log.warning(warning)
 
-    async def _memory(self, change: Callable[[Sequence[str]], None], tags: Sequence[str], done: str) -> None:
-        """An engine that can't (no memory is free, say) counts as dead."""
+    async def _memory(self, change: Callable[[Sequence[str]], None], tags: Sequence[str], action: str) -> None:
+        """Release or restore memory. An engine that can't (no memory is free) counts as dead."""
         try:
             await asyncio.to_thread(change, tags)
         except RuntimeError as e:
-            raise EngineDied(f"its memory was not {done}: {e}") from e
+            raise EngineDied(f"its memory was not {action}: {e}") from e
 
     async def stop(self) -> None:
         self.engine.close()

@@ -82,9 +82,9 @@ def test_rows_that_share_an_image_go_to_one_worker(pool, monkeypatch):
     assert (list(found.kept), found.too_long, found.bad) == (list(range(12)), {}, {})
     monkeypatch.setattr(pool, "_shared", {("train", row): row % 2 for row in (0, 1, 4, 5, 6, 7)})
     submission, slots = pool.submit(tasks(12)), pool._supervisor.slots
-    while not all(submission in slot.given for slot in slots):
+    while not all(submission in slot.sent_tasks for slot in slots):
         time.sleep(0.001)
-    sent = {slot.number: {task.row for task in slot.given[submission].values()} for slot in slots}
+    sent = {slot.number: {task.row for task in slot.sent_tasks[submission].values()} for slot in slots}
     submission.results()
     assert sorted(map(len, sent.values())) == [6, 6]
     assert any({0, 4, 6} <= part and {1, 5, 7} <= part for part in sent.values())

@@ -475,7 +475,7 @@ class Membership:
                 answering = {group_id for _, group_id in slot.answering}
                 assert slot.worker.groups.keys() <= answering, "what nobody wants is sampled"
             if not slot.live:
-                assert not (slot.given or slot.answering or slot.streams or slot.stored), slot
+                assert not (slot.sent_tasks or slot.answering or slot.streams or slot.stored), slot
             assert slot.state is not SlotState.LEAVING, "a slot that leaves has no work"
         current = {id(slot.worker) for slot in self.slots()}
         assert len(current) == len(self.slots())
@@ -539,7 +539,7 @@ class Membership:
             self.heal()
         assert all(call.done() for call in self.calls)
         assert all(slot.live for slot in self.supervisor.slots) and not self.supervisor.joining
-        assert not any(slot.worker.stored or slot.given or slot.streams or slot.calls for slot in self.slots())
+        assert not any(slot.worker.stored or slot.sent_tasks or slot.streams or slot.calls for slot in self.slots())
         current = {id(slot.worker) for slot in self.slots()}
         assert all(worker.killed for worker in self.workers if id(worker) not in current), "a worker was left alive"
         assert not any(worker.groups for worker in self.workers), "what nobody wants is sampled"

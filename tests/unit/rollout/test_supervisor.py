@@ -382,7 +382,7 @@ def test_waiting_asks_whether_to_stop_and_what_is_left_is_abandoned():
 
     with pytest.raises(InterruptedError):
         fleet.submit(tasks(4), check).results()
-    until(lambda: not any(slot.given or slot.streams for slot in fleet.supervisor.slots))
+    until(lambda: not any(slot.sent_tasks or slot.streams for slot in fleet.supervisor.slots))
     for worker in fleet.workers:
         worker.answer()
     assert len(fleet.submit(tasks(4)).results()) == 4
