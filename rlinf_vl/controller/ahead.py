@@ -1,19 +1,23 @@
-"""Generation ahead of training, for every `runner.schedule`: which groups are asked for when, and which of them a step trains on.
+"""Generation ahead of training, for every `runner.schedule`: how many groups are requested when,
+and which of them a step trains on.
 
-With B = data.rollout_batch_size, s = runner.max_staleness, and engines that have the weights of the step before:
+With B = data.rollout_batch_size, s = runner.max_staleness, and engines that have the weights of the
+step before:
 
-| schedule | asked for when a step begins to wait | and when it has its groups |
+| schedule | requested when a step begins to wait | requested when it has its groups |
 |---|---|---|
 | sync | B, of which it waits for all | – |
-| one_step_off | what it lacks beside the groups that it must take | B, less those that are finished already |
-| async | so many that (s + 1) · B are on their way or finished | so many that s · B are |
+| one_step_off | B, less finished groups and groups in flight that are due | B, less finished groups |
+| async | so many that (s + 1) · B are in flight or finished | so many that s · B are |
 
-A group asked for while engines have the weights of step v can be trained by step v + 1 + s at the latest: that is its due step.
+A group requested while engines have the weights of step v can be trained by step v + 1 + s at the
+latest: that is its due step.
 Invariants:
-- Training takes finished groups, those first that are due first.
-- With `stale_groups: wait` a step waits until what it leaves behind can still be trained in time: for each later step d, at most
-  (d - step) · B of it is due by then. Asking for no more than the table says keeps that possible.
-- With `drop` it waits for B groups only, and groups that are then overdue are dropped.
+- Training selects finished groups, those first that are due first.
+- With `stale_groups: wait` a step waits until the groups it leaves behind can still be trained in
+  time: for each later step d, at most (d - step) · B of them are due by then. Requesting no more
+  than the table says keeps that possible.
+- With `drop` it waits for B groups only, and drops groups that are overdue afterwards.
 """
 
 import heapq
@@ -23,204 +27,249 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import ray
+
 from rlinf_vl.config.schema import Config
-from rlinf_vl.controller.draw import Drawn
-from rlinf_vl.controller.on_the_way import Asked, OnTheWay
+from rlinf_vl.controller.draw import SelectedGroups
+from rlinf_vl.controller.on_the_way import OnTheWay, PendingGroup
 from rlinf_vl.controller.parts import Pool
 from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.step_plan import ties
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.types import GroupSummary
 
 
 class Ahead:
-    """Per step: `draw`, train, `trained`, then `sync` where one is due. `way`: what is asked for and not yet drawn."""
+    """The schedule of generation. Per step: `draw`, train, `trained`, then `sync` where one is due.
+
+    Attributes:
+        buffer: groups requested and not yet selected for training.
+    """
 
     def __init__(
         self, config: Config, pool: Pool, data: RunData, log: RunLog, sync: Callable[[int], dict[str, float]]
     ) -> None:
-        """`sync`: sends the learner's weights to all engines, as this version; returns its metrics."""
+        """`sync` sends the learner's weights to all engines, as this version; returns its
+        metrics."""
         self._config = config
         self._data = data
         self._log = log
         self._sync = sync
         self._schedule = config.runner.schedule
         self._staleness = config.runner.max_staleness if self._schedule != "sync" else 0
-        self.way = OnTheWay(config, pool, data)
-        self._drawn = time.monotonic()  # when the last step had its groups
+        self.buffer = OnTheWay(config, pool, data)
+        self._last_draw = time.monotonic()  # when the last step had its groups
 
-    # --- for the loop ---------------------------------------------------------------------------------------------------
+    # --- for the loop -----------------------------------------------------------------------------
 
     def begin(self, version: int, open: Sequence[Sequence[int]]) -> None:
-        """Engines have the weights of step `version`; ask again for the groups that a checkpoint says were open."""
-        self.way.version = version
-        self.way.ask_again(open, self._room(version + 1, 0))
+        """Engines have the weights of step `version`; request the checkpoint's `open` groups
+        again."""
+        self.buffer.engine_version = version
+        self.buffer.request_again(open, self._capacity(version + 1, 0))
 
-    def draw(self, step: int) -> Drawn:
-        """Wait for the groups that this step trains on, and ask for those of later ones."""
-        size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling
-        self.way.receive_all()
-        level = {"schedule/finished": self.way.finished, "schedule/under_way": len(self.way.flying)}
-        self.way.ask(step, self._wanted_before(step))
-        rounds, tied = 1, list[Asked]()
-        while (chosen := self._choose(step, tied, last_round=rounds >= dynamic.max_rounds)) is None:
-            if self.way.flying:
-                self.way.receive()
-            else:  # too few groups, because others tie or are too stale: as many more as should do
-                good = len(self.way.asked)
-                drawn = good + len(tied)
-                self.way.ask(step, min(size, math.ceil((size - good) * max(1, drawn) / max(1, good))))
+    def draw(self, step: int) -> SelectedGroups:
+        """Wait for the groups that this step trains on, and request those of later steps."""
+        batch_size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling
+        self.buffer.receive_all()
+        # Measured before this step waits: how far generation is ahead of training.
+        buffer_metrics = {
+            "schedule/finished": self.buffer.n_finished,
+            "schedule/under_way": len(self.buffer.in_flight),
+        }
+        self.buffer.request(step, self._n_requests_before(step))
+        rounds, tied_groups = 1, list[PendingGroup]()
+        while (selected := self._select(step, tied_groups, last_round=rounds >= dynamic.max_rounds)) is None:
+            if self.buffer.in_flight:
+                self.buffer.receive()
+            else:
+                # Too few groups are left, because others tie or are too stale. If as many of the
+                # next ones are useful as of those so far, this number fills the batch.
+                n_useful = len(self.buffer.groups)
+                n_sampled = n_useful + len(tied_groups)
+                n_expected = math.ceil((batch_size - n_useful) * max(1, n_sampled) / max(1, n_useful))
+                self.buffer.request(step, min(batch_size, n_expected))
                 rounds += 1
-        metrics: dict[str, float] = {"data/epoch": min(asked.epoch for asked in [*chosen, *tied])}
-        late, taken = set(tied), set(chosen)
-        filling = [asked for asked in chosen if asked in late]
-        dropped = [asked for asked in tied if asked not in taken]
-        self.way.take([asked for asked in chosen if asked not in late])
+        metrics: dict[str, float] = {"data/epoch": min(group.epoch for group in [*selected, *tied_groups])}
+        all_tied, all_selected = set(tied_groups), set(selected)
+        tied_and_selected = [group for group in selected if group in all_tied]
+        dropped = [group for group in tied_groups if group not in all_selected]
+        # Groups that tie left the buffer when `_select` found them.
+        self.buffer.remove([group for group in selected if group not in all_tied])
         if self._schedule == "sync":
-            unused = list(self.way.asked.values())
-            self.way.take(unused)
-            dropped += unused
+            # Every step trains on groups of its own only: a later one may not use the surplus.
+            surplus = list(self.buffer.groups.values())
+            self.buffer.remove(surplus)
+            dropped += surplus
         if dynamic.enable:
-            metrics |= {"rollout/rounds": rounds, "rollout/generated_groups": len(chosen) + len(dropped)}
-            metrics["rollout/tied_groups_trained"] = len(filling)
-        if filling:
-            many = f"{len(filling)} of {size} groups tie after {rounds} rounds"
-            self._log.event("groups_tie", f"{many} (algorithm.dynamic_sampling.max_rounds)", logging.INFO)
-        stale = self._leave_stale(step)
-        self.way.ask(step + 1, self._wanted_after(step))
-        kept, dropped = (
-            [(asked.task, asked.result) for asked in sorted(part, key=lambda asked: asked.label) if asked.result]
-            for part in (chosen, dropped)
-        )
+            metrics |= {"rollout/rounds": rounds, "rollout/generated_groups": len(selected) + len(dropped)}
+            metrics["rollout/tied_groups_trained"] = len(tied_and_selected)
+        if tied_and_selected:
+            message = (
+                f"{len(tied_and_selected)} of {batch_size} groups tie after {rounds} rounds "
+                "(algorithm.dynamic_sampling.max_rounds)"
+            )
+            self._log.event("groups_tie", message, logging.INFO)
+        stale = self._drop_stale(step)
+        self.buffer.request(step + 1, self._n_requests_after(step))
+        selected_results = _finished_by_label(selected)
+        dropped_results = _finished_by_label(dropped)
         if self._schedule != "sync":
-            metrics |= level | {"schedule/dropped": len(stale), "schedule/engines_waited": self.way.idle}
-            metrics |= staleness([summary for _, (summary, _) in kept], step, self._staleness)
-            self.way.idle = 0.0
-        seconds, self._drawn = time.monotonic() - self._drawn, time.monotonic()
-        stale_tasks = [asked.task for asked in stale]
-        return Drawn(kept, dropped, stale_tasks, metrics, seconds if self._schedule != "sync" else 0.0)
+            idle_s = self.buffer.idle_s
+            metrics |= buffer_metrics | {"schedule/dropped": len(stale), "schedule/engines_waited": idle_s}
+            summaries = [summary for _, (summary, _) in selected_results]
+            metrics |= staleness(summaries, step, self._staleness)
+            self.buffer.idle_s = 0.0
+        seconds, self._last_draw = time.monotonic() - self._last_draw, time.monotonic()
+        return SelectedGroups(
+            selected=selected_results,
+            dropped=dropped_results,
+            stale=[group.task for group in stale],
+            metrics=metrics,
+            seconds=seconds if self._schedule != "sync" else 0.0,
+        )
 
     def trained(self) -> list[list[int]]:
-        """Once a step is trained on what it drew: (step and number of its id, row, epoch) of each group that is left."""
-        asked = [[*asked.label, asked.task.row, asked.epoch] for asked in self.way.asked.values()]
-        return asked + [list(group) for group in self.way.backlog]
+        """Return what a checkpoint needs to request the groups again that are left when a step is
+        trained: (step and number of its id, row, epoch) of each."""
+        pending = [[*group.label, group.task.row, group.epoch] for group in self.buffer.groups.values()]
+        return pending + [list(fields) for fields in self.buffer.backlog]
 
     def sync(self, version: int) -> dict[str, float]:
-        """Send the learner's weights to all engines; with `one_step_off`, when no group is under way that the next step must take,
-        so that such a group is from one version."""
+        """Send the learner's weights to all engines; returns the sync's metrics.
+
+        With `one_step_off`, first wait for the groups in flight that the next step must train on,
+        so that each of them is from one version.
+        """
         if self._schedule == "one_step_off":
             with self._log.timed("wait"):
-                while self._flying_due(version + 1):
-                    self.way.receive()
+                while self._n_in_flight_due(version + 1):
+                    self.buffer.receive()
         metrics = self._sync(version)
-        self.way.version = version
+        self.buffer.engine_version = version
         return metrics
 
     def close(self) -> None:
-        """Abandon what is under way, and release what has come."""
-        self.way.close()
+        """Cancel the groups in flight, and release the finished ones."""
+        self.buffer.close()
 
-    # --- which groups, when ---------------------------------------------------------------------------------------------
+    # --- which groups, when -----------------------------------------------------------------------
 
-    def _due(self, asked: Asked) -> int:
-        """The last step that can train on the group."""
-        return self._due_of(asked.oldest)
+    def _due(self, group: PendingGroup) -> int:
+        """Return the last step that can train on the group."""
+        return self._due_of(group.oldest_version)
 
     def _due_of(self, version: int) -> int:
         """Return the last step that can train on a group whose oldest weights have this version."""
         return version + 1 + self._staleness
 
-    def _flying_due(self, step: int) -> int:
-        """Return how many groups under way must be trained by this step."""
-        return sum(n for version, n in self.way.flying_versions.items() if self._due_of(version) <= step)
+    def _n_in_flight_due(self, step: int) -> int:
+        """Return how many groups in flight must be trained by this step."""
+        return sum(n for version, n in self.buffer.in_flight_by_version.items() if self._due_of(version) <= step)
 
-    def _wanted_before(self, step: int) -> int:
-        """How many groups to ask for when this step begins to wait."""
-        size = self._config.data.rollout_batch_size
+    def _n_requests_before(self, step: int) -> int:
+        """Return how many groups to request when this step begins to wait."""
+        batch_size = self._config.data.rollout_batch_size
         if self._schedule == "sync":
-            return size - len(self.way.asked)
-        room = self._room(step, 0)
+            return batch_size - len(self.buffer.groups)
+        capacity = self._capacity(step, 0)
         if self._schedule == "async":
-            return room
-        return min(room, size - self.way.finished - self._flying_due(step))
+            return capacity
+        return min(capacity, batch_size - self.buffer.n_finished - self._n_in_flight_due(step))
 
-    def _wanted_after(self, step: int) -> int:
-        """How many groups to ask for when this step has its own."""
+    def _n_requests_after(self, step: int) -> int:
+        """Return how many groups to request when this step has its groups."""
         if self._schedule == "sync":
             return 0
-        room = self._room(step, 1)
+        capacity = self._capacity(step, 1)
         if self._schedule == "async":
-            return room
-        return min(room, self._config.data.rollout_batch_size - self.way.finished)
+            return capacity
+        return min(capacity, self._config.data.rollout_batch_size - self.buffer.n_finished)
 
-    def _room(self, step: int, drawn: int) -> int:
-        """How many more groups can be trained in time, and before the run ends; `drawn`: 1 if this step has its own, else 0."""
-        behind = step - 1 - self.way.version
-        steps = min(self._staleness + 1 - behind, self._data.total_steps - step + 1) - drawn
-        return steps * self._config.data.rollout_batch_size - len(self.way.asked)
+    def _capacity(self, step: int, selected: int) -> int:
+        """Return how many more groups can be trained in time, and before the run ends; `selected`
+        is 1 if this step has its groups, else 0."""
+        # With `weight_sync_interval` above 1 the engines' weights can be older than the step
+        # before.
+        versions_behind = step - 1 - self.buffer.engine_version
+        steps = min(self._staleness + 1 - versions_behind, self._data.total_steps - step + 1) - selected
+        return steps * self._config.data.rollout_batch_size - len(self.buffer.groups)
 
-    def _choose(self, step: int, tied: list[Asked], last_round: bool) -> list[Asked] | None:
-        """Return the groups to train on, or None if they are not there yet.
+    def _select(self, step: int, tied_groups: list[PendingGroup], last_round: bool) -> list[PendingGroup] | None:
+        """Return the groups to train on, or None if too few have finished.
 
-        With dynamic sampling, groups that tie go to `tied`; in the last round they fill up what lacks. This is called for
-        every group that arrives, so it only counts until the groups are there.
+        With dynamic sampling, groups that tie move to `tied_groups`; in the last round they fill up
+        the batch. This is called for every group that arrives, so it only counts until enough have
+        finished.
         """
-        size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling.enable
-        flying = self.way.flying
-        if flying and (self._schedule == "sync" or self.way.finished < size):
+        batch_size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling.enable
+        in_flight = self.buffer.in_flight
+        if in_flight and (self._schedule == "sync" or self.buffer.n_finished < batch_size):
             return None
         if dynamic:
-            tying = [asked for asked in self.way.new_arrivals() if asked.result and ties(asked.result[0])]
-            self.way.take(tying)
-            tied += tying
-        lacking = size - self.way.finished
-        if lacking > 0 and not (dynamic and last_round and not flying and len(tied) >= lacking):
+            arrivals = self.buffer.new_arrivals()
+            tied_arrivals = [group for group in arrivals if group.result and ties(group.result[0])]
+            self.buffer.remove(tied_arrivals)
+            tied_groups += tied_arrivals
+        n_missing = batch_size - self.buffer.n_finished
+        fill_with_tied = dynamic and last_round and not in_flight and len(tied_groups) >= n_missing
+        if n_missing > 0 and not fill_with_tied:
             return None
-        if flying and self._config.runner.stale_groups == "wait" and not self._rest_is_in_time(step):
+        if in_flight and self._config.runner.stale_groups == "wait" and not self._remainder_is_in_time(step):
             return None
-        finished = (asked for asked in self.way.asked.values() if asked.result)
-        chosen = heapq.nsmallest(size, finished, key=lambda asked: (self._due(asked), asked.label))
-        return chosen + sorted(tied, key=lambda asked: asked.label)[: size - len(chosen)]
+        finished = (group for group in self.buffer.groups.values() if group.result)
+        # The label breaks ties, so that the choice doesn't depend on the order of arrival.
+        selected = heapq.nsmallest(batch_size, finished, key=lambda group: (self._due(group), group.label))
+        return selected + sorted(tied_groups, key=lambda group: group.label)[: batch_size - len(selected)]
 
-    def _rest_is_in_time(self, step: int) -> bool:
-        """Return whether what this step leaves, having taken the groups that are due first, can be trained in time."""
-        size = self._config.data.rollout_batch_size
-        untaken = size
-        rest: Counter[int] = Counter()
-        for version, n in sorted(self.way.finished_versions.items()):
-            taken = min(n, untaken)
-            untaken -= taken
-            rest[self._due_of(version)] += n - taken
-        for version, n in self.way.flying_versions.items():
-            rest[self._due_of(version)] += n
+    def _remainder_is_in_time(self, step: int) -> bool:
+        """Return whether the groups that this step leaves, having trained on those that are due
+        first, can be trained in time."""
+        batch_size = self._config.data.rollout_batch_size
+        n_unselected = batch_size
+        remainder: Counter[int] = Counter()  # groups by due step
+        for version, n in sorted(self.buffer.finished_by_version.items()):
+            n_selected = min(n, n_unselected)
+            n_unselected -= n_selected
+            remainder[self._due_of(version)] += n - n_selected
+        for version, n in self.buffer.in_flight_by_version.items():
+            remainder[self._due_of(version)] += n
         due_so_far = 0
-        for due, n in sorted(rest.items()):
+        for due, n in sorted(remainder.items()):
             due_so_far += n
-            if n and due_so_far > (due - step) * size:
+            if n and due_so_far > (due - step) * batch_size:
                 return False
         return True
 
-    def _leave_stale(self, step: int) -> list[Asked]:
-        """Drop the groups that no later step can train on."""
+    def _drop_stale(self, step: int) -> list[PendingGroup]:
+        """Drop the groups that no later step can train on, and return them."""
         if self._schedule == "sync":
             return []
-        stale = [asked for asked in self.way.asked.values() if self._due(asked) <= step]
-        self.way.drop(stale)
+        stale = [group for group in self.buffer.groups.values() if self._due(group) <= step]
+        self.buffer.drop(stale)
         return stale
 
 
-def staleness(summaries: Sequence[GroupSummary], step: int, most: int) -> dict[str, float]:
-    """How far the weights of these groups (the oldest of each) and of their tokens are behind those of the step before: metrics,
-    with the shares by versions behind, 0 … `most`."""
+def _finished_by_label(groups: Sequence[PendingGroup]) -> list[tuple[Task, tuple[GroupSummary, ray.ObjectRef]]]:
+    """Return task and result of each finished group, in the order of their ids."""
+    return [(group.task, group.result) for group in sorted(groups, key=lambda group: group.label) if group.result]
+
+
+def staleness(summaries: Sequence[GroupSummary], step: int, max_staleness: int) -> dict[str, float]:
+    """Return metrics of how many versions the weights of these groups (the oldest of each) and of
+    their tokens are behind those of the step before, with the share of each number, 0 …
+    `max_staleness`."""
     groups = Counter(step - 1 - s.min_version for s in summaries if s.min_version >= 0)
     tokens: Counter[int] = Counter()
     for summary in summaries:
         tokens.update({step - 1 - version: n for version, n in summary.version_tokens.items()})
+    # No group has a version if every trajectory failed before its first token.
     if not groups:
         return {}
-    mean = sum(behind * n for behind, n in groups.items()) / groups.total()
+    mean = sum(behind_by * n for behind_by, n in groups.items()) / groups.total()
     metrics = {"schedule/staleness_mean": mean, "schedule/staleness_max": float(max(groups))}
     for kind, counts in (("groups", groups), ("tokens", tokens)):
-        for behind in range(most + 1):
-            metrics[f"schedule/{kind}_{behind}_behind"] = counts[behind] / max(1, counts.total())
+        for behind_by in range(max_staleness + 1):
+            metrics[f"schedule/{kind}_{behind_by}_behind"] = counts[behind_by] / max(1, counts.total())
     return metrics

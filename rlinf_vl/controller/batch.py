@@ -1,4 +1,5 @@
-"""The batch of a step: groups that were generated for it, checked, planned, and fetched by the ranks that train on them."""
+"""The batch of a step: groups that were generated for it, checked, planned, and fetched by the
+ranks that train on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +24,15 @@ from rlinf_vl.types import GroupSummary
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Finished groups, and the plan of which rank trains and scores what. `generated` has the groups that were dropped, too;
-    `scored` those that were sampled for the mismatch guard."""
+    """The finished groups of a step, and the plan of which rank trains and scores what.
+
+    Attributes:
+        scored: summaries, and after them those of the groups that were sampled for the mismatch
+            guard.
+        to_score: the mismatch guard's mini-batch, if it checks this step.
+        generated: summaries, and after them those of the groups that were dropped.
+        ledger: the step's line of `ledger.jsonl`.
+    """
 
     summaries: list[GroupSummary]
     groups: list[ray.ObjectRef]
@@ -39,19 +47,20 @@ class Rollout:
 def rollout(
     step: int, ahead: Ahead, config: Config, pool: Pool, learner: Learner, guard: MismatchGuard, log: RunLog
 ) -> Rollout:
-    """Draw, plan, and let the ranks fetch their groups. A fetched group outlives its worker; one that is lost before that is
-    sampled again."""
+    """Wait for the step's groups, plan, and let the ranks fetch them. A fetched group outlives its
+    worker; one that is lost before that is sampled again."""
     with log.timed("generate"):
-        drawn = ahead.draw(step)
-        dropped = [summary for _, (summary, _) in drawn.dropped]
-        tasks, results = map(list, zip(*drawn.kept, strict=True))
-        n = len(tasks)
-        if ahead.way.version == step - 1:
-            tasks += guard.anew(step, tasks, [summary for summary, _ in results])
-        results += pool.submit(tasks[n:]).results() if tasks[n:] else []
+        selection = ahead.draw(step)
+        dropped = [summary for _, (summary, _) in selection.dropped]
+        tasks, results = map(list, zip(*selection.selected, strict=True))
+        n_trained = len(tasks)
+        # With older weights in the engines there is nothing that the guard could compare.
+        if ahead.buffer.engine_version == step - 1:
+            tasks += guard.extra_tasks(step, tasks, [summary for summary, _ in results])
+        results += pool.submit(tasks[n_trained:]).results() if tasks[n_trained:] else []
         while True:
             scored, groups = map(list, zip(*results, strict=True))
-            summaries = scored[:n]
+            summaries = scored[:n_trained]
             generated = summaries + dropped
             check_errors(generated, log)
             plan = plan_of(step, summaries, config, learner)
@@ -60,13 +69,16 @@ def rollout(
             if not lost:
                 break
             log.event("groups_lost", f"{len(lost)} groups died with their worker; sampled again")
-            pool.cancel([tasks[k].group_id for k in lost])  # as parts of the submission that they were in
+            # Else the submission that the lost groups belong to would sample them again, too.
+            pool.cancel([tasks[k].group_id for k in lost])
             for k, result in zip(lost, pool.submit([tasks[k] for k in lost]).results(), strict=True):
                 results[k] = result
     pool.acknowledge([summary.id for summary in summaries])
-    pool.release(dropped + scored[n:])
-    metrics = drawn.metrics | plan.metrics | summarize_rollout(generated, drawn.seconds or log.timings["time/generate"])
-    return Rollout(summaries, groups[:n], plan, scored, to_score, metrics, generated, drawn.ledger)
+    pool.release(dropped + scored[n_trained:])
+    # Where generation runs ahead, the time waited for it is not the time that it took.
+    seconds = selection.seconds or log.timings["time/generate"]
+    metrics = selection.metrics | plan.metrics | summarize_rollout(generated, seconds)
+    return Rollout(summaries, groups[:n_trained], plan, scored, to_score, metrics, generated, selection.ledger)
 
 
 def plan_of(step: int, summaries: Sequence[GroupSummary], config: Config, learner: Learner) -> StepPlan:
@@ -85,7 +97,7 @@ def plan_of(step: int, summaries: Sequence[GroupSummary], config: Config, learne
 
 
 def estimator_of(config: Config) -> Estimator | None:
-    """The code that `algorithm.adv_type` names; None where it names none."""
+    """Return the user's code that `algorithm.adv_type` names; None if it names a built-in."""
     name = config.algorithm.adv_type
     if not is_code(name):
         return None
@@ -93,7 +105,11 @@ def estimator_of(config: Config) -> Estimator | None:
 
 
 def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:
-    """Record what failed, by no fault of its row; RunError if that is most of a rollout, or if every trajectory failed."""
+    """Record the trajectories that failed by no fault of their rows.
+
+    Raises:
+        RunError: most of a rollout failed so, or every trajectory failed.
+    """
     if faults := check_faults(summaries):
         log.event("trajectories_failed", faults)
     if all(error for s in summaries for error in s.errors):
@@ -103,7 +119,8 @@ def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:
 
 
 def count_bad_rows(split: str, summaries: Sequence[GroupSummary], data: RunData, step: int) -> int:
-    """Record the rows that failed, and return how many of the split have so far; raises `TooManyBadRows`."""
+    """Record the rows that failed, and return how many of the split have failed so far; raises
+    `TooManyBadRows`."""
     data.bad_rows.add_failed(split, summaries, step)
     data.bad_rows.check()
     return data.bad_rows.counts()[split]

@@ -1,8 +1,9 @@
 """The mismatch guard: does the engine sample from the trainer's policy, and does it see the images?
 
-The trainer scores a handful of fresh trajectories, once as they are and once with blank images. If the engine's logprobs
-fit the blank ones better, the engine is blind; if they fit neither, its weights are not the trainer's. Only trajectories are
-compared that were sampled from the weights that the trainer has; where generation runs ahead, some are sampled for that.
+The trainer scores a handful of fresh trajectories, once as they are and once with blank images. If
+the engine's logprobs fit the blank ones better, the engine is blind; if they fit neither, its
+weights are not the trainer's. Only trajectories are compared that were sampled from the weights
+that the trainer has; where generation runs ahead, some are sampled for this check.
 """
 
 import math
@@ -20,15 +21,17 @@ from rlinf_vl.packing.planner import Item, plan_micro_batches
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.types import GroupSummary
 
-#: Trajectories scored per class of image count.
+#: Trajectories scored per image class (`image_class`).
 PER_CLASS = 4
-#: Mean |rollout - train logprob| that the arithmetic explains, in nats, by the lower precision of the two sides.
+#: Mean |rollout - train logprob| that the arithmetic explains, in nats, by the lower precision of
+#: engine and trainer.
 NOISE = {"fp32": 1e-3, "bf16": 0.08, "fp16": 0.04}
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One trajectory: sums over its sampled tokens of |rollout - train logprob|, with its images and with blank ones."""
+    """The score of one trajectory: sums over its sampled tokens of |rollout - train logprob| in
+    nats, with its images and with blank ones."""
 
     images: int
     tokens: int
@@ -41,7 +44,8 @@ class EngineMismatch(RunError):
 
 
 class MismatchGuard:
-    """Judges a process's first step, step 1 and every `runner.mismatch_check_interval` steps: `anew`, `plan`, then `check`."""
+    """The check of a process's first step, step 1 and every `runner.mismatch_check_interval` steps.
+    Call `extra_tasks`, `plan`, then `check`."""
 
     def __init__(self, config: Config, learner: Learner, log: RunLog) -> None:
         trained = config.actor.fsdp_config.mixed_precision.param_dtype
@@ -55,15 +59,18 @@ class MismatchGuard:
     def _due(self, step: int) -> bool:
         return self._interval > 0 and (not self._checked or step % self._interval == 0)
 
-    def anew(self, step: int, tasks: Sequence[Task], summaries: Sequence[GroupSummary]) -> list[Task]:
-        """What to sample besides, one answer each, because no group of this step is from the weights that the trainer has."""
+    def extra_tasks(self, step: int, tasks: Sequence[Task], summaries: Sequence[GroupSummary]) -> list[Task]:
+        """Return tasks to sample for the check, one answer each; none if groups of this step are
+        from the weights that the trainer has."""
         if not self._due(step) or pick(summaries, step - 1):
             return []
         chosen = [tasks[item.group] for item in pick(summaries)]
+        # No corruption: the trainer scores the images as they are.
         return [replace(t, group_id=f"check-{t.group_id}", seeds=t.seeds[:1], corruption=None) for t in chosen]
 
     def plan(self, step: int, summaries: Sequence[GroupSummary]) -> list[tuple[RankMiniBatch, ...]]:
-        """Which rank scores what, as one mini-batch; none on a step without a check."""
+        """Return the trajectories that each rank scores, as one mini-batch; none on a step without
+        a check."""
         items = pick(summaries, step - 1) if self._due(step) else []
         if not items:
             return []
@@ -75,25 +82,29 @@ class MismatchGuard:
     def check(
         self, step: int, summaries: Sequence[GroupSummary], planned: Sequence[tuple[RankMiniBatch, ...]]
     ) -> dict[str, float]:
-        """Let the ranks score what `plan` has planned, and judge; returns the metrics. Raises `EngineMismatch`."""
+        """Let the ranks score the `planned` mini-batches, and compare; returns the metrics. Raises
+        `EngineMismatch`."""
         if not planned:
             return {}
         with self._log.timed("check"):
             rows = [row for minibatch in planned for row in self._learner.score(minibatch)]
-        metrics = judge([Score(summaries[g].images, n, seen, blank) for g, n, seen, blank in rows], self._precision)
+        scores = [Score(summaries[g].images, n, difference, blank) for g, n, difference, blank in rows]
+        metrics = judge(scores, self._precision)
         self._checked = True
-        # a resumed run checks once more, but its metrics must be those of a run never stopped
+        # A resumed run checks once more, but its metrics must be those of a run never stopped.
         return metrics if step == 1 or step % self._interval == 0 else {}
 
 
 def image_class(images: int) -> str:
-    """An engine can fail on the second image only, so each class is judged apart."""
+    """Return the class of an image count. An engine can fail on the second image only, so each
+    class is judged apart."""
     return {0: "no_image", 1: "one_image"}.get(images, "more_images")
 
 
 def pick(summaries: Sequence[GroupSummary], version: int | None = None) -> list[Item]:
-    """The trajectories to score: of each image class, one from each of the first `PER_CLASS` groups that have a trainable one; with
-    `version`, only of groups sampled from these weights alone."""
+    """Return the trajectories to score: of each image class, one from each of the first `PER_CLASS`
+    groups that have a trainable one; with `version`, only of groups sampled from these weights
+    alone."""
     picked: Counter[str] = Counter()
     items = []
     for g, summary in enumerate(summaries):
@@ -108,11 +119,15 @@ def pick(summaries: Sequence[GroupSummary], version: int | None = None) -> list[
 
 
 def judge(scores: Sequence[Score], precision: str) -> dict[str, float]:
-    """Metrics of the comparison, token means in nats: `mismatch/CLASS`, and `mismatch/blank_images`, what it would be if the engine
-    saw nothing. `precision`, a key of `NOISE`: the lower one of engine and trainer.
+    """Return the metrics of the comparison, token means in nats: `mismatch/CLASS`, and
+    `mismatch/blank_images`, which it would be if the engine saw nothing.
+
+    Args:
+        precision: the lower one of engine and trainer, a key of `NOISE`.
 
     Raises:
-        EngineMismatch: the engine is blind, has other weights, or logprobs are not finite; with the figures.
+        EngineMismatch: the engine is blind, has other weights, or logprobs are not finite; with the
+            figures.
     """
     metrics = {}
     noise = NOISE[precision]
@@ -121,26 +136,29 @@ def judge(scores: Sequence[Score], precision: str) -> dict[str, float]:
         if not chosen:
             continue
         tokens = sum(score.tokens for score in chosen)
-        seen = metrics[f"mismatch/{kind}"] = sum(score.difference for score in chosen) / tokens
+        difference = metrics[f"mismatch/{kind}"] = sum(score.difference for score in chosen) / tokens
         blank = sum(score.blank_difference for score in chosen) / tokens
         label = kind.replace("_", " ")
-        if not math.isfinite(seen):
+        if not math.isfinite(difference):
             raise EngineMismatch(
-                f"the logprobs of the engine or of the trainer are not finite on prompts with {label}: the mean difference is "
-                f"{seen}. Weights or activations have overflowed: see actor/grad_norm, go back to a checkpoint with a lower "
+                "the logprobs of the engine or of the trainer are not finite on prompts with "
+                f"{label}: the mean difference is {difference}. Weights or activations have "
+                "overflowed: see actor/grad_norm, go back to a checkpoint with a lower "
                 "actor.optim.lr, and prefer bf16 to fp16"
             )
-        if kind != "no_image" and seen > noise and blank < seen / 2:
+        # Half as far at most: noise alone may bring the blank images a little nearer.
+        if kind != "no_image" and difference > noise and blank < difference / 2:
             raise EngineMismatch(
-                f"the engine is blind: on prompts with {label} its logprobs are {blank:.3g} nats from the trainer's with blank "
-                f"images, but {seen:.3g} from the trainer's with the images. Are pixels handed to the engine, and is its vision "
-                "tower loaded?"
+                f"the engine is blind: on prompts with {label} its logprobs are {blank:.3g} nats "
+                f"from the trainer's with blank images, but {difference:.3g} from the trainer's "
+                "with the images. Are pixels handed to the engine, and is its vision tower loaded?"
             )
-        if seen > 4 * noise:
+        if difference > 4 * noise:
             raise EngineMismatch(
-                f"the engine's weights are stale or not the trainer's: on prompts with {label} its logprobs are {seen:.3g} nats "
-                f"from the trainer's on average, where {precision} explains {noise:.3g} (with blank images {blank:.3g}). Did the "
-                "last weight sync reach it, vision cache included?"
+                f"the engine's weights are stale or not the trainer's: on prompts with {label} its "
+                f"logprobs are {difference:.3g} nats from the trainer's on average, where "
+                f"{precision} explains {noise:.3g} (with blank images {blank:.3g}). Did the last "
+                "weight sync reach it, vision cache included?"
             )
     if with_images := [score for score in scores if score.images]:
         tokens = sum(score.tokens for score in with_images)

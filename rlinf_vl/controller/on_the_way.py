@@ -1,4 +1,5 @@
-"""Groups on their way: asked for, and not yet trained. `Ahead` says how many, and which of them a step takes."""
+"""The buffer of groups that were requested and are not trained yet. `Ahead` decides how many to
+request, and which of them a step trains on."""
 
 import time
 from collections import Counter, deque
@@ -18,49 +19,53 @@ from rlinf_vl.types import GroupSummary
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
-    """A group that was asked for, and is not trained yet."""
+class PendingGroup:
+    """A group that was requested, and is not trained yet."""
 
     task: Task
     label: tuple[int, int]  # the step and the number in its id
     epoch: int
-    version: int  # that engines had then
+    version: int  # of the engines' weights when it was requested
     result: tuple[GroupSummary, ray.ObjectRef] | None = None
 
     @property
-    def oldest(self) -> int:
-        """The version of the oldest weights that its tokens are from, or can be."""
+    def oldest_version(self) -> int:
+        """The version of the oldest weights that its tokens are from; until it has tokens, the
+        oldest that they can be from."""
         sampled = self.result[0].min_version if self.result else -1
         return sampled if sampled >= 0 else self.version
 
 
 class OnTheWay:
-    """The groups that were requested and are not trained yet.
+    """The buffer of groups that were requested and are not trained yet.
 
-    What is looked at for every group that arrives takes a time that does not grow with the number of groups: they are
-    counted by the version of their oldest weights, and each new one is handed out once (`new_arrivals`).
+    The work for every group that arrives takes a time that does not grow with the number of groups:
+    groups are counted by the version of their oldest weights, and each new one is handed out once
+    (`new_arrivals`).
 
     Attributes:
-        version: that of the engines' weights.
-        asked: by id, the groups asked for that nobody has taken; `flying`: those of them that are under way.
-        finished_versions, flying_versions: how many finished groups, and groups under way, have `oldest` weights of a version.
-        backlog: (step and number of its id, row, epoch) of groups that a checkpoint says were open and that there is no
-            room for yet; they are requested before any new row.
-        idle: seconds since somebody set it to 0 in which no group was under way.
+        engine_version: version of the engines' weights.
+        groups: by id, the groups requested and not removed; `in_flight`: those of them that have
+            not finished.
+        finished_by_version, in_flight_by_version: how many finished groups, and groups in flight,
+            have an `oldest_version`.
+        backlog: (step and number of its id, row, epoch) of a checkpoint's open groups for which
+            there is no capacity yet; they are requested before any new row.
+        idle_s: seconds the engines were idle, with no group in flight, since the last reset to 0.
     """
 
     def __init__(self, config: Config, pool: Pool, data: RunData) -> None:
-        self.version = 0
-        self.asked: dict[str, Asked] = {}
-        self.flying: dict[str, Asked] = {}
-        self.finished_versions: Counter[int] = Counter()
-        self.flying_versions: Counter[int] = Counter()
+        self.engine_version = 0
+        self.groups: dict[str, PendingGroup] = {}
+        self.in_flight: dict[str, PendingGroup] = {}
+        self.finished_by_version: Counter[int] = Counter()
+        self.in_flight_by_version: Counter[int] = Counter()
         self.backlog: deque[tuple[int, int, int, int]] = deque()
-        self.idle = 0.0
-        self._sorts_out_ties = config.algorithm.dynamic_sampling.enable
-        # By id, those that came since `new_arrivals` was called, if ties are to be sorted out. A group can come twice
-        # meanwhile, if its worker dies.
-        self._arrived: dict[str, Asked] = {}
+        self.idle_s = 0.0
+        self._finds_ties = config.algorithm.dynamic_sampling.enable
+        # By id, groups that arrived since the last call of `new_arrivals`, if groups that tie are
+        # to be found. A dictionary, as a group can arrive twice in between, if its worker dies.
+        self._new_arrivals: dict[str, PendingGroup] = {}
         self._config = config
         self._pool = pool
         self._data = data
@@ -69,110 +74,120 @@ class OnTheWay:
         self._next_label = (0, 0)
 
     @property
-    def finished(self) -> int:
-        """How many of `asked` have come."""
-        return len(self.asked) - len(self.flying)
+    def n_finished(self) -> int:
+        """The number of `groups` that have finished."""
+        return len(self.groups) - len(self.in_flight)
 
-    def ask_again(self, open: Sequence[Sequence[int]], room: int) -> None:
-        """Request `room` of the groups that a checkpoint says were open: (step and number of its id, row, epoch) of each. The
-        others wait in `backlog`: a run that is resumed with a smaller runner.max_staleness has no room for all at once."""
+    def request_again(self, open: Sequence[Sequence[int]], capacity: int) -> None:
+        """Request `capacity` of a checkpoint's open groups: (step and number of its id, row, epoch)
+        of each. The others wait in `backlog`: a run that is resumed with a smaller
+        runner.max_staleness has no capacity for all at once."""
         for step, number, row, epoch in open:
             self.backlog.append((step, number, row, epoch))
+            # Ids must not repeat: those of new groups continue after the highest one here.
             self._next_label = max(self._next_label, (step, number + 1))
-        self._submit(self._from_backlog(room))
+        self._submit(self._take_backlog(capacity))
 
-    def ask(self, step: int, n: int) -> None:
-        """Request `n` groups: those of the backlog first, then groups of the next rows, in the name of this step."""
+    def request(self, step: int, n: int) -> None:
+        """Request `n` groups: those of the backlog first, then groups of the next rows, which have
+        this step in their ids. Nothing is requested if `n` is 0 or less."""
         if n <= 0:
             return
-        asked = self._from_backlog(n)
-        n_new = n - len(asked)
-        if n_new:
-            epoch, rows = self._data.sampler.next_rows(n_new)
+        new_groups = self._take_backlog(n)
+        n_new_rows = n - len(new_groups)
+        if n_new_rows:
+            epoch, rows = self._data.sampler.next_rows(n_new_rows)
             first = self._next_label[1] if self._next_label[0] == step else 0
-            self._next_label = step, first + n_new
-            asked += self._make(step, first, rows, epoch)
-        self._submit(asked)
+            self._next_label = step, first + n_new_rows
+            new_groups += self._make_groups(step, first, rows, epoch)
+        self._submit(new_groups)
 
-    def _from_backlog(self, n: int) -> list[Asked]:
-        """Remove the first groups of the backlog, `n` at most, and return them as groups to request."""
-        asked: list[Asked] = []
-        while self.backlog and len(asked) < n:
+    def _take_backlog(self, n: int) -> list[PendingGroup]:
+        """Remove the first groups of the backlog, `n` at most, and return them as groups to
+        request."""
+        groups: list[PendingGroup] = []
+        while self.backlog and len(groups) < n:
             step, number, row, epoch = self.backlog.popleft()
-            asked += self._make(step, number, [row], epoch)
-        return asked
+            groups += self._make_groups(step, number, [row], epoch)
+        return groups
 
-    def _make(self, step: int, first: int, rows: Sequence[int], epoch: int) -> list[Asked]:
+    def _make_groups(self, step: int, first: int, rows: Sequence[int], epoch: int) -> list[PendingGroup]:
         algorithm, seed = self._config.algorithm, self._config.runner.seed
         corruption = corruption_at(algorithm.image_corruption, step / self._data.total_steps)
         tasks = make_tasks("train", rows, algorithm.group_size, seed, step, corruption, first)
-        return [Asked(task, (step, k), epoch, self.version) for k, task in enumerate(tasks, first)]
+        return [PendingGroup(task, (step, k), epoch, self.engine_version) for k, task in enumerate(tasks, first)]
 
-    def _submit(self, asked: Sequence[Asked]) -> None:
-        if asked:
-            self.asked |= {one.task.group_id: one for one in asked}
-            self.flying |= {one.task.group_id: one for one in asked}
-            self.flying_versions.update(one.oldest for one in asked)
-            ended = [s.ended for s in self._submissions if s.ended is not None]
-            if ended and len(ended) == len(self._submissions):
-                self.idle += time.monotonic() - max(ended)
+    def _submit(self, new_groups: Sequence[PendingGroup]) -> None:
+        if new_groups:
+            self.groups |= {group.task.group_id: group for group in new_groups}
+            self.in_flight |= {group.task.group_id: group for group in new_groups}
+            self.in_flight_by_version.update(group.oldest_version for group in new_groups)
+            # The engines were idle from the end of the last submission on, if all have ended.
+            ends = [s.ended for s in self._submissions if s.ended is not None]
+            if ends and len(ends) == len(self._submissions):
+                self.idle_s += time.monotonic() - max(ends)
             self._submissions = [s for s in self._submissions if s.ended is None]
-            self._submissions.append(self._pool.submit([one.task for one in asked], self._events))
+            self._submissions.append(self._pool.submit([group.task for group in new_groups], self._events))
 
     def receive(self) -> None:
-        """Wait a moment for a group, and note it."""
+        """Receive a finished group, waiting up to `rlinf_vl.rollout.submission.CHECK_S` seconds."""
+        # All submissions put their events into one queue: any of them can be waited for.
         for event in self._submissions[-1].wait():
             if isinstance(event, GroupsResent):
-                for group_id in event.group_ids & self.asked.keys():
-                    asked = self.asked[group_id]
-                    self._discount(asked)
-                    asked.result = None
-                    self.flying[group_id] = asked
-                    self.flying_versions[asked.oldest] += 1
+                # A worker died with groups that had finished: they are in flight again.
+                for group_id in event.group_ids & self.groups.keys():
+                    group = self.groups[group_id]
+                    self._uncount(group)
+                    group.result = None
+                    self.in_flight[group_id] = group
+                    self.in_flight_by_version[group.oldest_version] += 1
             elif isinstance(event, GroupArrived):
-                if asked := self.asked.get(event[0].id):
-                    self._discount(asked)
-                    asked.result = event
-                    self.flying.pop(event[0].id, None)
-                    self.finished_versions[asked.oldest] += 1
-                    if self._sorts_out_ties:
-                        self._arrived[asked.task.group_id] = asked
-                else:  # it was dropped, or is trained and came again
-                    self._pool.release([event[0]])
+                if group := self.groups.get(event.summary.id):
+                    self._uncount(group)
+                    group.result = event
+                    self.in_flight.pop(event.summary.id, None)
+                    self.finished_by_version[group.oldest_version] += 1
+                    if self._finds_ties:
+                        self._new_arrivals[group.task.group_id] = group
+                else:
+                    # The group was dropped, or is trained and arrives a second time.
+                    self._pool.release([event.summary])
 
     def receive_all(self) -> None:
-        """Note what has come, without waiting."""
+        """Receive the groups that have finished, without waiting."""
         while not self._events.empty():
             self.receive()
 
-    def new_arrivals(self) -> list[Asked]:
-        """Return the groups that have finished since the last call; none without dynamic sampling, which looks for ties."""
-        arrived, self._arrived = self._arrived, {}
-        return [asked for group_id, asked in arrived.items() if asked.result and group_id in self.asked]
+    def new_arrivals(self) -> list[PendingGroup]:
+        """Return the groups that have finished since the last call; none without dynamic sampling,
+        which alone looks for ties."""
+        arrivals, self._new_arrivals = self._new_arrivals, {}
+        return [group for group_id, group in arrivals.items() if group.result and group_id in self.groups]
 
-    def take(self, groups: Iterable[Asked]) -> None:
+    def remove(self, groups: Iterable[PendingGroup]) -> None:
         """Hand these groups over to the caller, who trains on them or releases them."""
-        for asked in groups:
-            self._discount(asked)
-            del self.asked[asked.task.group_id]
-            self.flying.pop(asked.task.group_id, None)
+        for group in groups:
+            self._uncount(group)
+            del self.groups[group.task.group_id]
+            self.in_flight.pop(group.task.group_id, None)
 
-    def _discount(self, asked: Asked) -> None:
-        """Take a group out of the counts by version, before its `result` changes."""
-        versions = self.finished_versions if asked.result else self.flying_versions
-        versions[asked.oldest] -= 1
-        if not versions[asked.oldest]:
-            del versions[asked.oldest]
+    def _uncount(self, group: PendingGroup) -> None:
+        """Remove a group from the counts by version, before its `result` changes."""
+        versions = self.finished_by_version if group.result else self.in_flight_by_version
+        versions[group.oldest_version] -= 1
+        # Without this the counters would keep an entry for every version of the run.
+        if not versions[group.oldest_version]:
+            del versions[group.oldest_version]
 
-    def drop(self, groups: Iterable[Asked]) -> None:
-        """Take no more interest in these groups: release those that have come, and cancel the others."""
+    def drop(self, groups: Iterable[PendingGroup]) -> None:
+        """Drop these groups: release the finished ones, and cancel the others."""
         groups = list(groups)
-        self.take(groups)
-        self._pool.release([asked.result[0] for asked in groups if asked.result])
-        self._pool.cancel([asked.task.group_id for asked in groups if not asked.result])
+        self.remove(groups)
+        self._pool.release([group.result[0] for group in groups if group.result])
+        self._pool.cancel([group.task.group_id for group in groups if not group.result])
 
     def close(self) -> None:
-        """Abandon what is under way, and release what has come."""
+        """Cancel the groups in flight, and release the finished ones."""
         for submission in self._submissions:
             submission.close()
-        self.drop(self.asked.values())
+        self.drop(self.groups.values())
