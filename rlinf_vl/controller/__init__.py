@@ -1,1 +1,2 @@
-"""The training loop: `loop.train` is the algorithm, `run.run` starts its parts, `step_plan` decides who trains what."""
+"""The training loop: `loop.train` is the algorithm, `run.run` starts its parts, `step_plan` assigns
+trajectories to ranks."""

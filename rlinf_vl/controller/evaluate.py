@@ -1,4 +1,5 @@
-"""An evaluation: a rollout pool without a learner answers the validation rows, and what it says is written as a run's."""
+"""An evaluation: a rollout pool without a learner answers the validation rows; its answers are
+written as those of a run."""
 
 import json
 import logging
@@ -33,49 +34,55 @@ from rlinf_vl.types import GroupSummary
 
 logger = logging.getLogger(__name__)
 
-#: Columns whose values get a table of their own where rows have them.
+#: Columns that get a table by their values without being asked for, where rows have them.
 USUAL_COLUMNS = ("category", "difficulty", "data_source")
-#: With more different values, such a column gets none unless it is asked for.
-MOST_VALUES = 50
-#: Share of a GPU's memory for an engine that has it for itself, where the config says `auto`.
+#: Number of different values above which such a column gets no table.
+MAX_VALUES = 50
+#: Share of a GPU's memory for an engine that shares it with nobody, where the config says `auto`.
 GPU_SHARE = {"cuda": 0.85, "cpu": 0.6}
 
 
-def columns_of(config: Config, wanted: Sequence[str]) -> dict[str, list[Any]]:
-    """Values of these columns, or of those of `USUAL_COLUMNS` that are there, by row of the validation data.
+def columns_of(config: Config, names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of these columns by row of the validation data; without names, of those of
+    `USUAL_COLUMNS` that the data have.
 
     Raises:
-        ConfigError: no data has a column that is wanted.
+        ConfigError: no data has a column of this name.
     """
     sources = [open_source(path, "val") for path in config.data.val_data_paths]
-    there = sorted({name for source in sources for name in source.plain_columns(())})
-    for name in wanted:
-        if name not in there:
-            raise ConfigError(f"--by {name}: no such column in data.val_data_paths; columns are {', '.join(there)}")
-    found = {
-        name: [value for source in sources for value in source.column(name)]
-        for name in wanted or USUAL_COLUMNS
-        if name in there
-    }
-    return {name: values for name, values in found.items() if wanted or len(set(map(str, values))) <= MOST_VALUES}
+    available = sorted({name for source in sources for name in source.plain_columns(())})
+    columns: dict[str, list[Any]] = {}
+    for name in names or USUAL_COLUMNS:
+        if name in available:
+            values = [value for source in sources for value in source.column(name)]
+            # A usual column may hold something else here, such as an id: one line a row is no
+            # table.
+            if names or len(set(map(str, values))) <= MAX_VALUES:
+                columns[name] = values
+        elif names:
+            raise ConfigError(f"--by {name}: no such column in data.val_data_paths; columns are {', '.join(available)}")
+    return columns
 
 
 @contextmanager
 def exported(checkpoint: Folder, folder: Path, dtype: str) -> Iterator[str]:
-    """The checkpoint as a model folder inside `folder` (which all machines see, as they see the run's), until the context ends.
-    `evaluation_config` has asked for consent to the Python that its run brings along.
+    """Export the checkpoint into a model folder inside `folder`, which is removed when the context
+    ends.
+
+    `folder` is one that all machines see, as they see the run's. `evaluation_config` has asked for
+    consent to the Python that the checkpoint's run brings along.
 
     Raises:
-        RunError: it can't be read.
+        RunError: the checkpoint can't be read.
     """
     from rlinf_vl.controller.export import export_checkpoint
 
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".model-") as made:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".model-") as model_folder:
         try:
-            export_checkpoint(checkpoint, Path(made), dtype, trust_run_code=True)
+            export_checkpoint(checkpoint, Path(model_folder), dtype, trust_run_code=True)
         except Exception as error:
             raise RunError(f"checkpoint: {checkpoint} can't be read: {reason_of(error)}") from error
-        yield made
+        yield model_folder
 
 
 def evaluate(
@@ -90,8 +97,15 @@ def evaluate(
     columns: dict[str, list[Any]],
     subject: dict[str, Any],
 ) -> dict[str, Any]:
-    """Answer every validation row `samples` times; write `eval.json` (with `subject`: what was evaluated), the trajectories and
-    metrics of a step 0 into `run_dir`. Returns the figures.
+    """Answer every validation row `samples` times; write `eval.json`, and trajectories and metrics
+    as those of a step 0, into `run_dir`.
+
+    Args:
+        columns: column → its value in each row; each gets a table by its values.
+        subject: the config, model and checkpoint that are evaluated, for `eval.json`.
+
+    Returns:
+        The content of `eval.json`.
 
     Raises:
         ConfigError, RunError: no row can be used; too many are bad; every trajectory failed.
@@ -112,23 +126,33 @@ def evaluate(
         summaries = answer_tasks(pool, log, make_tasks("val", rows, samples, config.runner.seed, 0))
         check_errors(summaries, log)
         bad_rows.add_failed("val", summaries, 0)
-        made = subject | evaluation(summaries, samples, {k: [v[row] for row in rows] for k, v in columns.items()})
-        made["bad_rows"] = bad_rows.counts()["val"]
+        # Rows that can't be used have no summary, and so no place in the tables.
+        values_by_column = {}
+        for name, values in columns.items():
+            values_by_column[name] = [values[row] for row in rows]
+        figures = subject | evaluation(summaries, samples, values_by_column)
+        figures["bad_rows"] = bad_rows.counts()["val"]
         with write_aside(run_dir / "eval.json") as file:
-            file.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        metrics = {"val/accuracy": made["pass@1"]["mean"] or 0.0, "val/problems": made["pass@1"]["problems"]}
-        metrics |= {"val/errors": sum(made["errors"].values()), "val/ungradable": made["ungradable"]}
-        metrics |= {"val/response_length_mean": made["response_tokens"] or 0.0}
-        measured = {f"val/env/{name}": value for name, value in made["env"].items()}
-        measured |= {f"val/reward/{name}": value for name, value in made["reward_parts"].items()}
-        pool.release(log.end_step(0, metrics | measured))
+            file.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        # Under the names that a run's validation has, so that reports show both alike.
+        metrics = {
+            "val/accuracy": figures["pass@1"]["mean"] or 0.0,
+            "val/problems": figures["pass@1"]["problems"],
+            "val/errors": sum(figures["errors"].values()),
+            "val/ungradable": figures["ungradable"],
+            "val/response_length_mean": figures["response_tokens"] or 0.0,
+        }
+        metrics |= {f"val/env/{name}": value for name, value in figures["env"].items()}
+        metrics |= {f"val/reward/{name}": value for name, value in figures["reward_parts"].items()}
+        pool.release(log.end_step(0, metrics))
         pool.release(log.recorder.close())
         pool.stop()
-    return made
+    return figures
 
 
 def answer_tasks(pool: Pool, log: RunLog, tasks: Sequence[Task]) -> list[GroupSummary]:
-    """Return what was sampled for each task, in their order. Only groups that are recorded are stored."""
+    """Return the summary of each task's group, in the order of the tasks. Only groups that are
+    recorded are stored."""
     numbers = {task.group_id: k for k, task in enumerate(tasks)}
     recorded = log.recorder.choose("val", 0, len(tasks))
     summaries: dict[int, GroupSummary] = {}

@@ -1,4 +1,5 @@
-"""A checkpoint of a run → a Hugging Face model folder, with tokenizer, chat template and image processor files; or its adapters."""
+"""A checkpoint of a run → a Hugging Face model folder, with tokenizer, chat template and image
+processor files; or its adapters."""
 
 import io
 import logging
@@ -33,7 +34,8 @@ log = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """The model of a checkpoint, float32 unless it is quantized, with its adapters; and what it was made of."""
+    """The model of a checkpoint, float32 unless it is quantized, with its adapters; and its
+    origin."""
 
     model: PreTrainedModel
     family: Family
@@ -45,13 +47,14 @@ def restore(source: Folder, trust_run_code: bool = False) -> Restored:
     """Load a checkpoint's model on the CPU.
 
     Args:
-        source: a run's folder, which stands for its newest complete checkpoint, or one of its checkpoints/global_step_N.
+        source: a run's folder, which stands for its newest complete checkpoint, or one of its
+            checkpoints/global_step_N.
         trust_run_code: execute the Python that the folder's config.yaml brings along or names.
 
     Raises:
-        ConfigError: there is such Python, and no trust in it.
-        FileNotFoundError: no complete checkpoint is there.
-        RunError: its files are not as they were written.
+        ConfigError: there is such Python, and `trust_run_code` is false.
+        FileNotFoundError: the folder has no complete checkpoint.
+        RunError: files of the checkpoint are not as they were written.
     """
     folder = checkpoint_at(source)
     if problems := damage(folder):
@@ -72,16 +75,18 @@ def restore(source: Folder, trust_run_code: bool = False) -> Restored:
     vlm = VlmConfig(**(OmegaConf.select(config, "actor.model.vlm") or {}))
     files = dict(OmegaConf.select(config, "runner.code_files") or {})
     family = family_of(model_config.model_type, path, trust, vlm.paths, files)
-    quantized = lora is not None and lora.quantization != "none"  # from what the trainer loaded
-    loaded = config.actor.fsdp_config.mixed_precision.param_dtype if quantized else "fp32"
-    model = load_model(path, family, DTYPES[loaded], trust_remote_code=trust)
+    # A quantized model is loaded in the dtype that the trainer loaded: adapters belong to the
+    # weights that were quantized from it.
+    quantized = lora is not None and lora.quantization != "none"
+    load_dtype = config.actor.fsdp_config.mixed_precision.param_dtype if quantized else "fp32"
+    model = load_model(path, family, DTYPES[load_dtype], trust_remote_code=trust)
     if lora:
         add_adapters(model, family, lora)
     load_weights_only(str(folder / ACTOR_FOLDER), model)
     return Restored(model, family, path, config)
 
 
-#: What the metadata of a checkpoint are made of, by module.
+#: Classes of the objects in a checkpoint's metadata, by module.
 METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -111,13 +116,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def refuse_pickled_code(folder: Folder) -> None:
-    """Refuse the weights of a checkpoint whose pickled metadata would execute code when PyTorch reads them.
+    """Refuse the weights of a checkpoint whose pickled metadata would execute code when PyTorch
+    reads them.
 
     Raises:
-        RunError: its `.metadata` names anything but the classes that a run writes, or stores a weight as a pickled object.
+        RunError: its `.metadata` names anything but the classes that a run writes, or stores a
+            weight as a pickled object.
     """
     path = folder / ".metadata"
-    if not path.is_file():  # which the reader of the weights tells
+    # The reader of the weights reports a missing file, in words of its own.
+    if not path.is_file():
         return
     try:
         metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
@@ -134,35 +142,38 @@ def refuse_pickled_code(folder: Folder) -> None:
 def export_checkpoint(
     source: Folder, output: Path, dtype: str = "bf16", adapters: bool = False, trust_run_code: bool = False
 ) -> Restored:
-    """Write the weights of a checkpoint in HF format into the folder `output`, which is empty or absent. Adapters are merged.
-    Returns what was written.
+    """Write the weights of a checkpoint in HF format into the folder `output`, which is empty or
+    absent. Adapters are merged. Returns the model as written.
 
     Args:
-        source: a run's folder, which stands for its newest complete checkpoint, or one of its checkpoints/global_step_N.
+        source: a run's folder, which stands for its newest complete checkpoint, or one of its
+            checkpoints/global_step_N.
         dtype: fp32, bf16 or fp16.
         adapters: write the adapters instead, float32, in a folder that peft loads.
         trust_run_code: as in `restore`.
 
     Raises:
         ConfigError: `adapters` of a run that trained none; as `restore`.
-        FileNotFoundError, FileExistsError: no complete checkpoint is there; `output` is not empty.
+        FileNotFoundError: `source` has no complete checkpoint.
+        FileExistsError: `output` is not empty.
     """
     folder = checkpoint_at(source)
     if output.exists() and any(output.iterdir()):
         raise FileExistsError(f"{output} exists and is not empty; name another folder, or empty it")
     if adapters and not config_of(folder).actor.model.is_lora:
         raise ConfigError(f"--adapters: the run of {folder} trained none (actor.model.is_lora: false); leave it out")
-    made = restore(folder, trust_run_code)
-    model, family, base, _ = made
+    restored = restore(folder, trust_run_code)
+    model, family, base, _ = restored
     output.mkdir(parents=True, exist_ok=True)
     if adapters:
         save_adapters(model, output, base)
-        return made
+        return restored
     merge_adapters(model)
+    # `use_packed_attention` has put in a name that only the trainer knows.
     model.config._attn_implementation = "sdpa"
     cast_model(model, family, DTYPES[dtype], float32_in_checkpoint(base))
     if carried := carried_weights(base, family):
         log.info("%d weights that are not trained are those of %s: %s …", len(carried), base, next(iter(carried)))
     save_model(model, family, output, carried)
     copy_processor_files(base, output)
-    return made
+    return restored

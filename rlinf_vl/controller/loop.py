@@ -1,7 +1,8 @@
-"""The GRPO loop (Shao et al. 2024): `train`, and below it the parts of a step in the order in which it calls them.
+"""The GRPO loop (Shao et al. 2024): `train`, and below it the parts of a step in the order of their
+calls.
 
-The loop sees numbers (`GroupSummary`) and references, never a pixel or a token: groups travel from the rollout workers to
-the actor ranks through the object store, and weights travel back.
+The loop sees numbers (`GroupSummary`) and references, never a pixel or a token: groups travel from
+the rollout workers to the actor ranks through the object store, and weights travel back.
 """
 
 import logging
@@ -29,20 +30,21 @@ logger = logging.getLogger(__name__)
 
 
 class TooManyBadSteps(RunError):
-    """The gradient stays not finite."""
+    """The gradient was not finite in `runner.max_bad_steps` steps in a row."""
 
 
 @dataclass(slots=True)
 class RunState:
-    """A run after `step`, the last one done; `controller.json` of a checkpoint is this as JSON.
+    """The state of a run after `step`, the last one done. A checkpoint has it in `controller.json`.
 
     Attributes:
         sampler: position of the `EpochSampler`.
-        open: groups that were asked for and are not trained, as `Ahead.trained` gives them.
+        open: groups that were requested and are not trained, as `Ahead.trained` returns them.
         accuracies: val/accuracy by step.
         validating: the step's validation has not ended.
         bad_steps: steps in a row up to this one whose gradient was not finite.
-        metrics: of this step. A checkpoint is written before its step is logged, and a crash may come between the two.
+        metrics: those of this step. A checkpoint is written before its step is logged, and a crash
+            may come between the two.
     """
 
     step: int = 0
@@ -55,16 +57,16 @@ class RunState:
 
     @classmethod
     def read(cls, checkpoint: Folder | None) -> Self:
-        """The state in a checkpoint; None: that of a run that has not begun."""
+        """Return the state in a checkpoint; None: that of a run that has not begun."""
         if checkpoint is None:
             return cls()
         state = cls(**{name: value for name, value in load_state(checkpoint).items() if name in cls.__slots__})
-        return replace(
-            state, accuracies={int(step): x for step, x in state.accuracies.items()}
-        )  # JSON's keys are strings
+        # JSON's keys are strings.
+        return replace(state, accuracies={int(step): x for step, x in state.accuracies.items()})
 
     def content(self, timings: dict[str, float]) -> dict[str, Any]:
-        """What a checkpoint has of it, with the step's seconds so far among the metrics."""
+        """Return the content of `controller.json`, with the step's seconds so far among the
+        metrics."""
         return asdict(replace(self, metrics=self.metrics | timings))
 
 
@@ -81,16 +83,17 @@ def train(
     log: RunLog,
     start: Folder | None = None,
 ) -> dict[str, float]:
-    """Train to the last step, from the newest checkpoint in `home` or else from `start`; returns the last metrics.
+    """Train to the last step, from the newest checkpoint in `home` or else from `start`; returns
+    the last metrics.
 
     Args:
         pool, learner: started; on GPUs that they share, it is the learner's turn.
         sync: sends the learner's weights to all engines, as the version of the step that made them.
-        start: a checkpoint of another run; None: begin with the weights that the learner has.
+        start: a checkpoint of another run; None: begin with the learner's weights.
 
     Raises:
         Interrupted: the run was asked to stop, and has written a checkpoint.
-        ActorsLost: the learner is of no use any more; call again with a new one.
+        ActorsLost: a rank died, and the learner can't go on; call again with a new one.
         RunError: the run can't go on: `TooManyBadSteps`, `EngineMismatch`, `TooManyBadRows`, …
     """
     runner = config.runner
@@ -120,15 +123,18 @@ def train(
                 metrics |= guard.check(step, batch.scored, batch.to_score)
                 # Engines get the weights that a validation is about, whatever the interval says.
                 synced = data.is_due(runner.weight_sync_interval, step) or validator.is_due(step)
-                early = synced and not gpu.shared and not validator.running and runner.schedule != "one_step_off"
-                then = partial(sync.begin, step) if early else lambda: None
-                metrics |= update(step, batch, config, pool, learner, log, then)
+                # A sync can be queued behind the update unless it must wait: for the GPU, for the
+                # validation of other weights, or for groups that must be from one version.
+                sync_early = synced and not gpu.shared and not validator.running and runner.schedule != "one_step_off"
+                on_start = partial(sync.begin, step) if sync_early else lambda: None
+                metrics |= update(step, batch, config, pool, learner, log, on_start)
                 state.step = step
                 state.open = ahead.trained()
                 state.sampler = data.sampler.state_dict()
                 state.metrics = metrics
                 log.ledger.append(step, batch.ledger)
                 count_bad_steps(state, runner.max_bad_steps, saver.newest, log)
+                # The validation must end before engines get other weights.
                 validator.finish()
                 metrics |= gpu.to_engines(learner, partial(ahead.sync, step) if synced else None)
                 if validator.is_due(step):
@@ -154,7 +160,7 @@ def train(
 def interrupted(
     request: Interrupted, state: RunState, total: int, saver: Saver, pool: Pool, log: RunLog, start: Folder | None
 ) -> None:
-    """Log the last step if it is not yet, save, and say how to go on."""
+    """Log the last step unless that is done, write a checkpoint, and report how to resume."""
     log.step = state.step
     if state.step and log.last_step != state.step:
         pool.release(log.end_step(state.step, state.metrics | log.timings))
@@ -162,9 +168,12 @@ def interrupted(
     if state.step != RunState.read(saver.newest).step:
         saver.save(state.content(log.timings), last=state.step == total)
         saver.collect(wait=True)
-    where = "auto" if saver.newest != start else start
-    how = f"resume from {saver.newest} with runner.resume_dir={where}" if saver.newest else "nothing was trained yet"
-    log.event("interrupted", f"{request}; {how}")
+    # A checkpoint of another run is not in this run's folder, where `auto` looks.
+    resume_dir = "auto" if saver.newest != start else start
+    hint = (
+        f"resume from {saver.newest} with runner.resume_dir={resume_dir}" if saver.newest else "nothing was trained yet"
+    )
+    log.event("interrupted", f"{request}; {hint}")
 
 
 def resume(
@@ -177,17 +186,20 @@ def resume(
     ahead: Ahead,
     log: RunLog,
 ) -> RunState:
-    """Put learner, sampler, log and engines where the checkpoint was written; None: at the start."""
+    """Put learner, sampler, log and engines into the state of the checkpoint; None: of the
+    start."""
     state = RunState.read(checkpoint)
     data.sampler.load_state_dict(state.sampler)
     log.open(state.step, data.total_steps, {} if state.validating else state.metrics)
-    state.validating &= log.last_step != state.step  # its line is logged when the validation has ended
+    # A step's line is logged when its validation has ended: with a line there is none to repeat.
+    state.validating &= log.last_step != state.step
     log.show_workers(learner, pool)
     if checkpoint is not None:
         learner.load(str(checkpoint / ACTOR_FOLDER), state.step)
         log.event("resumed", f"resumed from {checkpoint}", logging.INFO)
     quantized = config.actor.model.is_lora and config.actor.model.lora.quantization != "none"
-    # Engines start with the weights of step 0, as the checkpoint has them.
+    # Engines start with the weights of step 0, as the model's files have them; a quantized policy
+    # computes with others.
     stale = state.step > 0 or log.count("actors_restarted") > 0 or quantized
     gpu.to_engines(learner, partial(ahead.sync, state.step) if stale else None)
     ahead.begin(state.step, state.open)
@@ -195,9 +207,10 @@ def resume(
 
 
 def update(
-    step: int, batch: Rollout, config: Config, pool: Pool, learner: Learner, log: RunLog, then: Callable[[], None]
+    step: int, batch: Rollout, config: Config, pool: Pool, learner: Learner, log: RunLog, on_start: Callable[[], None]
 ) -> dict[str, float]:
-    """Train on the batch, record some of its groups, and release the others. `then` is called when training has begun."""
+    """Train on the batch, record some of its groups, and release the others. `on_start` is called
+    when the ranks have been told to train."""
     plan, metrics = batch.plan, dict[str, float]()
     chosen = log.recorder.choose("train", step, len(batch.groups))
     with log.timed("train"):
@@ -205,15 +218,18 @@ def update(
             kl = learner.reference_kl(plan.minibatches)
             plan = with_kl(plan, batch.summaries, config.algorithm, kl, estimator_of(config))
             metrics |= plan.metrics
-        learned, logprobs = learner.update(step, plan.minibatches, plan.advantages, chosen, plan.kl_scale, then)
-    metrics |= learned
+        update_metrics, logprobs = learner.update(
+            step, plan.minibatches, plan.advantages, chosen, plan.kl_scale, on_start
+        )
+    metrics |= update_metrics
     metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
     pool.release(log.recorder.record("train", step, batch.summaries, batch.groups, chosen, plan.advantages, logprobs))
     return metrics
 
 
 def count_bad_steps(state: RunState, limit: int, checkpoint: Folder | None, log: RunLog) -> None:
-    """Count steps in a row whose gradient was not finite (their optimizer steps were skipped); raises `TooManyBadSteps`."""
+    """Count the steps in a row whose gradient was not finite (their optimizer steps were skipped);
+    raises `TooManyBadSteps`."""
     if not state.metrics.get("actor/skipped_steps"):
         state.bad_steps = 0
         return
@@ -221,6 +237,7 @@ def count_bad_steps(state: RunState, limit: int, checkpoint: Folder | None, log:
     log.event("step_skipped", "the gradient is not finite; its optimizer step was skipped")
     if state.bad_steps >= limit:
         raise TooManyBadSteps(
-            f"{state.bad_steps} steps in a row had a gradient that is not finite (runner.max_bad_steps); the last good "
-            f"checkpoint is {checkpoint or 'none'}. Resume from it with a lower actor.optim.lr or actor.optim.clip_grad"
+            f"{state.bad_steps} steps in a row had a gradient that is not finite "
+            f"(runner.max_bad_steps); the last good checkpoint is {checkpoint or 'none'}. Resume "
+            "from it with a lower actor.optim.lr or actor.optim.clip_grad"
         )

@@ -1,4 +1,5 @@
-"""The two parts that the loop drives, as far as it sees them: the rollout pool and the learner."""
+"""Protocols of the parts that the loop drives, as far as it uses them: the rollout pool, the weight
+sync and the learner. Tests of the loop put fakes in their place."""
 
 from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
@@ -12,7 +13,7 @@ from rlinf_vl.types import GroupSummary, Prices
 
 
 class Pool(Protocol):
-    """`RolloutPool`, or a fake."""
+    """The rollout workers: `RolloutPool`."""
 
     @property
     def restarts(self) -> int: ...
@@ -31,14 +32,15 @@ class Pool(Protocol):
 
 
 class Sync(Protocol):
-    """`WeightSync`, or a fake: sends the learner's weights to all engines, as this version, and returns its metrics."""
+    """The weight sync: sends the learner's weights to all engines, as this version, and returns its
+    metrics: `WeightSync`."""
 
     def begin(self, version: int) -> None: ...
     def __call__(self, version: int) -> dict[str, float]: ...
 
 
 class Learner(Protocol):
-    """`ActorGroup`, started, or a fake."""
+    """The actor ranks, started: `ActorGroup`."""
 
     data_size: int
     prices: Prices
@@ -55,7 +57,8 @@ class Learner(Protocol):
         advantages: Sequence[Sequence[Sequence[float]]],
         recorded: Collection[int],
         kl_scale: float,
-        then: Callable[[], None],
+        on_start: Callable[[], None],
+        /,
     ) -> tuple[dict[str, float], list[ray.ObjectRef]]: ...
     def stage(self) -> None: ...
     def write(self, folder: str) -> dict[str, str]: ...

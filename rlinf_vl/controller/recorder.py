@@ -1,4 +1,5 @@
-"""Recording trajectories: which groups, and when these may be released. `TrajectoryWriter` writes them."""
+"""Recording trajectories: the choice of groups, and when these may be released. `TrajectoryWriter`
+writes them."""
 
 import json
 import random
@@ -17,40 +18,51 @@ from rlinf_vl.controller.trajectory_writer import Batch, TrajectoryWriter
 from rlinf_vl.runtime.ray_process import kill
 from rlinf_vl.types import GroupSummary
 
-#: Seconds without recording after a writer has failed; doubled for each that fails right after it, to an hour at most.
+#: Seconds without recording after a writer has failed; doubled for each that fails right after it,
+#: to an hour at most.
 PAUSE_S, LONGEST_PAUSE_S = 10.0, 3600.0
 
 
 class Recorder:
-    """The loop's handle of the writer: `choose` groups, train, `record` them, `end_step`. It says when recorded groups may be
-    released: until then they must stay in the object store. A writer that fails is replaced; a failure never ends the run."""
+    """The loop's handle of the writer: `choose` groups, train, `record` them, `end_step`.
+
+    Recorded groups must stay in the object store until they are written: `end_step` and `close`
+    return those that may be released. A writer that fails is replaced; a failure never ends the
+    run.
+    """
 
     def __init__(self, config: Config, run_dir: Path, model_path: str, report: Callable[[str, str], None]) -> None:
         """`report` is called with the kind of event and a sentence."""
-        self._make = partial(_writer, config, run_dir, model_path)
+        self._start_writer = partial(_start_writer, config, run_dir, model_path)
         self._settings = config.runner.trajectories
         self._timeout = config.runner.heartbeat_timeout
         self._seed = config.runner.seed
         self._report = report
         self._pause = PAUSE_S
-        self._again: float | None = None  # when to try again, by `time.monotonic`; None: never
-        self._batches: dict[int, list[Batch]] = {}  # by step, of those that have not ended
-        self._groups: dict[int, list[GroupSummary]] = {}  # in them
-        self._call: ray.ObjectRef | None = None  # the writer's last one, if nobody has waited for it
-        self._read: list[GroupSummary] = []  # groups that this call reads
+        #: When to start another writer, by `time.monotonic`; None: never.
+        self._retry_at: float | None = None
+        #: Batches of the steps that have not ended, and summaries of the groups in them, by step.
+        self._batches: dict[int, list[Batch]] = {}
+        self._groups: dict[int, list[GroupSummary]] = {}
+        #: The writer's last call, if nobody has waited for it, and the groups that it reads.
+        self._call: ray.ObjectRef | None = None
+        self._groups_in_call: list[GroupSummary] = []
         #: The Ray actor, and its `where`; None where nothing is recorded, or no longer.
-        self._writer: tuple[Any, ray.ObjectRef] | None = self._make() if self._settings.interval > 0 else None
+        self._writer: tuple[Any, ray.ObjectRef] | None = self._start_writer() if self._settings.interval > 0 else None
 
     def choose(self, split: str, step: int, n: int) -> list[int]:
-        """Which of `n` groups of this step to record; of a validation, always the same."""
-        if self._writer is None and self._again is not None and time.monotonic() > self._again:
-            self._writer, self._again = self._make(), None
+        """Return the numbers of the groups to record, of `n` of this step; in a validation always
+        the same."""
+        if self._writer is None and self._retry_at is not None and time.monotonic() > self._retry_at:
+            self._writer, self._retry_at = self._start_writer(), None
         if self._writer is None or (split == "train" and step % self._settings.interval):
             return []
-        wanted = self._settings.train_groups if split == "train" else self._settings.val_groups
-        if wanted < 0 or wanted >= n:
+        n_recorded = self._settings.train_groups if split == "train" else self._settings.val_groups
+        if n_recorded < 0 or n_recorded >= n:
             return list(range(n))
-        return sorted(random.Random(f"{self._seed} {split} {step * (split == 'train')}").sample(range(n), wanted))
+        # Seeded by the step, so that a resumed run records the groups that it would have recorded.
+        generator = random.Random(f"{self._seed} {split} {step * (split == 'train')}")
+        return sorted(generator.sample(range(n), n_recorded))
 
     def record(
         self,
@@ -62,7 +74,7 @@ class Recorder:
         advantages: Sequence[Sequence[Sequence[float]]] | None = None,
         logprobs: Sequence[ray.ObjectRef] = (),
     ) -> list[GroupSummary]:
-        """Record the chosen groups with this step's file; returns the others: release them."""
+        """Record the chosen groups in this step's file; returns the others: release them."""
         recorded = set(chosen)
         if chosen:
             self._batches.setdefault(step, []).append((split, {g: groups[g] for g in chosen}, advantages, logprobs))
@@ -70,30 +82,34 @@ class Recorder:
         return [summary for g, summary in enumerate(summaries) if g not in recorded]
 
     def end_step(self, step: int) -> list[GroupSummary]:
-        """Start writing the step's file, after that of the step before; returns the groups of that one: release them."""
+        """Start writing the step's file, after that of the step before; returns the groups of the
+        step before: release them."""
         groups = self._groups.pop(step, [])
         return self._start("write", step, self._batches.pop(step, []), groups=groups)
 
     def drop_after(self, step: int) -> None:
-        """Drop what was recorded after this step; -1: everything. Steps that have not ended are forgotten."""
+        """Drop the records of later steps than this one, those that have not ended included; -1:
+        drop all."""
         self._batches, self._groups = {}, {}
         self._start("drop_after", step)
 
     def close(self) -> list[GroupSummary]:
-        """Wait until everything is written, and end; returns the last groups."""
-        read = self._start("close")
+        """Wait until everything is written, and end the writer; returns the last groups: release
+        them."""
+        read_groups = self._start("close")
         self._wait()
         self._writer = None
-        return read + [summary for groups in self._groups.values() for summary in groups]
+        return read_groups + [summary for groups in self._groups.values() for summary in groups]
 
     def _start(self, method: str, *arguments: Any, groups: Sequence[GroupSummary] = ()) -> list[GroupSummary]:
-        """Call the writer, which reads these groups, once it has answered the call before; returns those read in that."""
+        """Call the writer, which reads these groups, once it has answered the call before; returns
+        the groups that it read in the call before."""
         self._wait()
-        read = self._read
-        self._read = list(groups)
+        read_groups = self._groups_in_call
+        self._groups_in_call = list(groups)
         if self._writer is not None:
             self._call = getattr(self._writer[0], method).remote(*arguments)
-        return read
+        return read_groups
 
     def _wait(self) -> None:
         call, self._call = self._call, None
@@ -101,9 +117,10 @@ class Recorder:
             return
         try:
             full = ray.get(call, timeout=self._timeout) is False
-        except Exception as error:  # the disk is full, the process died or hangs: a run is worth more than its record
+        except Exception as error:
+            # The disk is full, or the process died or hangs: a run is worth more than its record.
             kill(*self._writer)
-            self._writer, self._again = None, time.monotonic() + self._pause
+            self._writer, self._retry_at = None, time.monotonic() + self._pause
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
             self._report("recording_failed", f"no trajectories are recorded for {self._pause:.0f} s: {reason}")
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
@@ -115,23 +132,25 @@ class Recorder:
             self._report("recording_ended", f"no more trajectories are recorded: {limit}")
 
 
-def _writer(config: Config, run_dir: Path, model_path: str) -> tuple[Any, ray.ObjectRef]:
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+def _start_writer(config: Config, run_dir: Path, model_path: str) -> tuple[Any, ray.ObjectRef]:
+    # The controller's node, which has the run's folder.
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor: Any = ray.remote(num_cpus=0)(TrajectoryWriter)
-    writer = actor.options(scheduling_strategy=here).remote(
+    writer = actor.options(scheduling_strategy=this_node).remote(
         config, run_dir, model_path, image_token(config, model_path)
     )
     return writer, writer.process.remote()
 
 
 def image_token(config: Config, model_path: str) -> str | int:
-    """The placeholder of an image token: its id, which the checkpoint's config.json has; where it has none, the text that the
-    family has, which takes seconds to import."""
-    model, about = config.rollout.model, Path(model_path) / "config.json"
-    if not is_code(model.model_type) and about.exists():
-        found = json.loads(about.read_text()).get("image_token_id")
-        if isinstance(found, int):
-            return found
+    """Return the placeholder of an image token: its id, if the checkpoint's config.json has it,
+    else the text that the family has."""
+    model, config_file = config.rollout.model, Path(model_path) / "config.json"
+    if not is_code(model.model_type) and config_file.exists():
+        token_id = json.loads(config_file.read_text()).get("image_token_id")
+        if isinstance(token_id, int):
+            return token_id
+    # Imported only where it is needed: with transformers, it takes seconds.
     from rlinf_vl.models.families import family_of
 
     paths, files = config.actor.model.vlm.paths, config.runner.code_files

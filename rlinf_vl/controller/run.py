@@ -1,4 +1,5 @@
-"""A run from its first process to its last: start the parts, train, and start again where the learner was lost."""
+"""A run from its first process to its last: start the parts, train, and start the learner again
+when a rank was lost."""
 
 import logging
 import time
@@ -33,7 +34,8 @@ POLL_S = 2.0
 
 
 class TooManyRestarts(RunError):
-    """Actor ranks keep dying."""
+    """The actor ranks died more than `runner.max_restarts` times without a checkpoint in
+    between."""
 
 
 def run(
@@ -45,17 +47,17 @@ def run(
     stop: StopRequest,
     start: Folder | None = None,
 ) -> dict[str, float]:
-    """Train to the last step, whatever dies on the way; returns its metrics.
+    """Train to the last step, and replace processes that die; returns the last step's metrics.
 
     Args:
-        run_dir: holds this run's history only, up to the step of the checkpoint that it goes on from.
-        start: that checkpoint; None: begin with the model in `model_path`.
+        run_dir: holds this run's history only, up to the step of the checkpoint `start`.
+        start: the checkpoint to resume from; None: begin with the model in `model_path`.
 
     Raises:
         Interrupted: the run was asked to stop, and has written a checkpoint.
-        RunError: it can't go on; see `train`.
+        RunError: the run can't go on; see `train`.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     home = checkpoint_home(config, run_dir)
     device = reservation.device
     placement = reservation.placement
@@ -66,9 +68,11 @@ def run(
             progress.phase("sharding the policy")
             gpu.to_ranks()
             learner.start(data.total_steps)
-            whole = len(learner.ranks) == len(reservation.actor)  # else engines may have lost the ranks beside them
-            way = strategy if whole or strategy == "broadcast" else "object_store"
-            return WeightSync(way, learner, pool, device=device)
+            # In a shrunk run an engine may have lost the ranks on its GPUs, which the other
+            # strategies may need.
+            all_ranks = len(learner.ranks) == len(reservation.actor)
+            usable_strategy = strategy if all_ranks or strategy == "broadcast" else "object_store"
+            return WeightSync(usable_strategy, learner, pool, device=device)
 
         progress.phase("starting rollout workers and actor ranks")
         pool = RolloutPool(config, model_path, reservation, report=log.event, check=stop.check)
@@ -79,18 +83,20 @@ def run(
         gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
         pool.open_membership()
         sync: WeightSync | None = None
-        lost: ActorsLost | None = None
-        restarts = Counter[Folder | None]()  # by the checkpoint gone back to
+        loss_error: ActorsLost | None = None
+        restarts = Counter[Folder | None]()  # by the checkpoint that the run was resumed from
         outcome: dict[str, float] | Interrupted | None = None
         while outcome is None:
             try:
-                if lost is not None:
+                if loss_error is not None:
                     learner.kill()
                     stop.check()
+                    # A damaged checkpoint would fail every restart.
                     set_damaged_aside(home, partial(log.event, "checkpoint_damaged"))
-                    back = newest_checkpoint(home, start)
-                    count_restart(lost, restarts[back], config.runner.max_restarts, back, log)
-                    restarts[back] += 1
+                    checkpoint = newest_checkpoint(home, start)
+                    count_restart(loss_error, restarts[checkpoint], config.runner.max_restarts, checkpoint, log)
+                    restarts[checkpoint] += 1
+                    # The steps after the checkpoint are trained again: their weights are void.
                     pool.forget_weights()
                     if sync is not None and sync.busy:
                         pool.replace_all("they may wait for weights that will not come")
@@ -98,16 +104,18 @@ def run(
                     learner = ranks_again(config, model_path, reservation, log, stop)
                 sync = load_model(learner)
                 stop.grace_period, stop.graceful = config.runner.grace_period, True
-                if lost is None:
-                    logger.info("started in %.0f s; training to step %d", time.monotonic() - began, data.total_steps)
+                if loss_error is None:
+                    seconds = time.monotonic() - start_time
+                    logger.info("started in %.0f s; training to step %d", seconds, data.total_steps)
                 outcome = train(config, pool, learner, data, home, stop, gpu=gpu, sync=sync, log=log, start=start)
             except ActorsLost as error:
-                lost = error
+                loss_error = error
             except Interrupted as request:
                 outcome = request
         pool.release(log.recorder.close())
         pool.stop()
-        with suppress(ActorsLost):  # all that they had to do is done
+        # The ranks have nothing left to do: a rank lost now costs nothing.
+        with suppress(ActorsLost):
             learner.stop()
     if isinstance(outcome, Interrupted):
         raise outcome
@@ -117,40 +125,43 @@ def run(
 def ranks_again(
     config: Config, model_path: str, reservation: Reservation, log: RunLog, stop: StopRequest
 ) -> ActorGroup:
-    """Ranks on all seats, or where a node is lost, as `cluster.on_node_loss` says; stops waiting where the run is to stop."""
-    seats, told = reservation.actor, False
+    """Start ranks on all seats. If a node is lost, wait for it or start fewer, as
+    `cluster.on_node_loss` says; raises `Interrupted` if the run is asked to stop meanwhile."""
+    seats, reported = reservation.actor, False
     while True:
         lost = lost_seats(seats)
-        left = [seat for number, seat in enumerate(seats) if number not in lost]
-        left = left[: len(left) - len(left) % max(1, config.actor.context_parallel_size)]
-        if not lost or (left and config.cluster.on_node_loss == "shrink"):
+        surviving = [seat for number, seat in enumerate(seats) if number not in lost]
+        # The ranks of a context-parallel group share sequences: an incomplete group is of no use.
+        surviving = surviving[: len(surviving) - len(surviving) % max(1, config.actor.context_parallel_size)]
+        if not lost or (surviving and config.cluster.on_node_loss == "shrink"):
             if lost:
-                log.event(
-                    "run_shrunk", f"the nodes of {len(lost)} of {len(seats)} actor ranks are lost; {len(left)} go on"
-                )
-            learner = ActorGroup(config, model_path, reservation.device, left)
+                message = f"the nodes of {len(lost)} of {len(seats)} actor ranks are lost; {len(surviving)} go on"
+                log.event("run_shrunk", message)
+            learner = ActorGroup(config, model_path, reservation.device, surviving)
             try:
-                if learner.placed(lambda: bool(stop.check() or lost_seats(left))):  # noqa: B023
+                # A node may be lost while the ranks start: then look again.
+                if learner.placed(lambda: bool(stop.check() or lost_seats(surviving))):  # noqa: B023
                     return learner
             except Interrupted:
                 learner.kill()
                 raise
             learner.kill()
-        elif not told:
-            told = True
-            log.event(
-                "node_lost", f"the nodes of {len(lost)} of {len(seats)} actor ranks are lost; the run waits: {WAY_OUT}"
-            )
+        elif not reported:
+            reported = True
+            message = f"the nodes of {len(lost)} of {len(seats)} actor ranks are lost; the run waits: {WAY_OUT}"
+            log.event("node_lost", message)
         stop.check()
         time.sleep(POLL_S)
 
 
 def count_restart(lost: ActorsLost, times: int, limit: int, checkpoint: Folder | None, log: RunLog) -> None:
-    """Record that the learner starts again; raises `TooManyRestarts` if it has done so `limit` times from this checkpoint."""
+    """Record that the learner starts again; raises `TooManyRestarts` if it has done so `limit`
+    times from this checkpoint."""
     if times >= limit:
         raise TooManyRestarts(
-            f"{lost}. The actor ranks were started again {limit} times before (runner.max_restarts) without a further checkpoint; "
-            f"the last complete one is {checkpoint or 'none'}"
+            f"{lost}. The actor ranks were started again {limit} times before "
+            "(runner.max_restarts) without a further checkpoint; the last complete one is "
+            f"{checkpoint or 'none'}"
         ) from lost
-    back = f"the run goes back to {checkpoint or 'its start: it has no checkpoint yet'}"
-    log.event("actors_restarted", f"{lost}; the actor ranks start again, {back}")
+    resumed = f"the run goes back to {checkpoint or 'its start: it has no checkpoint yet'}"
+    log.event("actors_restarted", f"{lost}; the actor ranks start again, {resumed}")

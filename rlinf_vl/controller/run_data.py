@@ -1,4 +1,4 @@
-"""Which rows of each split a run uses, in which order, and how many training steps they make."""
+"""The rows of each split that a run uses, their order, and the number of training steps."""
 
 import logging
 from collections import Counter
@@ -16,14 +16,18 @@ from rlinf_vl.rollout.pool import RolloutPool
 
 log = logging.getLogger(__name__)
 
-#: Rows that are too long and are named.
+#: Maximum number of rows that a message names, of those that are too long or lack images.
 SHOWN_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The rows of a run. `answers` counts the reference answers of the validation rows; `counts` is what is known of the training
-    rows, as metrics."""
+    """The rows of a run.
+
+    Attributes:
+        answers: how many validation rows have each reference answer.
+        counts: metrics of the training rows, equal in every step.
+    """
 
     sampler: EpochSampler
     val_rows: list[int]
@@ -33,27 +37,30 @@ class RunData:
     counts: dict[str, float] = field(default_factory=dict)
 
     def is_due(self, interval: int, step: int) -> bool:
-        """Return True after every `interval` steps and after the last one; False if `interval` is not positive."""
+        """Return True after every `interval` steps and after the last one; False if `interval` is
+        not positive."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
 
 def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress: RunProgress) -> RunData:
-    """Wait for the workers, and let them check the rows of each split. Bad rows are left out, and recorded in `run_dir`.
+    """Wait for the workers, and let them check the rows of each split. Bad rows are left out, and
+    recorded in `run_dir`.
 
     Raises:
-        ConfigError: too few rows are left. TooManyBadRows: too many are bad.
+        ConfigError: too few rows are left.
+        TooManyBadRows: too many rows are bad.
     """
     data, runner = config.data, config.runner
-    rows = {"val": 0} | pool.start()
-    val = rows["val"] if data.val_samples < 0 else min(data.val_samples, rows["val"])
-    totals = {"train": rows["train"], "val": val}
+    rows = {"val": 0} | pool.start()  # without data.val_data_paths, the pool knows no such split
+    n_val = rows["val"] if data.val_samples < 0 else min(data.val_samples, rows["val"])
+    totals = {"train": rows["train"], "val": n_val}
     bad_rows = BadRows(run_dir, data.max_bad_rows, totals)
-    found = {split: check_rows(config, split, n, pool, bad_rows, progress) for split, n in totals.items()}
-    kept = {split: result.kept for split, result in found.items()}
-    facts = found["train"].facts
+    results = {split: check_rows(config, split, n, pool, bad_rows, progress) for split, n in totals.items()}
+    train, val_answers = results["train"], results["val"].kept
+    facts = train.facts
     try:
         sampler = EpochSampler(
-            list(kept["train"]),
+            list(train.kept),
             data.rollout_batch_size,
             shuffle=data.shuffle,
             seed=data.seed,
@@ -65,30 +72,30 @@ def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress:
         raise ConfigError(str(error)) from error
     steps = sampler.batches_per_epoch * runner.max_epochs
     total_steps = steps if runner.max_steps < 0 else min(steps, runner.max_steps)
-    answers = Counter(map(str.strip, kept["val"].values()))
-    train = found["train"]
+    answers = Counter(map(str.strip, val_answers.values()))
     counts: dict[str, float] = {"data/overlong_rows": len(train.too_long) + len(train.cut)}
     if data.image_only_mode:
         counts["data/text_only_rows"] = len(train.text_only)
     if data.max_images_per_message or data.max_images_per_sample:
         counts["data/dropped_images"] = sum(row.dropped_images for row in facts.values())
-    return RunData(sampler, list(kept["val"]), answers, total_steps, bad_rows, counts)
+    return RunData(sampler, list(val_answers), answers, total_steps, bad_rows, counts)
 
 
 def check_rows(
     config: Config, split: str, n: int, pool: RolloutPool, bad_rows: BadRows, progress: RunProgress
 ) -> FilterResult:
-    """Which of the first `n` rows of a split can be used; raises as `find_usable_rows`."""
+    """Check the first `n` rows of a split; the result says which can be used. Raises as
+    `find_usable_rows`."""
     result = pool.filter_rows(split, range(n), partial(progress.phase, f"checking rows of {split}", total=n))
-    bad, longest = result.bad, config.data.max_prompt_length
-    log.info("%s: %d rows, %s, %d bad", split, n, _overlong(result, longest), len(bad))
+    longest = config.data.max_prompt_length
+    log.info("%s: %d rows, %s, %d bad", split, n, _overlong(result, longest), len(result.bad))
     if result.text_only:
-        named = ", ".join(list(result.text_only.values())[:SHOWN_ROWS])
+        row_ids = ", ".join(list(result.text_only.values())[:SHOWN_ROWS])
         log.info(
             "%s: %d rows without an image are left out (data.image_only_mode): %s, …",
             split,
             len(result.text_only),
-            named,
+            row_ids,
         )
     if dropped := {row: facts.dropped_images for row, facts in result.facts.items() if facts.dropped_images}:
         log.info(
@@ -96,45 +103,49 @@ def check_rows(
         )
     if result.too_long and config.data.overlong == "error":
         raise ConfigError(
-            f"data.overlong: error, and in data.{split}_data_paths {_overlong(result, longest)}; raise data.max_prompt_length (and "
-            "runner.seq_length), or set data.overlong to drop or cut"
+            f"data.overlong: error, and in data.{split}_data_paths {_overlong(result, longest)}; "
+            "raise data.max_prompt_length (and runner.seq_length), or set data.overlong to drop "
+            "or cut"
         )
-    if bad:
-        bad_rows.add(split, bad.values())
+    if result.bad:
+        bad_rows.add(split, result.bad.values())
         log.warning("bad rows of %s, left out (%s):\n%s", split, bad_rows.path, bad_rows.table(split))
         bad_rows.check()
+    # A training step needs a whole batch; a validation, where there is any, one row.
     if len(result.kept) < (config.data.rollout_batch_size if split == "train" else min(n, 1)):
         raise ConfigError(_too_few(config, split, n, result, bad_rows.path.name))
     return result
 
 
 def _overlong(result: FilterResult, longest: int) -> str:
-    """How many prompts are too long, what becomes of them, and the first of them."""
+    """Describe the prompts that are too long: their number, whether they were cut, and the first
+    ones."""
     tokens = result.too_long | {row: n for row, (n, _) in result.cut.items()}
     if not tokens:
         return f"none longer than data.max_prompt_length={longest}"
     first = ", ".join(f"row {row} has {tokens[row]} tokens" for row in sorted(tokens)[:SHOWN_ROWS])
-    lost = [row for row, (_, images) in result.cut.items() if images]
-    cut = f" and cut to it, {len(lost)} of them without some of their images" if result.cut else ""
-    more = f", and {len(tokens) - SHOWN_ROWS} more" if len(tokens) > SHOWN_ROWS else ""
-    return f"{len(tokens)} longer than data.max_prompt_length={longest}{cut} ({first}{more})"
+    n_without_images = sum(bool(images) for _, images in result.cut.values())
+    cut = f" and cut to it, {n_without_images} of them without some of their images" if result.cut else ""
+    remainder = f", and {len(tokens) - SHOWN_ROWS} more" if len(tokens) > SHOWN_ROWS else ""
+    return f"{len(tokens)} longer than data.max_prompt_length={longest}{cut} ({first}{remainder})"
 
 
 def _too_few(config: Config, split: str, n: int, result: FilterResult, bad_file: str) -> str:
-    why = [f"{len(result.bad)} are bad (see {bad_file})"] if result.bad else []
+    reasons = [f"{len(result.bad)} are bad (see {bad_file})"] if result.bad else []
     if result.too_long:
         tokens = sorted(result.too_long.values())
-        why.append(
+        reasons.append(
             f"{len(tokens)} have prompts of {tokens[0]} to {tokens[-1]} tokens, above "
-            f"data.max_prompt_length={config.data.max_prompt_length}: raise that, and runner.seq_length, or set data.overlong=cut"
+            f"data.max_prompt_length={config.data.max_prompt_length}: raise that, and "
+            "runner.seq_length, or set data.overlong=cut"
         )
     if result.text_only:
-        why.append(f"{len(result.text_only)} have no image, and data.image_only_mode is true")
-    short, lower = "nothing could be validated", ""
+        reasons.append(f"{len(result.text_only)} have no image, and data.image_only_mode is true")
+    problem, hint = "nothing could be validated", ""
     if split == "train":
-        short = f"data.rollout_batch_size={config.data.rollout_batch_size} needs more"
-        lower = "; or lower data.rollout_batch_size" if result.kept else ""
+        problem = f"data.rollout_batch_size={config.data.rollout_batch_size} needs more"
+        hint = "; or lower data.rollout_batch_size" if result.kept else ""
     return (
-        f"data.{split}_data_paths: of {n} rows {len(result.kept)} can be used; {short}. "
-        f"{'; '.join(why) or 'There are no more'}{lower}"
+        f"data.{split}_data_paths: of {n} rows {len(result.kept)} can be used; {problem}. "
+        f"{'; '.join(reasons) or 'There are no more'}{hint}"
     )

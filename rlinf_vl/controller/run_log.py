@@ -1,4 +1,4 @@
-"""What a run writes about itself, under the step that it belongs to: metrics, ledger, events, trajectories, spans, progress."""
+"""The log of a run, by step: metrics, ledger, events, trajectories, spans, progress."""
 
 import logging
 import time
@@ -20,19 +20,22 @@ from rlinf_vl.types import GroupSummary
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a full disk has, at the end of a run, to take its last lines.
+#: Seconds for which the last lines of a run are tried again if the disk is full.
 CLOSE_S = 30.0
 
 
 class RunLog:
-    """`open` it at a step, then per step: `begin_step`, any number of `timed` and `event`, `end_step`."""
+    """The log of a run. `open` it at a step, then per step: `begin_step`, any number of `timed` and
+    `event`, `end_step`."""
 
     ledger: StepLines  #: from `open` on
     _alarms: Alarms  # from `open` on
 
     def __init__(self, config: Config, run_dir: Path, model_path: str, progress: RunProgress) -> None:
-        self.step = 0  # that what happens now belongs to: while it is trained, the next one
-        self.timings: dict[str, float] = {}  # of this step so far, seconds by `time/<phase>`
+        #: The step of the events from now on: the one that is being trained.
+        self.step = 0
+        #: Seconds by `time/<phase>`, of this step so far.
+        self.timings: dict[str, float] = {}
         self.progress = progress
         self.recorder = Recorder(config, run_dir, model_path, report=self.event)
         self._config = config
@@ -40,6 +43,7 @@ class RunLog:
         self._events = EventLog(run_dir)
         self._trackers = Trackers({})  # none before `open`
         self._opened = False
+        #: Restarts of the ranks and turnover of the pool when all processes were last shown alive.
         self._shown_workers: tuple[int, int] | None = None
 
     def close(self) -> None:
@@ -55,13 +59,15 @@ class RunLog:
                 time.sleep(1)
         self._trackers.close()
         flush_spans()
-        if happened := self._events.summary():
-            logger.info("beside its steps: %s (%s)", happened, self._run_dir / "events.jsonl")
+        if counts := self._events.summary():
+            logger.info("beside its steps: %s (%s)", counts, self._run_dir / "events.jsonl")
 
     def open(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
-        """Go on after `step`, whose metrics are logged if they were not yet; what was written about later steps is dropped."""
+        """Continue after `step`, whose metrics are logged unless they were; drop the records of
+        later steps."""
         self._trackers.close()
-        resume_step = step or -1  # a run that goes back to its start validates, and so logs step 0, once more
+        # A run that goes back to its start validates again, and so logs step 0 once more.
+        resume_step = step or -1
         self.step = step
         self.recorder.drop_after(resume_step)
         self.ledger = StepLines(self._run_dir / "ledger.jsonl", resume_step)
@@ -76,8 +82,9 @@ class RunLog:
             send_code=self._config.runner.logger.send_code,
         )
         distillation = self._config.algorithm.distillation
-        by_reward = distillation.teacher_path is None or distillation.reward_weight > 0
-        groups = self._config.data.rollout_batch_size if by_reward else None
+        # A policy that learns from a teacher alone may tie in every group: that is no alarm.
+        learns_from_rewards = distillation.teacher_path is None or distillation.reward_weight > 0
+        groups = self._config.data.rollout_batch_size if learns_from_rewards else None
         self._alarms = Alarms(groups, read_lines(self._run_dir / "metrics.jsonl")[0])
         if metrics and self.last_step != step:
             self._trackers.log(step, metrics)
@@ -85,14 +92,15 @@ class RunLog:
         self._opened = True
 
     def flush(self) -> None:
-        """Write the lines of ledger and metrics that the disk has refused; OSError if it still does."""
+        """Write the lines of ledger and metrics that the disk has refused; OSError if it still
+        does."""
         self._trackers.flush()
         if self._opened:
             self.ledger.flush()
 
     @property
     def last_step(self) -> int | None:
-        """The last step whose metrics are logged."""
+        """The last step whose metrics are logged; None before the first one."""
         return self._trackers.last_step
 
     def begin_step(self, step: int) -> None:
@@ -101,7 +109,8 @@ class RunLog:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Show a phase of the step while it lasts, and note its seconds as `time/<phase>`."""
+        """Show a phase of the step while it lasts, and store its seconds as `time/<phase>` in
+        `timings`."""
         start = time.perf_counter()
         self.progress.phase(phase)
         with span(phase, step=self.step):
@@ -112,11 +121,12 @@ class RunLog:
         self._events.add(self.step, kind, message, level)
 
     def count(self, kind: str) -> int:
-        """Events of this kind since this process began."""
+        """Return the number of events of this kind since this process began."""
         return self._events.count(kind)
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> list[GroupSummary]:
-        """Log the step's metrics, and start writing its trajectories; returns groups that are written: release them."""
+        """Log the step's metrics, and start writing its trajectories; returns groups that are
+        written: release them."""
         self._trackers.log(step, metrics)
         if step:
             for kind, message in self._alarms.check(metrics):
@@ -125,9 +135,12 @@ class RunLog:
         return self.recorder.end_step(step)
 
     def show_workers(self, learner: Any, pool: Any) -> None:
-        """Write every process of the run to the status file, if any was replaced, joined, left, or was not there the last time."""
-        now = (self.count("actors_restarted"), pool.turnover)
-        if now != self._shown_workers:
-            entries = [*learner.entries(now[0]), *pool.entries()]
-            self._shown_workers = now if all(entry["state"] == "alive" for entry in entries) else None
+        """Write every process of the run to the status file, if any was replaced, joined or left
+        since the last call, or was not alive then."""
+        # Read before the entries: a change in between is then shown by the next call.
+        restarts, turnover = self.count("actors_restarted"), pool.turnover
+        if (restarts, turnover) != self._shown_workers:
+            entries = [*learner.entries(restarts), *pool.entries()]
+            all_alive = all(entry["state"] == "alive" for entry in entries)
+            self._shown_workers = (restarts, turnover) if all_alive else None
             self.progress.workers(entries)

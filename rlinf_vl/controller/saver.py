@@ -1,7 +1,8 @@
 """Checkpoints of a run, written while it trains on (`runner.async_save`).
 
-`Saver.save` has the ranks copy their state to host memory; a thread then has them write it, and gives the checkpoint its name. One
-checkpoint at a time: the next one waits. Whatever dies meanwhile, the checkpoint before is whole.
+`Saver.save` lets the ranks copy their state to host memory; a thread then lets them write it, and
+gives the checkpoint its name. One checkpoint is written at a time: the next one waits. Whatever
+dies meanwhile, the checkpoint before is complete.
 """
 
 import logging
@@ -22,9 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes the checkpoints of one learner; `close` it whatever happens."""
+    """The writer of one learner's checkpoints; `close` it whatever happens.
 
-    newest: Folder | None  #: the newest complete checkpoint; if there is none, the one that the run started from
+    Attributes:
+        newest: the newest complete checkpoint; without one, the checkpoint that the run started
+            from.
+    """
+
+    newest: Folder | None
 
     def __init__(self, runner: RunnerConfig, home: Folder, learner: Learner, log: RunLog, start: Folder | None) -> None:
         self.newest = newest_checkpoint(home, start)
@@ -35,26 +41,36 @@ class Saver:
         self._writing: Future[tuple[Folder, float]] | None = None
 
     def save(self, state: Mapping[str, Any], *, last: bool) -> None:
-        """Write a checkpoint of `RunState.content`. If that fails, training goes on without it; only the `last` one of a run
-        must not fail, and is waited for."""
+        """Write a checkpoint with `state`, a `RunState.content`. If that fails, training goes on
+        without it; only the `last` one of a run must not fail, and is waited for."""
         runner = self._runner
         with self._log.timed("checkpoint"):
             self.collect(wait=True)
             try:
-                self._log.flush()  # what is resumed from here has the lines of its steps
+                # A run that is resumed from this checkpoint must have the lines of all its steps.
+                self._log.flush()
                 self._learner.stage()
             except OSError as error:
                 self._failed(error, last)
                 return
-            keep = runner.keep_last, runner.keep_best, state["accuracies"]
-            write = partial(save_checkpoint, self._home, state["step"], self._learner.write, state, *keep)
+            write = partial(
+                save_checkpoint,
+                self._home,
+                state["step"],
+                self._learner.write,
+                state,
+                runner.keep_last,
+                runner.keep_best,
+                state["accuracies"],
+            )
             self._writing = Future()
+            # A daemon, as `close` does not wait for it if the process is to end at once.
             threading.Thread(target=_run, args=(write, self._writing), name="checkpoint", daemon=True).start()
             if last or not runner.async_save:
                 self.collect(wait=True, last=last)
 
     def collect(self, *, wait: bool = False, last: bool = False) -> None:
-        """Record how the last `save` has ended, if it has, or `wait` for it."""
+        """Record the outcome of the last `save`, if it has ended, or `wait` for it."""
         if self._writing is None or not (wait or self._writing.done()):
             return
         writing, self._writing = self._writing, None
@@ -72,12 +88,15 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait for what is being written, unless a person is in a hurry (`KeyboardInterrupt`). A lost learner ends it."""
+        """Wait for the checkpoint that is being written, unless the process is to end at once
+        (`KeyboardInterrupt`). A lost learner ends the writing."""
         if self._writing is not None and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
             wait([self._writing])
 
 
 def _run(write: partial[Folder], done: Future[tuple[Folder, float]]) -> None:
+    """Call `write`, and put the folder that it returns and its seconds, or its error, into
+    `done`."""
     start = time.perf_counter()
     try:
         done.set_result((write(), time.perf_counter() - start))

@@ -1,4 +1,5 @@
-"""Engines and ranks on the same GPUs: who has the memory when, and in which order it changes hands.
+"""Engines and ranks on the same GPUs: the memory of each in every phase, and the order of the
+switches.
 
 | phase | engines have | ranks have (with `actor.enable_offload`) |
 |---|---|---|
@@ -6,11 +7,12 @@
 | train | – (small weights stay: `release_tags`) | everything, activations |
 | sync | weights | parameters, optimizer (parameters), a few buckets |
 
-From training to generating: the ranks release their cached memory (with offload, the optimizer's state too), the engines
-restore their weights' memory, a sync follows if one is due, with offload the ranks release their parameters, and last the
-engines restore their KV cache. The sync precedes the release of parameters because it gathers them on the device; its peak
-(parameters, the engines' weights and a few buckets, 6 bytes a parameter) is below that of training (16 bytes a parameter and
-activations), which must fit anyway.
+From training to generating, in this order: the ranks release their cached memory (with offload, the
+optimizer's state too), the engines restore their weights' memory, a sync follows if one is due,
+with offload the ranks release their parameters, and last the engines restore their KV cache. The
+sync precedes the release of parameters because it gathers them on the device; its peak (parameters,
+the engines' weights and a few buckets, 6 bytes a parameter) is below that of training (16 bytes a
+parameter and activations), which must fit anyway.
 
 The CPU does the same in the same order and frees nothing, so that a wrong order fails there, too.
 """
@@ -22,17 +24,20 @@ from rlinf_vl.observe.spans import span
 
 
 class SharedGpu:
-    """The turns that engines and ranks take. Where they share no GPU, only syncs happen."""
+    """The switches of shared GPUs between engines and ranks. Where they share none, only syncs
+    happen."""
 
     def __init__(self, pool: Pool, *, shared: bool, offload: bool) -> None:
-        """The engines have started. `offload`: ranks keep nothing on the device while engines generate."""
+        """The engines have started. `offload`: ranks keep nothing on the device while engines
+        generate."""
         self._pool = pool
         self.shared = shared
         self._offload = shared and offload
         self._tags = tuple(pool.release_tags()) if shared else ()
 
     def to_ranks(self, learner: Learner | None = None) -> None:
-        """Put the engines to sleep and give the ranks the GPU; None: they have not started. A second call does nothing."""
+        """Let the engines release their memory, and give the GPU to the ranks; None: they have not
+        started. A second call does nothing."""
         if not self.shared:
             return
         with span("release engine memory"):
@@ -42,7 +47,8 @@ class SharedGpu:
                 learner.restore_memory()
 
     def to_engines(self, learner: Learner, sync: Callable[[], dict[str, float]] | None) -> dict[str, float]:
-        """Give the engines the GPU, and new weights by calling `sync`, if given; returns its metrics."""
+        """Give the engines the GPU, and new weights by calling `sync`, if given; returns its
+        metrics."""
         if self.shared:
             with span("release rank memory"):
                 learner.release_memory(("optimizer",) if self._offload else ())
@@ -50,7 +56,8 @@ class SharedGpu:
                 self._pool.restore_memory(("weights",))
         metrics = sync() if sync is not None else {}
         if self.shared:
-            if self._offload or sync is not None:  # a sync leaves cached memory behind
+            # A sync leaves cached memory behind, which the KV cache needs.
+            if self._offload or sync is not None:
                 with span("release rank memory"):
                     learner.release_memory(("optimizer", "weights") if self._offload else ())
             with span("restore engine cache"):

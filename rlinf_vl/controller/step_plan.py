@@ -1,4 +1,5 @@
-"""From a rollout's summaries to what each rank trains: a pure function of numbers, no tokens and no tensors on devices."""
+"""The plan of a step: from a rollout's summaries to the micro-batches and advantages of every rank.
+A pure function of numbers, without tokens and without tensors on devices."""
 
 import hashlib
 from collections import Counter
@@ -24,16 +25,23 @@ Estimator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    minibatches: tuple[tuple[RankMiniBatch, ...], ...]  #: by number and share of the trajectories (`Mesh.data_rank`)
-    #: Of each turn of each trajectory of each group; 0 where it is not trained on.
+    """The plan of a step.
+
+    Attributes:
+        minibatches: by number of the mini-batch and share of the trajectories (`Mesh.data_rank`).
+        advantages: by group, trajectory and turn; 0 for a trajectory that is not trained on.
+        kl_scale: see `advantages_of`.
+    """
+
+    minibatches: tuple[tuple[RankMiniBatch, ...], ...]
     advantages: Advantages
     metrics: dict[str, float]
-    kl_scale: float = 0.0  #: see `advantages_of`
+    kl_scale: float = 0.0
 
 
 def trainable(summary: GroupSummary, without_cut: bool = False) -> list[int]:
-    """Trajectories of a group that are compared, and carry loss: no error, and at least one sampled token; `without_cut`: and none
-    that max_new_tokens has cut."""
+    """Return the trajectories of a group that are compared, and carry loss: those without an error
+    and with at least one sampled token; `without_cut`: nor any that max_new_tokens has cut."""
     return [
         i
         for i, error in enumerate(summary.errors)
@@ -42,13 +50,13 @@ def trainable(summary: GroupSummary, without_cut: bool = False) -> list[int]:
 
 
 def ties(summary: GroupSummary) -> bool:
-    """Whether all rewards of a group are equal, so that it teaches nothing."""
+    """Return whether all rewards of a group are equal, so that comparing them teaches nothing."""
     return len({summary.rewards[i] for i in trainable(summary)}) < 2
 
 
 def overlong_penalty(tokens: int, algorithm: AlgorithmConfig) -> float:
-    """DAPO's soft punishment of a response, >= 0: it grows from 0 at max_new_tokens - buffer to `penalty` at max_new_tokens (Yu et
-    al., 2025, equation 13)."""
+    """Return DAPO's soft punishment of a response, >= 0. It grows from 0 at max_new_tokens - buffer
+    to `penalty` at max_new_tokens (Yu et al., 2025, equation 13)."""
     overlong, longest = algorithm.overlong, algorithm.sampling_params.max_new_tokens or 0
     share = max(0, tokens + overlong.buffer - longest) / max(1, overlong.buffer)
     return overlong.penalty * min(1.0, share) if overlong.buffer else 0.0
@@ -60,64 +68,93 @@ def advantages_of(
     kl: TurnKl | None = None,
     estimator: Estimator | None = None,
 ) -> tuple[Advantages, float]:
-    """Advantage of each turn of each trajectory, as `algorithm` says, among the trajectories of its group that carry loss; 0 for
-    the others. And, but for `reinforce_plus_plus` with `kl` 0, how much of the KL from a token on to its trajectory's end is yet to
-    be subtracted from the token's advantage.
+    """Return the advantage of each turn of each trajectory, and the `kl_scale` of the per-token KL.
 
-    Rewards are less `algorithm.overlong`'s penalty and, with `kl`, less kl_beta times the turn's KL. `estimator` is the code that
-    `algorithm.adv_type` names.
+    Advantages compare the trajectories of a group that carry loss (`algorithm.adv_type`); the
+    others get 0. Rewards are reduced by `algorithm.overlong`'s penalty and, with `kl`, by kl_beta
+    times the KL of the turn. `reinforce_plus_plus` with `kl` gives every token its own return
+    instead: the KL of the tokens from this one to the trajectory's end, times `kl_scale`, is yet to
+    be subtracted from its advantage. In all other cases `kl_scale` is 0.
+
+    Args:
+        kl: by (group, trajectory), the sums of KL of each turn.
+        estimator: the user's code that `algorithm.adv_type` names.
 
     Raises:
-        RunError: states are to be compared, and no turn has one; or the estimator's result can't be used.
+        RunError: states are to be compared, and no turn has one; or the estimator fails, or its
+            result can't be used.
     """
-    weight, discount, normalize = (
-        algorithm.state_advantage_weight, algorithm.turn_discount, bool(algorithm.normalize_advantages)
-    )  # fmt: skip
-    kind, scale = estimator or algorithm.adv_type, 0.0
+    weight, discount = algorithm.state_advantage_weight, algorithm.turn_discount
+    normalize = bool(algorithm.normalize_advantages)
+    kind, kl_scale = estimator or algorithm.adv_type, 0.0
     per_token = kind == "reinforce_plus_plus" and kl is not None
-    trained = [(g, i) for g, summary in enumerate(summaries) for i in trainable(summary)]
-    turns = [(g, i, k) for g, i in trained for k in range(len(summaries[g].turn_rewards[i]))]
-    whose, groups = [(g, i) for g, i, _ in turns], [g for g, _, _ in turns]
-    number = {trajectory: n for n, trajectory in enumerate(trained)}
-    of = torch.tensor([number[trajectory] for trajectory in whose], dtype=torch.int64)
+    # Flat lists: one entry for each trajectory (g, i) that carries loss, or for each turn (g, i, k)
+    # of one.
+    trajectories = [(g, i) for g, summary in enumerate(summaries) for i in trainable(summary)]
+    turns = [(g, i, k) for g, i in trajectories for k in range(len(summaries[g].turn_rewards[i]))]
+    turn_trajectories = [(g, i) for g, i, _ in turns]
+    turn_groups = [g for g, _, _ in turns]
+    numbers = {trajectory: n for n, trajectory in enumerate(trajectories)}
+    turn_numbers = torch.tensor([numbers[trajectory] for trajectory in turn_trajectories], dtype=torch.int64)
     tokens = torch.tensor([summaries[g].turn_tokens[i][k] for g, i, k in turns], dtype=torch.int64)
-    less = _double([overlong_penalty(n, algorithm) for n in tokens.tolist()])
-    spent = _double([kl[g, i][k] if kl else (0.0,) * 3 for g, i, k in turns]).reshape(-1, 3)
+    penalties = _double([overlong_penalty(n, algorithm) for n in tokens.tolist()])
+    kl_sums = _double([kl[g, i][k] if kl else (0.0,) * 3 for g, i, k in turns]).reshape(-1, 3)
     if not per_token:
-        less = less + algorithm.kl_beta * spent[:, 0]
-    rewards = _double([summaries[g].turn_rewards[i][k] for g, i, k in turns]) - less
-    totals = _double([summaries[g].rewards[i] for g, i in trained])
-    totals = totals - torch.zeros_like(totals).index_add(0, of, less)
+        penalties = penalties + algorithm.kl_beta * kl_sums[:, 0]
+    rewards = _double([summaries[g].turn_rewards[i][k] for g, i, k in turns]) - penalties
+    totals = _double([summaries[g].rewards[i] for g, i in trajectories])
+    totals = totals - torch.zeros_like(totals).index_add(0, turn_numbers, penalties)
     compare = partial(_estimated, kind, tokens=tokens, normalize=normalize)
     if per_token:
-        returns = discounted_returns(rewards, whose, discount) if algorithm.credit == "turn" else totals[of]
-        beta, later, squares = algorithm.kl_beta, spent[:, 1], spent[:, 2]
+        returns = (
+            discounted_returns(rewards, turn_trajectories, discount)
+            if algorithm.credit == "turn"
+            else totals[turn_numbers]
+        )
+        # The return of token t is that of its turn, less beta times the KL from t on. The sums over
+        # a turn's tokens suffice for mean and variance: no token's KL is needed here.
+        beta, kl_to_end, kl_to_end_squared = algorithm.kl_beta, kl_sums[:, 1], kl_sums[:, 2]
 
-        def distance(mean: torch.Tensor) -> torch.Tensor:
-            far = returns - mean
-            return (tokens * far.square() - 2 * beta * far * later + beta**2 * squares).sum()
+        def squared_distance(mean: torch.Tensor) -> torch.Tensor:
+            """Return Σ (return of the token - mean)² over all tokens."""
+            centered = returns - mean
+            return (tokens * centered.square() - 2 * beta * centered * kl_to_end + beta**2 * kl_to_end_squared).sum()
 
-        mean, deviation = token_moments(tokens.sum(), (tokens * returns - beta * later).sum(), distance)
+        total = (tokens * returns - beta * kl_to_end).sum()
+        mean, deviation = token_moments(tokens.sum(), total, squared_distance)
         deviation = deviation if normalize else torch.ones_like(deviation)
-        values, scale = (returns - mean) / deviation, float(beta / deviation)
+        values, kl_scale = (returns - mean) / deviation, float(beta / deviation)
     elif algorithm.credit == "turn":
-        values = turn_advantages(rewards, whose, groups, discount=discount, compare=compare)
+        values = turn_advantages(rewards, turn_trajectories, turn_groups, discount=discount, compare=compare)
     elif weight:
         states = [summaries[g].turn_states[i][k] or None for g, i, k in turns]
         if turns and not any(states):
             raise RunError(
-                f"algorithm.state_advantage_weight: {weight:g} compares turns that answer to the same state, but the environment "
-                "names none (`state` in StepResult.info); name them there, or set it 0"
+                f"algorithm.state_advantage_weight: {weight:g} compares turns that answer to the "
+                "same state, but the environment names none (`state` in StepResult.info); name "
+                "them there, or set it 0"
             )
-        options: Any = {"normalize": normalize, "leave_one_out": kind == "rloo"}
-        values = gigpo_advantages(rewards, whose, groups, states, weight=weight, discount=discount, **options)
+        values = gigpo_advantages(
+            rewards,
+            turn_trajectories,
+            turn_groups,
+            states,
+            weight=weight,
+            discount=discount,
+            normalize=normalize,
+            leave_one_out=kind == "rloo",
+        )
     else:
-        lengths = torch.tensor([summaries[g].response_tokens[i] for g, i in trained], dtype=torch.int64)
-        values = compare(totals, [g for g, _ in trained], tokens=lengths)[of]
-    out = [[[0.0] * len(tokens) for tokens in summary.turn_tokens] for summary in summaries]
-    for (g, i, k), value in zip(turns, values.tolist(), strict=True):
-        out[g][i][k] = value
-    return tuple(tuple(map(tuple, row)) for row in out), scale
+        lengths = torch.tensor([summaries[g].response_tokens[i] for g, i in trajectories], dtype=torch.int64)
+        values = compare(totals, [g for g, _ in trajectories], tokens=lengths)[turn_numbers]
+    value_of_turn = dict(zip(turns, values.tolist(), strict=True))
+    groups = []
+    for g, summary in enumerate(summaries):
+        rows = []
+        for i, turn_tokens in enumerate(summary.turn_tokens):
+            rows.append(tuple(value_of_turn.get((g, i, k), 0.0) for k in range(len(turn_tokens))))
+        groups.append(tuple(rows))
+    return tuple(groups), kl_scale
 
 
 def _double(values: Sequence[Any]) -> torch.Tensor:
@@ -125,18 +162,18 @@ def _double(values: Sequence[Any]) -> torch.Tensor:
 
 
 def _estimated(kind: str | Estimator, rewards: torch.Tensor, group_ids: Any, **options: Any) -> torch.Tensor:
-    """`advantages`; RunError if code of the user fails in it."""
+    """Call `advantages`; raises RunError if code of the user fails in it."""
     if not callable(kind):
         return advantages(kind, rewards, group_ids, **options)
     try:
         return advantages(kind, rewards, group_ids, **options)
-    except Exception as error:  # whatever that code does
+    except Exception as error:  # code of the user may raise anything
         name = getattr(kind, "__name__", "the code")
         raise RunError(f"algorithm.adv_type: {name} failed: {type(error).__name__}: {error}") from error
 
 
 def item_of(group: int, index: int, summary: GroupSummary) -> Item:
-    """A trajectory as the planner sees it."""
+    """Return a trajectory in the form of the planner."""
     prompt = summary.prompt_tokens
     return Item(group, index, prompt, summary.tokens[index] - prompt, summary.response_tokens[index], summary.patches)
 
@@ -144,9 +181,10 @@ def item_of(group: int, index: int, summary: GroupSummary) -> Item:
 def minibatch_groups(n_groups: int, n_minibatches: int, shuffle_key: str | None) -> list[np.ndarray]:
     """Return the group numbers of each mini-batch, int64 arrays of about equal length.
 
-    Groups come sorted by the step that requested them. Split in that order, the first optimizer step would get all stale
-    groups, which are the long ones, too. So they are shuffled, with `shuffle_key` as the seed: the same key gives the same
-    split, in a resumed run as well. None keeps their order.
+    Groups come sorted by the step that requested them. Split in that order, the first optimizer
+    step would get all stale groups, which are the long ones, too. So they are shuffled, with
+    `shuffle_key` as the seed: the same key gives the same split, in a resumed run as well. None
+    keeps their order.
     """
     groups = np.arange(n_groups)
     if n_minibatches > 1 and shuffle_key is not None:
@@ -167,15 +205,18 @@ def plan_step(
     estimator: Estimator | None = None,
     shuffle_key: str | None = None,
 ) -> StepPlan:
-    """Split a rollout into mini-batches of whole groups, and each into micro-batches for every rank.
+    """Split a rollout into mini-batches of whole groups, and each into micro-batches for every
+    rank.
 
-    The loss denominators are global: all response tokens of the mini-batch for `token-mean`, all its sequences for the
-    `seq-*` modes, trajectories or their turns (times max_new_tokens for `seq-mean-token-sum-norm`). `shuffle_key` is
-    `minibatch_groups`', `share_prompts` and `prices` are `plan_micro_batches`', `estimator` is `advantages_of`'s.
-    With a KL in the reward, the advantages are not yet those to train on (`with_kl`).
+    The loss denominators are global: all response tokens of the mini-batch for `token-mean`, all
+    its sequences for the `seq-*` modes, trajectories or their turns (times max_new_tokens for
+    `seq-mean-token-sum-norm`). `shuffle_key` is `minibatch_groups`', `share_prompts` and `prices`
+    are `plan_micro_batches`', `estimator` is `advantages_of`'s. With a KL in the reward, the
+    advantages are not yet those to train on (`with_kl`).
     """
     minibatches, plans = [], []
     for groups in minibatch_groups(len(summaries), algorithm.n_minibatches, shuffle_key):
+        # With `overlong.filter`, responses that were cut are compared, but carry no loss.
         items = [
             item_of(int(g), i, summaries[g]) for g in groups for i in trainable(summaries[g], algorithm.overlong.filter)
         ]
@@ -199,8 +240,8 @@ def plan_step(
     if algorithm.overlong.buffer:
         turns = [n for s in summaries for i in trainable(s) for n in s.turn_tokens[i]]
         metrics["reward/overlong_penalty"] = float(np.mean([overlong_penalty(n, algorithm) for n in turns] or [0.0]))
-    values, _ = advantages_of(summaries, algorithm, estimator=estimator)
-    return StepPlan(tuple(minibatches), values, metrics)
+    step_advantages, _ = advantages_of(summaries, algorithm, estimator=estimator)
+    return StepPlan(tuple(minibatches), step_advantages, metrics)
 
 
 def with_kl(
@@ -210,16 +251,17 @@ def with_kl(
     kl: TurnKl,
     estimator: Estimator | None = None,
 ) -> StepPlan:
-    """The plan with advantages of rewards that are less the KL of what is trained on."""
-    values, scale = advantages_of(summaries, algorithm, kl, estimator)
+    """Return the plan with advantages of rewards that are reduced by the KL of the trained
+    tokens."""
+    step_advantages, kl_scale = advantages_of(summaries, algorithm, kl, estimator)
     tokens = sum(summaries[g].response_tokens[i] for g, i in kl)
-    total = sum(turn[0] for turns in kl.values() for turn in turns)
+    total = sum(turn_kl for turns in kl.values() for turn_kl, _, _ in turns)
     metrics = plan.metrics | {"actor/ref_kl": total / max(1, tokens)}
-    return replace(plan, advantages=values, kl_scale=scale, metrics=metrics)
+    return replace(plan, advantages=step_advantages, kl_scale=kl_scale, metrics=metrics)
 
 
 def shared_states(summaries: Sequence[GroupSummary]) -> float:
-    """Share of the turns that are trained on whose state another turn of their group answered to."""
+    """Return the share of the trained turns whose state another turn of their group answered to."""
     turns = [(g, state) for g, s in enumerate(summaries) for i in trainable(s) for state in s.turn_states[i]]
-    seen = Counter(turns)
-    return sum(bool(state) and seen[g, state] > 1 for g, state in turns) / max(1, len(turns))
+    counts = Counter(turns)
+    return sum(bool(state) and counts[g, state] > 1 for g, state in turns) / max(1, len(turns))

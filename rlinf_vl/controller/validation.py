@@ -1,5 +1,6 @@
-"""Validations, and the lines of metrics that wait for them. With `runner.schedule: sync` a validation is waited for; with the others
-it goes on beside the next step's training, on weights that stay as they are until it has ended."""
+"""Validations, and the lines of metrics that wait for them. With `runner.schedule: sync` the loop
+waits for a validation; with the others it runs beside the next step's training, on weights that
+stay as they are until it has ended."""
 
 import logging
 from collections.abc import Mapping
@@ -17,31 +18,37 @@ logger = logging.getLogger(__name__)
 
 
 class Validator:
-    """Accuracy on the validation rows, one sample each, drawn from the same streams every time. Per step: `begin` it where one is
-    due, `end_step`, and `finish` before engines get other weights."""
+    """The validations of a run: accuracy on the validation rows, one sample each, from the same
+    random streams every time.
+
+    Per step: `begin` where one is due, `end_step`, and `finish` before engines get other weights.
+    """
 
     def __init__(self, config: Config, pool: Pool, data: RunData, log: RunLog, accuracies: dict[int, float]) -> None:
-        """`accuracies`: where each validation's is noted, by step."""
+        """`accuracies` gets the accuracy of each validation, by step."""
         self._config = config
         self._pool = pool
         self._data = data
         self._log = log
         self._accuracies = accuracies
         self._step = 0
-        self._submission: Submission | None = None  # of the validation under way
-        self._recorded: list[int] = []  # which of its groups are recorded
-        self._line: Mapping[str, float] = {}  # of its step, if that has ended
+        #: The groups of the validation that is running, the numbers of those that are recorded, and
+        #: the metrics of its step, if that has ended.
+        self._submission: Submission | None = None
+        self._recorded: list[int] = []
+        self._step_metrics: Mapping[str, float] = {}
 
     @property
     def running(self) -> bool:
         return self._submission is not None
 
     def is_due(self, step: int) -> bool:
-        """Return whether this step's weights are to be validated. Engines must have them then."""
+        """Return whether this step's weights are to be validated. If so, engines must get them."""
         return bool(self._data.val_rows) and self._data.is_due(self._config.runner.val_check_interval, step)
 
     def begin(self, step: int) -> dict[str, float]:
-        """Validate the weights that engines have, those of this step. Returns the metrics, if it is waited for."""
+        """Begin to validate the engines' weights, which are those of this step. Returns the metrics
+        if the loop waits for them, else {}."""
         runner = self._config.runner
         if not self._data.val_rows or runner.val_check_interval < 0:
             return {}
@@ -53,52 +60,56 @@ class Validator:
         return self._end(self._submission) if waits else {}
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the step's metrics, if there are any, once its validation has ended."""
+        """Log the step's metrics, if there are any: at once, or when its validation has ended."""
         if self.running:
-            self._line = metrics
+            self._step_metrics = metrics
         elif metrics:
             self._pool.release(self._log.end_step(step, metrics))
 
     def finish(self) -> None:
-        """Wait for a validation that is under way, and log its step."""
+        """Wait for the validation that is running, and log its step."""
         if self._submission is not None:
-            found = self._end(self._submission)
-            found["time/validate"] = self._log.timings["time/validate"]  # the wait alone
-            del self._log.timings["time/validate"]  # of the step being trained
-            line, self._line = self._line, {}
-            self._pool.release(self._log.end_step(self._step, {**line, **found}))
+            val_metrics = self._end(self._submission)
+            # The timings are those of the step being trained, but this wait belongs to the
+            # validated step. It is the wait alone: most of the validation ran beside the training.
+            val_metrics["time/validate"] = self._log.timings["time/validate"]
+            del self._log.timings["time/validate"]
+            step_metrics, self._step_metrics = self._step_metrics, {}
+            self._pool.release(self._log.end_step(self._step, {**step_metrics, **val_metrics}))
 
     def give_up(self) -> None:
-        """Log a step whose validation will not end without it."""
+        """Abandon the validation that is running, and log its step without it."""
         self.close()
-        if self._line:
-            self._pool.release(self._log.end_step(self._step, self._line))
+        if self._step_metrics:
+            self._pool.release(self._log.end_step(self._step, self._step_metrics))
 
     def close(self) -> None:
-        """Abandon a validation that is under way."""
+        """Abandon the validation that is running."""
         if self._submission is not None:
             self._submission.close()
             self._submission = None
 
     def _end(self, submission: Submission) -> dict[str, float]:
-        """Wait for the groups; their metrics."""
+        """Wait for the groups, and return their metrics."""
         log, step = self._log, self._step
         with log.timed("validate"):
             results = submission.results()
         self._submission = None
         summaries, groups = map(list, zip(*results, strict=True))
-        log.recorder.record("val", step, summaries, groups, self._recorded)  # the others were not stored
+        # What it returns is not released: groups that are not recorded were not stored.
+        log.recorder.record("val", step, summaries, groups, self._recorded)
         check_errors(summaries, log)
         count_bad_rows("val", summaries, self._data, step)
-        # A failed answer is a wrong one: left out, it would favour what survives, such as short episodes.
+        # A failed answer is a wrong one: left out, it would favour what survives, such as short
+        # episodes.
         n_problems = sum(len(s.errors) for s in summaries)
         n_errors = sum(error is not None for s in summaries for error in s.errors)
         n_right = sum(sum(s.correct) for s in summaries)
         lengths = [n for s in summaries for n in s.response_tokens]
         accuracy = self._accuracies[step] = n_right / max(1, n_problems)
         logger.info("step %d: val/accuracy %.3f on %d problems, %d failed", step, accuracy, n_problems, n_errors)
-        measured = env_metrics(summaries) | part_metrics(summaries)
-        return {"val/" + name: value for name, value in measured.items()} | {
+        other_metrics = env_metrics(summaries) | part_metrics(summaries)
+        return {"val/" + name: value for name, value in other_metrics.items()} | {
             "val/accuracy": accuracy,
             "val/accuracy_answered": n_right / max(1, n_problems - n_errors),
             "val/problems": n_problems,

@@ -1,6 +1,8 @@
-"""Weight syncs: the actor ranks offer and deliver, every rollout worker takes (`rlinf_vl.transport.sender`).
+"""Weight syncs: the actor ranks offer and deliver, every rollout worker receives
+(`rlinf_vl.transport.sender`).
 
-All calls of a sync are queued at once: a worker waits for the ranks' offers itself, no answer passes through the controller.
+All calls of a sync are queued at once: a worker waits for the ranks' offers itself, no answer
+passes through the controller.
 """
 
 import logging
@@ -9,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayTaskError
@@ -26,18 +28,33 @@ from rlinf_vl.transport.strategies import STORED
 
 log = logging.getLogger(__name__)
 
-#: Seconds in which rank 0 and all engines must have joined a weight group: moments, where all of them live.
+#: Seconds in which rank 0 and all engines must have joined a weight group: moments, if all are
+#: alive.
 JOIN_TIMEOUT_S = 180.0
 #: Seconds after which ranks whose parts of a snapshot were of several versions are asked again.
 SNAPSHOT_RETRY_S = 0.1
 
 
-class WeightSync:
-    """Call it to send the actors' weights to every engine, as this version. The first call carries fingerprints: it fails unless
-    the engines receive, and where they can tell have, what the ranks sent.
+class QueuedSync(NamedTuple):
+    """A sync whose first calls are queued: the ranks' offers, and the workers that receive them."""
 
-    `begin` queues a sync behind what the ranks are doing, so that engines get weights as soon as they are trained, whatever the
-    controller is busy with. A call that fails leaves `busy` set: engines may be waiting for weights that will not come.
+    version: int
+    offers: list[ray.ObjectRef]
+    pending: PendingSync
+
+
+class WeightSync:
+    """The sync of the actors' weights to every engine; call it with a version.
+
+    The first call carries fingerprints: it fails unless the engines receive, and where they can
+    tell have, the weights that the ranks sent.
+
+    `begin` queues a sync behind the calls that the ranks are working on, so that engines get
+    weights as soon as they are trained, whatever the controller is busy with.
+
+    Attributes:
+        busy: a sync is running. A call that fails leaves it True: engines may be waiting for
+            weights that will not come.
     """
 
     def __init__(
@@ -49,55 +66,66 @@ class WeightSync:
         device: str,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`strategy` is what `resolve_weight_sync` returns; actors and pool have started. `bucket_bytes` are sent at once."""
+        """Actors and pool have started.
+
+        Args:
+            strategy: a result of `resolve_weight_sync`.
+            bucket_bytes: size of the parts in which weights are sent.
+        """
         self.busy = False
         self.strategy = strategy
         self._actors = actors
         self._pool = pool
         self._backend = "nccl" if device == "cuda" else "gloo"
-        self._checked = False
-        self._begun: tuple[int, list[ray.ObjectRef], PendingSync] | None = None  # version, offers, who takes them
-        self._members: list[Any] | None = None  # the workers in the process group; None: it was not made yet
+        self._checked = False  # whether engines have compared fingerprints
+        self._queued: QueuedSync | None = None  # by `begin`, for the call that follows
+        self._members: list[Any] | None = None  # the workers in the process group; None: there is none yet
         actors.call("set_weight_sync", strategy, bucket_bytes)
         log.info("weights are synced by %s", strategy)
 
     def begin(self, version: int) -> None:
-        """Queue this version's sync, which a call ends. Through the object store only: if a rank dies before it has offered, a
-        worker's wait for the offer fails, and ends."""
+        """Queue this version's sync, which a call completes. Strategies without the object store do
+        nothing here."""
+        # Through the object store a worker's wait for the offer of a rank that dies fails, and so
+        # ends.
         if self.strategy in STORED:
-            self._begun = self._offer(version)
+            self._queued = self._queue_offer(version)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Returns its metrics, `sync/…`. Waits for the workers that are live when it begins, and for no other."""
+        """Send the weights as this version, and wait for the workers that are live when it begins,
+        for no others. Returns the metrics `sync/…`."""
         self.busy = True
         receivers = self._join_live_workers() if self.strategy == "broadcast" else None
-        begun, offered, sync = self._begun or self._offer(version, receivers)
-        assert begun == version, f"version {begun} is on its way, not {version}"
-        self._begun = None
-        delivered = self._queue("sender.deliver", self._readers(sync))
+        queued = self._queued or self._queue_offer(version, receivers)
+        assert queued.version == version, f"version {queued.version} is on its way, not {version}"
+        self._queued = None
+        deliveries = self._queue("sender.deliver", self._readers(queued.pending))
         if receivers is not None:
-            pending = offered + sync.calls + delivered
-            self._wait("a weight broadcast", pending, TIMEOUT.total_seconds(), receivers)
+            # In a collective all wait for all: watch ranks and workers together.
+            calls = queued.offers + queued.pending.calls + deliveries
+            self._wait("a weight broadcast", calls, TIMEOUT.total_seconds(), receivers)
         else:
-            self._actors.wait(offered + delivered)  # first: a worker that waits for a dead rank is not to blame
-        seconds = [s for s in self._pool.settle(sync) if s is not None]
-        self._queue("sender.release")  # ranks answer in order: whatever they are asked next comes behind it
+            # Wait for the ranks first: a worker that waits for a dead rank is not to blame.
+            self._actors.wait(queued.offers + deliveries)
+        # None is a worker that was replaced meanwhile.
+        seconds = [s for s in self._pool.settle(queued.pending) if s is not None]
+        # Ranks work in order: the next call of a rank comes after the release.
+        self._queue("sender.release")
         self._checked |= bool(seconds)
         self.busy = False
-        return Offer.metrics(ray.get(offered), seconds)
+        return Offer.metrics(ray.get(queued.offers), seconds)
 
-    def _offer(
-        self, version: int, receivers: WeightUpdate | None = None
-    ) -> tuple[int, list[ray.ObjectRef], PendingSync]:
-        offered = self._queue("sender.offer", version, not self._checked)
-        sync = self._pool.take_weights(self.strategy, offered, version, self._snapshot, receivers)
-        return version, offered, sync
+    def _queue_offer(self, version: int, receivers: WeightUpdate | None = None) -> QueuedSync:
+        offers = self._queue("sender.offer", version, not self._checked)
+        pending = self._pool.take_weights(self.strategy, offers, version, self._snapshot, receivers)
+        return QueuedSync(version, offers, pending)
 
-    def _readers(self, sync: PendingSync) -> list[ray.ObjectRef]:
-        """Ask the receivers of a sync where they read, if its ranks wait for them: on GPUs that both share."""
+    def _readers(self, pending: PendingSync) -> list[ray.ObjectRef]:
+        """Ask the receivers of a sync where they read, if its ranks wait for them: on shared
+        GPUs."""
         if self.strategy != "shared_memory" or self._backend != "nccl":
             return []
-        return [worker.actor.reads_at.remote() for _, worker in sync.update.receivers]
+        return [worker.actor.reads_at.remote() for _, worker in pending.update.receivers]
 
     def _queue(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         return [rank.call.remote(method, *arguments) for rank in self._actors.ranks]
@@ -105,7 +133,8 @@ class WeightSync:
     def _snapshot(self) -> Snapshot | None:
         """Return the weights sent last, as buckets in the object store; None before the first sync.
 
-        Called in threads of the supervisor's, so the next offer may come between the calls of two ranks.
+        It is called in threads of the supervisor, so the next offer may come between the calls of
+        two ranks: then their parts are of different versions.
         """
         while True:
             parts: list[Snapshot | None] = self._actors.call("sender.snapshot")
@@ -115,10 +144,11 @@ class WeightSync:
             time.sleep(SNAPSHOT_RETRY_S)
 
     def _join_live_workers(self) -> WeightUpdate:
-        """Begin a sync with the workers that are live now, and see that they and rank 0 are one process group.
+        """Choose the workers that are live now as receivers, and join them and rank 0 in a process
+        group.
 
-        The group is made anew whenever these are others than the last time. Workers that become live later take the snapshot,
-        through the object store, and are in the next group.
+        A new group is made whenever the workers are not those of the last sync. Workers that become
+        live later receive the snapshot, through the object store, and are in the next group.
         """
         self._pool.replace_dead("before a weight sync")
         update = self._pool.choose_receivers()
@@ -132,29 +162,33 @@ class WeightSync:
         """Make a new process group of rank 0 and the engines of these workers."""
         sender, slots = self._actors.ranks[0], self._pool.engine_slots(update)
         ((host, port),) = self._actors.wait([sender.call.remote("sender.listen")])
-        first_ranks = list(accumulate(slots, initial=1))  # of each engine, and last how many there are
+        # The first rank in the group of each engine, and last the size of the group; 0 is the
+        # sender.
+        first_ranks = list(accumulate(slots, initial=1))
         name = f"weights-{uuid.uuid4().hex[:8]}"
         group = WeightGroup(host, port, name, self._backend, first_ranks.pop(), rank=0)
-        joined = [sender.call.remote("sender.join", group)]
+        joins = [sender.call.remote("sender.join", group)]
         for first_rank, (_, worker) in zip(first_ranks, update.receivers, strict=True):
-            joined.append(worker.actor.join_weight_group.remote(replace(group, rank=first_rank)))
-        self._wait("joining the weight group", joined, JOIN_TIMEOUT_S, update)
+            joins.append(worker.actor.join_weight_group.remote(replace(group, rank=first_rank)))
+        self._wait("joining the weight group", joins, JOIN_TIMEOUT_S, update)
 
-    def _wait(self, what: str, pending: Sequence[ray.ObjectRef], seconds: float, update: WeightUpdate) -> None:
-        """Wait for calls of ranks and receivers, which wait for each other: `wait_for_all`."""
+    def _wait(self, action: str, calls: Sequence[ray.ObjectRef], timeout_s: float, update: WeightUpdate) -> None:
+        """Wait for calls of ranks and receivers, which wait for each other (`wait_for_all`);
+        `action` names them in messages."""
         ranks = {f"actor rank {i}": rank for i, rank in enumerate(self._actors.ranks)}
         workers = {f"rollout worker {slot.number}": worker.actor for slot, worker in update.receivers}
         try:
             wait_for_all(
-                pending,
+                calls,
                 ranks | workers,
                 heartbeat_timeout=self._actors.heartbeat_timeout,
-                timeout=seconds,
+                timeout=timeout_s,
                 own_faults=(EngineDied, WeightsDiffer),
             )
         except ActorsLost as error:
-            raise ActorsLost(f"{what}: {error}") from error
+            raise ActorsLost(f"{action}: {error}") from error
         except RayTaskError as error:
+            # Whichever side died, the collective has failed on the ranks, too: start them again.
             if isinstance(error.cause, EngineDied):
-                raise ActorsLost(f"{what}: an engine died: {error.cause}") from error
+                raise ActorsLost(f"{action}: an engine died: {error.cause}") from error
             raise
