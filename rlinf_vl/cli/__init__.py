@@ -1,1 +1,2 @@
-"""What the command line says and asks: verbs, help, completion, and starts of a user's own files."""
+"""The command line: verbs and their arguments, help, completion, and templates of a user's own
+files."""

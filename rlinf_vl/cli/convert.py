@@ -1,4 +1,4 @@
-"""`convert-config`: another system's config as one of ours."""
+"""`convert-config`: write another system's config as one of ours."""
 
 import argparse
 import sys
@@ -12,24 +12,28 @@ from rlinf_vl.errors import ConfigError
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the config, and say what became of each key. Raises ConfigError: nothing can be made of the file."""
-    made = convert_file(arguments.file, arguments.system)
-    text = render(made, arguments.file.name)
+    """Write the config, and print what each key became. Raises ConfigError if the file can't be
+    converted."""
+    conversion = convert_file(arguments.file, arguments.system)
+    text = render(conversion, arguments.file.name)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(text, encoding="utf-8")
     else:
         print(text, end="")
-    lines = [summary(made, str(arguments.file))]
+    lines = [summary(conversion, str(arguments.file))]
     lines += [f"  to do before it runs: {problem}" for problem in to_do(text)]
     if arguments.output:
         lines.append(f"written to {arguments.output}")
+    # Standard output is the config itself, unless that goes to a file.
     print("\n".join(lines), file=sys.stdout if arguments.output else sys.stderr)
     return 0
 
 
 def to_do(text: str) -> list[str]:
-    """What a config, as text, is refused for: if it was converted, what is missing where it stands (data, a model, packages)."""
+    """Return the problems for which a config, given as text, is refused. Of a converted one these
+    are things that this machine lacks: data, a model, packages."""
+    # A file, as `load_config` takes paths: the converted config may not be written anywhere.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "converted.yaml"
         path.write_text(text, encoding="utf-8")

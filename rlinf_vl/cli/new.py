@@ -1,4 +1,4 @@
-"""`rlinf-vl new experiment|env|reward NAME`: a commented start of something of one's own."""
+"""`rlinf-vl new experiment|env|reward NAME`: write a commented template of a user's own file."""
 
 import keyword
 from pathlib import Path
@@ -10,7 +10,7 @@ from rlinf_vl.errors import ConfigError
 
 
 class Kind(NamedTuple):
-    """A template's file, and what to do with what was made of it."""
+    """A kind of file: its template, and the next steps for the user."""
 
     template: str
     next_steps: str
@@ -33,10 +33,10 @@ KINDS = {
 
 
 def new(kind: str, path: str) -> str:
-    """Write the file; returns what to do next.
+    """Write the file from its template; returns the next steps for the user.
 
     Raises:
-        ConfigError: the name can't be that of a class or function, or the file is there.
+        ConfigError: the name can't be that of a class or function, or the file exists.
     """
     template, next_steps = KINDS[kind]
     ending = template.removesuffix(".jinja").partition(".")[2]
@@ -44,13 +44,15 @@ def new(kind: str, path: str) -> str:
     name = file.stem
     if ending == "py":
         name = name.replace("-", "_")
-        file = file.with_name(f"{name}.py")  # as it can be imported
+        # The class or function is imported by the name of the file.
+        file = file.with_name(f"{name}.py")
         if not name.isidentifier() or keyword.iskeyword(name):
             raise ConfigError(f"{path!r}: {name!r} is no name in Python; write letters, digits and _, a letter first")
         if kind == "env":
             name = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        # A name that a template misspells fails, instead of rendering as nothing.
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
@@ -58,8 +60,9 @@ def new(kind: str, path: str) -> str:
     if not file.parent.is_dir():
         raise ConfigError(f"{path!r}: no folder {str(file.parent)!r}; make it, or give another path")
     try:
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(text)
+        # "x" never overwrites a file, not even one that was written in this moment.
+        with file.open("x", encoding="utf-8") as output:
+            output.write(text)
     except FileExistsError as error:
         raise ConfigError(f"{str(file)!r} is there already; take another name, or remove it") from error
     return f"wrote {file}\n{next_steps.format(path=file, name=name)}"

@@ -25,68 +25,82 @@ COMMAND = "rlinf-vl"
 
 
 class _MainParser(argparse.ArgumentParser):
-    """Its error about a verb says which one is near, or that a config's name wants `train` before it."""
+    """The parser of verbs. Its error about an unknown verb suggests the nearest one, or `train`
+    before the name of a config."""
 
     verbs: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
-        mistyped = re.search(r"argument VERB: invalid choice: '(.*?)' \(choose", message)
-        if mistyped is None:
+        # argparse has no other sign of an unknown verb than its message.
+        match = re.search(r"argument VERB: invalid choice: '(.*?)' \(choose", message)
+        if match is None:
             super().error(message)
-        name = mistyped[1]
+        name = match[1]
+        # A user who forgets the verb begins with the config.
         is_config = name.removesuffix(".yaml") in examples() or name.endswith(".yaml")
         hint = f" did you mean '{self.prog} train {name}'?" if is_config else nearest(name, self.verbs)
         super().error(f"no verb {name!r};{hint} there are {', '.join(self.verbs)}")
 
 
 class _VerbParser(argparse.ArgumentParser):
-    """Its help may end with what takes time to make."""
+    """The parser of a verb's arguments.
 
-    helped: Callable[[], str] | None = None
+    Attributes:
+        epilog_text: makes the last part of the help. A function, as it takes time, and few ask for
+            help.
+    """
+
+    epilog_text: Callable[[], str] | None = None
 
     def format_help(self) -> str:
-        return super().format_help() + (f"\n{self.helped()}\n" if self.helped else "")
+        return super().format_help() + (f"\n{self.epilog_text()}\n" if self.epilog_text else "")
 
 
+# argparse's own action takes a ready text, but reading the versions takes time.
 class _Version(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **options)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        found = {}
+        versions = {}
         for package in ("torch", "transformers", "ray", "sglang"):
             try:
-                found[package] = metadata.version(package)
+                versions[package] = metadata.version(package)
             except metadata.PackageNotFoundError:
-                found[package] = "not installed"
-        others = ", ".join(f"{package} {version}" for package, version in found.items())
-        print(f"rlinf_vl {rlinf_vl.__version__} (Python {sys.version.split()[0]}, {others})")
+                versions[package] = "not installed"
+        packages = ", ".join(f"{package} {version}" for package, version in versions.items())
+        print(f"rlinf_vl {rlinf_vl.__version__} (Python {sys.version.split()[0]}, {packages})")
         parser.exit()
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The verb and its arguments. Exits with 2 and a line on what is wrong, or with 0 where help was asked for."""
+    """Return the verb and its arguments. Exits with 2 and a line on the mistake, or with 0 after
+    printing help."""
+    # Usage lines show the command as the user typed it.
     in_path = os.path.basename(sys.argv[0]) == COMMAND
     parser = _MainParser(
         prog=COMMAND if in_path else "python -m rlinf_vl",
         description="Reinforcement learning for vision-language models.",
     )
-    parser.add_argument("--version", action=_Version, help="print the versions of this and of what it runs on")
+    parser.add_argument("--version", action=_Version, help="print the versions of rlinf_vl, Python and packages")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_VerbParser)
 
-    def verb(name: str, about: str, helped: Callable[[], str] | None = None) -> Any:
-        """Returns the method that adds an argument to a new verb; `helped` makes what its help ends with."""
-        made = verbs.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
-        made.helped = helped
-        return made.add_argument
+    def verb(name: str, summary: str, epilog_text: Callable[[], str] | None = None) -> Any:
+        """Return the method that adds an argument to a new verb; `epilog_text` makes the end of its
+        help."""
+        verb_parser = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        verb_parser.epilog_text = epilog_text
+        return verb_parser.add_argument
 
-    argument = verb("train", "run one experiment", helped=configs_and_keys)
+    argument = verb("train", "run one experiment", epilog_text=configs_and_keys)
     _config_and_overrides(argument)
-    argument("--check", action="store_true", help="only say whether it could run: config, data, model, folders")
+    argument("--check", action="store_true", help="don't train, only check config, data, model and folders")
 
     trust_help = "run the Python that the checkpoint's run brings along in its config.yaml"
     argument = verb("eval", "measure a model: pass@k with standard errors, tables, trajectories")
-    _config_and_overrides(argument, more="; checkpoint=DIR (a run's folder, or checkpoints/global_step_N) or model=DIR")
+    _config_and_overrides(
+        argument, override_help="; checkpoint=DIR (a run's folder, or checkpoints/global_step_N) or model=DIR"
+    )
     argument("--samples", type=int, default=1, metavar="K", help="answers to each problem (default 1)")
     argument(
         "--by",
@@ -99,7 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     argument = verb("toy", "make an embedded task's data and its warm-started checkpoint (cached)")
     argument("name", nargs="?", choices=TOYS, default="toy", help="the task; toy unless named")
-    argument("--seed", type=int, default=None, help="seed of the checkpoint; the default is the one configs use")
+    argument("--seed", type=int, default=None, help="seed of the checkpoint (default: that of the configs)")
 
     argument = verb("export", "turn a checkpoint into a Hugging Face model, as a folder or on the hub")
     argument("checkpoint", help="a run's folder (its newest checkpoint), or checkpoints/global_step_N; also a URL")
@@ -144,7 +158,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("--data", metavar="CONFIG|FILE", help="rows to try it on: a data set, or a config's training data")
     argument("--time-limit", type=float, default=10.0, metavar="SECONDS", help="for one answer (default 10)")
 
-    argument = verb("check-data", "read a data set whole: what is in it, what is damaged, what limits would leave out")
+    argument = verb("check-data", "examine a whole data set: content, damaged rows, rows beyond the limits")
     _config_and_overrides(
         argument,
         config_help="; or a file, folder or hf://owner/name of data (rollout.model.model_path=… counts tokens)",
@@ -152,10 +166,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("--output", type=Path, metavar="FILE.html", help="the page; the figures go beside it as FILE.json")
     argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
 
-    argument = verb("doctor", "what this machine has, and what a config would need")
+    argument = verb("doctor", "report what this machine has and what a config needs")
     _config_and_overrides(argument, nargs="?", config_help="; without one, the machine alone")
 
-    argument = verb("preflight", "what a config takes of each GPU's memory; needs no GPU")
+    argument = verb("preflight", "estimate the memory that a config takes of each GPU; needs no GPU")
     _config_and_overrides(argument)
     argument("--gpus", type=int, default=1, help="GPUs in each machine (default 1)")
     argument("--gpu-memory", type=float, default=80, metavar="GB", help="as printed on the card (default 80)")
@@ -168,37 +182,45 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     argument = verb("convert-config", f"write a config of {', '.join(SYSTEMS.values())} as one of ours")
     argument("file", type=Path, metavar="FILE", help="YAML, a script (key=value or --key value), Python or a notebook")
-    argument("--from", dest="system", choices=SYSTEMS, help="whose it is; found by its keys unless named")
+    argument("--from", dest="system", choices=SYSTEMS, help="the system that it is of; by default found by its keys")
     argument("--output", type=Path, metavar="YAML", help="the file to write; standard output unless named")
 
-    argument = verb("new", "write a commented start of something of your own into a file here")
-    argument("kind", choices=KINDS, help="what to begin")
+    argument = verb("new", "write a commented template of your own experiment, environment or reward")
+    argument("kind", choices=KINDS, help="the kind of file")
     argument("name", metavar="NAME", help="its name, or the path of its file without ending")
 
     argument = verb("completion", f"print what completes '{COMMAND}' in your shell; its first lines say how to use it")
     argument("shell", choices=("bash", "zsh", "fish"), nargs="?", default="bash", help="bash unless named")
 
     parser.verbs = list(verbs.choices)
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next
+    # Set by the shell when it asks for completions.
+    if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    arguments, rest = parser.parse_known_args(argv)  # an option among a run's overrides leaves those after it over
+    # An option among overrides ends their list for argparse: those after it are not parsed.
+    arguments, unparsed = parser.parse_known_args(argv)
     takes_overrides = "overrides" in arguments
-    if dashed := [text for text in rest if text.startswith("-")] if takes_overrides else rest:
-        plain = [text.lstrip("-") for text in dashed if text.lstrip("-").partition("=")[0] in config_keys()]
-        if sweep := {"--multirun", "-m"}.intersection(dashed):
+    unknown = [text for text in unparsed if text.startswith("-")] if takes_overrides else unparsed
+    if unknown:
+        overrides = [text.lstrip("-") for text in unknown if text.lstrip("-").partition("=")[0] in config_keys()]
+        # Options of Hydra that a user of other systems may try.
+        if sweep := {"--multirun", "-m"}.intersection(unknown):
             parser.error(f"{sweep.pop()}: {ONE_RUN}")
-        said = f": {' '.join(plain)}" if plain else ""
-        hint = f"; overrides are written key=value, without dashes{said}" if takes_overrides else ""
-        parser.error(f"unrecognized arguments: {' '.join(dashed)}{hint}")
-    if rest:
-        arguments.overrides += rest
+        correction = f": {' '.join(overrides)}" if overrides else ""
+        hint = f"; overrides are written key=value, without dashes{correction}" if takes_overrides else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if unparsed:
+        arguments.overrides += unparsed
     return arguments
 
 
-def _config_and_overrides(argument: Any, nargs: str | None = None, config_help: str = "", more: str = "") -> None:
+def _config_and_overrides(
+    argument: Any, nargs: str | None = None, config_help: str = "", override_help: str = ""
+) -> None:
+    """Add the arguments of a verb that takes a config; both texts are appended to their help."""
     config = argument("config", nargs=nargs, help=f"name of a config, or path of a YAML file{config_help}")
+    # argcomplete reads the attribute `completer` of an argument.
     config.completer = complete_config
-    text = f"key=value, such as runner.max_steps=3; '{COMMAND} config' shows the keys{more}"
+    text = f"key=value, such as runner.max_steps=3; '{COMMAND} config' shows the keys{override_help}"
     argument("overrides", nargs="*", help=text).completer = complete_override
