@@ -1,4 +1,5 @@
-"""One dataset row → one `Problem`: `<image>` placeholders become image parts, text around them is kept verbatim."""
+"""One row of a data set → one `Problem`: `<image>` placeholders become image parts, the text around
+them is kept verbatim."""
 
 import json
 import logging
@@ -26,26 +27,31 @@ from rlinf_vl.types import ImageRef, Message, Problem
 log = logging.getLogger(__name__)
 
 IMAGE_PLACEHOLDER = "<image>"
-#: Where a part of a message has its image.
+#: Keys under which a part of a message may have its image, the first one that is set.
 _IMAGE_KEYS = ("image_url", "image", "url", "path", "base64")
-#: `reward_spec.method` (SkyRL) and `reward_model.style` (verl) of rows that need no answer, as a model judges responses.
+#: `reward_spec.method` (SkyRL) and `reward_model.style` (verl) of rows that need no answer, as a
+#: model judges responses.
 _JUDGED = {"reward_model", "model"}
 
 
 def row_to_problem(
     row: dict[str, Any], row_id: str, form: RowFormat, root: Path | None = None, variant: int = 0
 ) -> Problem:
-    """The problem that a row (column → value) states; paths are relative to `root`, None for a data set of the hub.
+    """Return the problem of a row (column → value).
 
-    Column `env_class` names the row's own environment, and `env_kwargs` (a mapping, or one as JSON) keywords for it. The question
-    is put into `form.prompt_variants[variant]`, if there are any.
+    Column `env_class` names the row's own environment, and `env_kwargs` (a mapping, or one as JSON)
+    its keyword arguments. The question is put into `form.prompt_variants[variant]`, if there are
+    variants.
+
+    Args:
+        root: the folder that paths are relative to; None for a data set of the hub.
 
     Raises:
-        RowError: a missing column, an unusable prompt, answer, image or environment, a video, or placeholders and images unequal in
-            number.
+        RowError: a missing column, an unusable prompt, answer, image or environment, a video, or
+            placeholders and images unequal in number.
     """
-    if missing := form.missing_column(row, "the row"):
-        raise RowError(row_id, "column missing", missing)
+    if problem := form.missing_column(row, "the row"):
+        raise RowError(row_id, "column missing", problem)
     if video := video_in(row, form.prompt_key, form.image_keys):
         raise RowError(row_id, VIDEO, video)
     image_root = root if form.image_root is None else Path(form.image_root)
@@ -66,37 +72,44 @@ def row_to_problem(
         _put_into(messages[-1]["content"], form.prompt_variants[variant])
     parts = [part for message in messages for part in _image_parts(message)]
     if not parts:
+        # A prompt without placeholders shows the images of the row first.
         first = next(message for message in messages if message["role"] == "user")
         first["content"][:0] = parts = [{"type": "image_url"} for _ in images]
-    places = [part for part in parts if "image" not in part]
-    if len(places) != len(images):
-        reason = f"the prompt has {len(places)} {IMAGE_PLACEHOLDER} and the row {len(images)} images"
+    placeholders = [part for part in parts if "image" not in part]
+    if len(placeholders) != len(images):
+        reason = f"the prompt has {len(placeholders)} {IMAGE_PLACEHOLDER} and the row {len(images)} images"
         raise RowError(row_id, "placeholders and images disagree", reason)
-    named = iter(images)
-    shown: dict[str, ImageRef] = {}
+    row_images = iter(images)
+    image_by_url: dict[str, ImageRef] = {}
     part: dict[str, Any]
     for i, part in enumerate(parts):
-        own = "image" in part
-        image = image_of(part.pop("image"), f"{form.prompt_key!r}, image {i}") if own else next(named)
+        if "image" in part:
+            image = image_of(part.pop("image"), f"{form.prompt_key!r}, image {i}")
+        else:
+            image = next(row_images)
         image = blank_like(image) if form.blank_images else image
-        shown[image.url] = image
+        image_by_url[image.url] = image
         part["image_url"] = {"url": image.url}
     _add_text(messages[-1]["content"], form.prompt_suffix)
     if form.system_prompt is not None:
         messages = [{"role": "system", "content": []}] + [m for m in messages if m["role"] != "system"]
         _add_text(messages[0]["content"], form.system_prompt)
-    dropped = _limit_images(messages, form.max_images_per_message, form.max_images_per_sample)
-    refs = tuple(shown[part["image_url"]["url"]] for message in messages for part in _image_parts(message))
+    n_dropped = _limit_images(messages, form.max_images_per_message, form.max_images_per_sample)
+    # Looked up again, in the order of the messages: some images may have been dropped.
+    refs = tuple(image_by_url[part["image_url"]["url"]] for message in messages for part in _image_parts(message))
     answer = _answer(row, row_id, form)
+    # Reward functions and environments get the other columns; an answer of another name is one of
+    # them.
     used = {form.prompt_key, *form.image_keys, "env_class"} | ({"answer"} if form.answer_key == "answer" else set())
     columns = {name: _plain(value) for name, value in row.items() if name not in used}
     env_class = _env_class(row.get("env_class"), columns, row_id, form, root)
-    chat = isinstance(row.get(form.prompt_key), list)
-    return Problem(row_id, tuple(messages), answer, refs, env_class, columns, dropped, chat)
+    is_chat = isinstance(row.get(form.prompt_key), list)
+    return Problem(row_id, tuple(messages), answer, refs, env_class, columns, n_dropped, is_chat)
 
 
 def at_path(row: dict[str, Any], name: str) -> Any:
-    """What stands in a column, or in a mapping (which may be JSON) in it: `reward_model.ground_truth`. None where nothing does."""
+    """Return the value of a column, or of a key of a mapping (which may be JSON) in a column, such
+    as `reward_model.ground_truth`. None if there is none."""
     if name in row:
         return row[name]
     value: Any = row
@@ -109,37 +122,43 @@ def at_path(row: dict[str, Any], name: str) -> Any:
 
 
 def _limit_images(messages: list[Message], per_message: int | None, per_sample: int | None) -> int:
-    """Take images beyond the limits out of the messages, the first ones stay; returns how many."""
-    shown = dropped = 0
+    """Remove the images beyond the limits from the messages, in place; the first ones stay. Returns
+    the number of removed images."""
+    n_in_sample = n_dropped = 0
     for message in messages:
-        here = 0
+        n_in_message = 0
         for part in _image_parts(message):
-            beyond = (per_message is not None and here >= per_message) or (
-                per_sample is not None and shown >= per_sample
-            )
-            if beyond:
-                message["content"] = [other for other in message["content"] if other is not part]
-                dropped += 1
+            message_is_full = per_message is not None and n_in_message >= per_message
+            sample_is_full = per_sample is not None and n_in_sample >= per_sample
+            if message_is_full or sample_is_full:
+                # By identity: parts of two images may be equal.
+                message["content"] = [p for p in message["content"] if p is not part]
+                n_dropped += 1
             else:
-                here += 1
-                shown += 1
-    return dropped
+                n_in_message += 1
+                n_in_sample += 1
+    return n_dropped
 
 
 def _put_into(parts: list[dict[str, Any]], variant: str) -> None:
-    """Put a text around what a message says, in place; images that stand first stay first."""
-    before, _, after = variant.partition("{problem}")
+    """Put the text of a variant around that of a message, in place; images at the start stay
+    there."""
+    text_before, _, text_after = variant.partition("{problem}")
     first = next((part for part in parts if part["type"] == "text"), None)
     if first is None:
-        _add_text(parts, before)
+        _add_text(parts, text_before)
     else:
-        first["text"] = before + first["text"]
-    _add_text(parts, after)
+        first["text"] = text_before + first["text"]
+    _add_text(parts, text_after)
 
 
 def _env_class(name: Any, columns: dict[str, Any], row_id: str, form: RowFormat, root: Path | None) -> str | None:
-    """The environment that a row names; `env_kwargs` in `columns` become a mapping, in place. What SkyRL's rows name is another
-    system's, and played by the run's own, if there is none of that name here."""
+    """Return the environment that a row names; None: that of the run. `env_kwargs` in `columns`
+    become a mapping, in place.
+
+    Rows of SkyRL name environments of SkyRL: those without an environment of this name here are
+    played in that of the run.
+    """
     kwargs = columns.pop("env_kwargs", None)
     if isinstance(kwargs, str):
         try:
@@ -148,10 +167,9 @@ def _env_class(name: Any, columns: dict[str, Any], row_id: str, form: RowFormat,
             reason = f"column 'env_kwargs' holds {_shown(kwargs)}, which is not JSON: {e}"
             raise RowError(row_id, ENVIRONMENT_UNUSABLE, reason) from e
     if isinstance(kwargs, dict | None):
-        given = {
-            key: value for key, value in (kwargs or {}).items() if value is not None
-        }  # tables have every row's keys
-        columns |= {"env_kwargs": given} if given else {}
+        # A table has the keys of all rows in each: None where the row itself has no such key.
+        set_kwargs = {key: value for key, value in (kwargs or {}).items() if value is not None}
+        columns |= {"env_kwargs": set_kwargs} if set_kwargs else {}
     else:
         reason = f"column 'env_kwargs' holds {_shown(kwargs)}: expected a mapping"
         raise RowError(row_id, ENVIRONMENT_UNUSABLE, reason)
@@ -164,6 +182,7 @@ def _env_class(name: Any, columns: dict[str, Any], row_id: str, form: RowFormat,
         columns["env_class"] = name
         _warn_of_environment(name)
         name = None
+    # Whoever wrote a data set of the hub must not choose code that this machine executes.
     if root is None:
         if columns.get("env_kwargs") or ":" in (name or ""):
             reason = "names code or keywords, but comes from the hub: such a row may name a registered environment only"
@@ -173,30 +192,39 @@ def _env_class(name: Any, columns: dict[str, Any], row_id: str, form: RowFormat,
     return name
 
 
+# Cached, so that each name is reported once, and not for every row.
 @cache
 def _warn_of_environment(name: str) -> None:
     log.warning("rows name the environment %r, which is none of ours: they are played in rollout.env_class", name)
 
 
 def _plain(value: Any) -> Any:
-    """Without numpy's types, which `datasets` gives to short floats: 0.1 for float32's 0.1."""
+    """Return the value without numpy's types, which `datasets` uses for short floats."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    # By its digits: the float32 0.1 becomes 0.1, and not 0.10000000149.
     return float(str(value)) if isinstance(value, np.floating) else value
 
 
 def _messages(prompt: Any, form: RowFormat) -> list[Message]:
-    """Chat messages whose parts are texts and images: {"type": "image_url"}, with the image itself under "image" if the part has
-    one, and without where it is one of the row's."""
+    """Return the chat messages of a prompt; their parts are texts and images.
+
+    An image is {"type": "image_url"}, with the image itself under "image" if the part has one; one
+    without is an image of the row.
+
+    Raises:
+        ValueError: the prompt is neither a text nor chat messages that end with the user's.
+    """
     key = form.prompt_key
     if not key:
         return [{"role": "user", "content": []}]
     if isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
         with suppress(ValueError):
-            written = json.loads(prompt)
-            prompt = written if all("role" in message for message in written) else prompt
+            # A text may begin like JSON and be none, or be a list of something else.
+            parsed = json.loads(prompt)
+            prompt = parsed if all("role" in message for message in parsed) else prompt
     if isinstance(prompt, str) and prompt.strip():
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -209,28 +237,29 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
-                first, *rest = part["text"].split(IMAGE_PLACEHOLDER)
-                _add_text(parts, first)
-                for text in rest:
+                first_text, *other_texts = part["text"].split(IMAGE_PLACEHOLDER)
+                _add_text(parts, first_text)
+                for text in other_texts:
                     parts.append({"type": "image_url"})
                     _add_text(parts, text)
             elif kind in ("image", "image_url"):
-                own = next((part[name] for name in _IMAGE_KEYS if part.get(name)), None)
-                own = own["url"] if isinstance(own, dict) and own.get("url") else own
-                parts.append({"type": "image_url"} | ({"image": own} if own else {}))
+                image = next((part[name] for name in _IMAGE_KEYS if part.get(name)), None)
+                # OpenAI's form has the URL in a mapping.
+                image = image["url"] if isinstance(image, dict) and image.get("url") else image
+                parts.append({"type": "image_url"} | ({"image": image} if image else {}))
             else:
                 raise ValueError(f"column {key!r}: content part {_shown(part)} is neither text nor an image")
         messages.append({"role": message["role"], "content": parts})
     if messages[-1]["role"] != "user":
         raise ValueError(f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'user'")
-    said = [part for message in messages if message["role"] == "user" for part in message["content"]]
-    if not any(part["type"] == "image_url" or part["text"].strip() for part in said):
+    user_parts = [part for message in messages if message["role"] == "user" for part in message["content"]]
+    if not any(part["type"] == "image_url" or part["text"].strip() for part in user_parts):
         raise ValueError(f"column {key!r}: no message of role 'user' says anything")
     return messages
 
 
 def _add_text(parts: list[dict[str, Any]], text: str) -> None:
-    """Append a text, to the last part if that is one; an empty text is left out."""
+    """Append a text, to the last part if that is a text; an empty text is left out."""
     if text and parts and parts[-1]["type"] == "text":
         parts[-1]["text"] += text
     elif text:
@@ -242,19 +271,25 @@ def _image_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
+    """Return the reference answer of a row as text; "" if it needs none.
+
+    Raises:
+        RowError: the answer is missing or unusable.
+    """
     key = form.answer_key
     value = at_path(row, key) if key else ""
-    within = row.get(key.partition(".")[0]) if "." in key else None
-    if not key or isinstance(within, dict) and {within.get("style"), within.get("method")} & _JUDGED:
+    reward_spec = row.get(key.partition(".")[0]) if "." in key else None
+    if not key or isinstance(reward_spec, dict) and {reward_spec.get("style"), reward_spec.get("method")} & _JUDGED:
         return "" if value is None else str(value)
     if value is None or isinstance(value, str) and not value.strip():
         raise RowError(row_id, "answer missing", f"column {key!r} is empty")
     text = answer_text(value)
-    if text is None and isinstance(value, (dict, list)) and within is not None:  # what one's own function reads
+    # A structured answer beside a reward's settings is one for the user's reward function, which
+    # parses it.
+    if text is None and isinstance(value, (dict, list)) and reward_spec is not None:
         text = json.dumps(_plain(value), ensure_ascii=False)
-    if (
-        text is None or isinstance(value, str) and text.strip().lower() == "nan"
-    ):  # as tables of strings hold a missing value
+    # Tables of strings hold a missing value as "nan".
+    if text is None or isinstance(value, str) and text.strip().lower() == "nan":
         reason = (
             f"column {key!r} holds {_shown(value)}: expected a text, a finite number, true or false, or a list of these"
         )
@@ -263,4 +298,5 @@ def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
 
 
 def _shown(value: Any) -> str:
+    """Return a value as it is shown in messages: its `repr`, shortened."""
     return shorten(repr(value))
