@@ -11,7 +11,8 @@ __all__ = ["Run", "load_policy", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: `import rlinf_vl` takes no time, and neither torch nor Ray."""
+    """Return a public name, and import its module first: `import rlinf_vl` alone imports neither
+    torch nor Ray, and takes no time."""
     if name not in __all__:
         raise AttributeError(f"module 'rlinf_vl' has no attribute {name!r}")
     if name == "load_policy":

@@ -1,6 +1,7 @@
 """The command line: `python -m rlinf_vl <verb>`.
 
-Only what every verb needs is imported here: a mistake in a config is told within a second, without torch or Ray.
+Only modules that every verb needs are imported here: a mistake in a config is reported within a
+second, without torch or Ray.
 """
 
 import argparse
@@ -21,27 +22,33 @@ from rlinf_vl.runtime.stop_request import StopRequest
 
 log = logging.getLogger("rlinf_vl")
 
-#: Errors that mean a mistake in what a verb was asked for, beside ConfigError: a folder that is no run's, or not as it must be.
+#: Verb → its errors that mean a mistake of the user, beside ConfigError: a folder that is not a
+#: run's, or not as it must be.
 MISTAKES = dict.fromkeys(("watch", "timeline", "report"), (ValueError,)) | {
     "export": (FileNotFoundError, FileExistsError)
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code is 0 on success, 2 for a mistake in what was asked, 1 for a failure."""
-    sys.path.append(os.getcwd())  # for module:Name; 'python -m' has it, a console command doesn't
+    """Run one verb, and return the exit code: 0 on success, 2 for a mistake of the user, 1 for a
+    failure."""
+    # For module:Name in a config: 'python -m' searches this folder, a console command doesn't.
+    sys.path.append(os.getcwd())
     arguments = parse(argv)
-    mistakes = (ConfigError, *MISTAKES.get(arguments.verb, ()))
+    user_errors: tuple[type[Exception], ...] = (ConfigError,)
+    user_errors += MISTAKES.get(arguments.verb, ())
     stop_request = StopRequest()
     setup_logging()
-    stop_request.install()  # both signals unwind, so that nothing is left running
+    # Both signals unwind, so that nothing is left running.
+    stop_request.install()
     try:
         if arguments.verb in ("train", "eval"):
             return (_train if arguments.verb == "train" else _evaluate)(arguments, stop_request)
         return _run_verb(arguments)
-    except (*mistakes, RunError, OSError) as error:  # an OSError names the file that can't be read or written
+    # An OSError names the file that can't be read or written: it needs no traceback.
+    except (*user_errors, RunError, OSError) as error:
         print(f"error: {reason_of(error) if isinstance(error, ConfigError | RunError) else error}", file=sys.stderr)
-        return 2 if isinstance(error, mistakes) else 1
+        return 2 if isinstance(error, user_errors) else 1
     except KeyboardInterrupt:
         return 128 + (stop_request.number or signal.SIGINT)
 
@@ -49,10 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     from rlinf_vl.preflight.inputs import RULES, packages_missing
 
-    rules = RULES if arguments.check else (packages_missing, *RULES)
-    config = load_config(arguments.config, arguments.overrides, rules)
+    # A check may run where the packages of the training are not installed.
+    rules = [] if arguments.check else [packages_missing]
+    config = load_config(arguments.config, arguments.overrides, [*rules, *RULES])
     if arguments.check:
-        if importlib.util.find_spec("torch") is not None:  # else it isn't the Python that will run it
+        # A Python without torch is not the one that will train: there is nothing to rehearse.
+        if importlib.util.find_spec("torch") is not None:
             print(running.rehearse(config))
         return 0
     stopped_by = running.train(config, stop_request)
@@ -63,23 +72,33 @@ def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     from rlinf_vl.preflight.inputs import RULES, packages_missing
     from rlinf_vl.runtime.evaluation import evaluation_config
 
-    rules = (packages_missing, *RULES)
     config, checkpoint = evaluation_config(
-        arguments.config, arguments.overrides, arguments.samples, rules, arguments.trust_run_code
+        arguments.config,
+        arguments.overrides,
+        arguments.samples,
+        (packages_missing, *RULES),
+        arguments.trust_run_code,
     )
     subject = {
         "config": arguments.config,
         "model": config.rollout.model.model_path,
         "checkpoint": str(checkpoint) if checkpoint else None,
     }
-    by = {"samples": arguments.samples, "by": arguments.by}
-    run_dir = running.evaluate(config, checkpoint, stop_request, subject=subject, **by)
+    run_dir = running.evaluate(
+        config,
+        checkpoint,
+        stop_request,
+        subject=subject,
+        samples=arguments.samples,
+        by=arguments.by,
+    )
     log.info("the figures are in %s; 'python -m rlinf_vl report %s' shows the answers", run_dir / "eval.json", run_dir)
     return 0
 
 
 def _run_verb(arguments: argparse.Namespace) -> int:
-    """Run a verb other than `train`; each imports what it needs."""
+    """Run a verb other than `train` and `eval`. Each imports its own modules, so that it starts
+    fast."""
     match arguments.verb:
         case "config":
             from rlinf_vl.cli.keys import describe
@@ -111,23 +130,23 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.publish import publish
             from rlinf_vl.runtime.checkpoints import folder_at
 
-            place, adapters = arguments.output, arguments.adapters
-            place = publish(
+            destination = publish(
                 folder_at(arguments.checkpoint),
-                place,
+                arguments.output,
                 dtype=arguments.dtype,
-                adapters=adapters,
+                adapters=arguments.adapters,
                 push=arguments.push,
                 private=arguments.private,
                 trust_run_code=arguments.trust_run_code,
             )
-            if adapters:
-                log.info("wrote %s, for peft.PeftModel.from_pretrained on the run's base model", place)
+            if arguments.adapters:
+                log.info("wrote %s, for peft.PeftModel.from_pretrained on the run's base model", destination)
                 return 0
             log.info(
-                "wrote %s, for AutoModelForImageTextToText (text only: AutoModelForCausalLM), AutoTokenizer and AutoImageProcessor; "
-                "AutoProcessor wants torchvision besides, for videos (%s)",
-                place,
+                "wrote %s, for AutoModelForImageTextToText (text only: AutoModelForCausalLM), "
+                "AutoTokenizer and AutoImageProcessor; AutoProcessor wants torchvision besides, "
+                "for videos (%s)",
+                destination,
                 "installed here" if installed_version("torchvision") else torchvision_command(),
             )
         case "watch":

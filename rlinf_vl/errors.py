@@ -1,18 +1,19 @@
-"""What ends a run without being a fault of the program."""
+"""Errors that end a run and are no fault of the program: they need no traceback."""
 
 import difflib
 import re
 from collections.abc import Iterable, Sequence
 
 
-class _Told:
+class _WithoutTraceback:
+    # IPython calls a method of this name to show an error.
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the message, which says what to do."""
+        """Return the lines that a notebook shows: the message alone, which names the remedy."""
         return [f"{type(self).__name__}: {self}"]
 
 
-class ConfigError(_Told, ValueError):
-    """Mistakes of the user: every problem found, each naming the key, its value and the way out, on one line."""
+class ConfigError(_WithoutTraceback, ValueError):
+    """Mistakes of the user, each in one line that names the key, its value and the remedy."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -20,22 +21,24 @@ class ConfigError(_Told, ValueError):
         super().__init__(text)
 
 
-class RunError(_Told, RuntimeError):
-    """The run can't go on. The message says why, what was saved, and the way out: it needs no traceback."""
+class RunError(_WithoutTraceback, RuntimeError):
+    """The run can't go on. The message names the reason, what was saved, and the remedy."""
 
 
 def reason_of(error: BaseException) -> str:
-    """The message of an error without its traceback; of an error that Ray brought from another process, the original's."""
-    cause = getattr(error, "cause", None)  # a RayTaskError's
+    """Return the message of an error without its traceback. For an error that Ray brought from
+    another process, it is the message of the original."""
+    cause = getattr(error, "cause", None)  # a RayTaskError has one
     if isinstance(cause, BaseException):
         return reason_of(cause)
     text = str(error).strip()
     if isinstance(error, RunError | ConfigError):
         return text
-    if "\n  File " in text:  # Ray's errors have tracebacks in their messages
+    # Errors of Ray have tracebacks in their messages; the last line "Name: …" begins the message.
+    if "\n  File " in text:
         lines = text.splitlines()
-        ends = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(: |$)", line)]
-        return "\n".join(lines[ends[-1] :]) if ends else lines[-1].strip()
+        starts = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(: |$)", line)]
+        return "\n".join(lines[starts[-1] :]) if starts else lines[-1].strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -44,11 +47,11 @@ def without_colors(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ " did you mean 'a'?" of the one known name that looks most like this one; "" if none does."""
-    return did_you_mean(difflib.get_close_matches(name, list(known), n=1))
+def nearest(name: str, known_names: Iterable[str]) -> str:
+    """Return " did you mean 'a'?" with the known name that is most like this one; "" if none is."""
+    return did_you_mean(difflib.get_close_matches(name, list(known_names), n=1))
 
 
 def did_you_mean(names: Sequence[str]) -> str:
-    """The question, which begins with a blank; "" without names."""
+    """Return the question, which begins with a blank; "" without names."""
     return f" did you mean {' or '.join(map(repr, names))}?" if names else ""

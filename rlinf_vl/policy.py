@@ -1,4 +1,4 @@
-"""A trained policy in this process, to be asked: `load_policy(folder).generate(messages)`."""
+"""Inference with a trained policy in this process: `load_policy(folder).generate(messages)`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,15 @@ from rlinf_vl.runtime.checkpoints import STATE_FILE, checkpoints
 from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.types import Message, Problem, Request, SamplingParams
 
-#: Prompts decoded at once.
+#: Maximum number of prompts decoded at once.
 MAX_RUNNING = 64
+#: The file by which a folder of adapters is recognized, as peft writes it.
 ADAPTERS = "adapter_config.json"
 
 
 class Policy:
-    """A model that answers messages, by the engine, the chat template and the image processing that it was trained with."""
+    """A model that answers messages, with the engine, the chat template and the image processing
+    that it was trained with."""
 
     def __init__(
         self, model: PreTrainedModel, family: Family, processor: Processor, *, device: str, thinking: str = "auto"
@@ -60,29 +62,32 @@ class Policy:
         top_k: int = 0,
         seed: int = 0,
     ) -> Any:
-        """The answer to messages as text, special tokens left out; with `n`, a list of so many.
+        """Return the answer to messages as text, without special tokens; with `n`, a list of `n`
+        answers.
 
         Args:
-            messages: in OpenAI's form, {"role", "content"}; content is a text, or a list of parts: {"type": "text", "text": …},
-                {"type": "image", "image": a PIL image, bytes, an array or a file's path} and {"type": "image_url", "image_url":
-                {"url": a data URI or a file's path}}. A text alone is one message of the user.
-            temperature: 0 is greedy. The same `seed` draws the same answers.
+            messages: in OpenAI's form, {"role", "content"}; content is a text, or a list of parts:
+                {"type": "text", "text": …}, {"type": "image", "image": a PIL image, bytes, an array
+                or a file's path} and {"type": "image_url", "image_url": {"url": a data URI or a
+                file's path}}. A text alone is one message of the user.
+            temperature: 0 is greedy.
+            seed: the same seed draws the same answers.
 
         Raises:
             ValueError: the messages or their images make no prompt.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        said = observe([_with_files(message) for message in messages], Problem("", (), ""))
-        ids, grids = self._renderer.prompt(said.messages, said.images)
+        observation = observe([_with_files(message) for message in messages], Problem("", (), ""))
+        ids, grids = self._renderer.prompt(observation.messages, observation.images)
         sampling = SamplingParams(temperature, top_p, top_k, max_new_tokens, self._processor.stop_ids)
         seeds = tuple(range(seed, seed + (n or 1)))
-        (completion,) = self._engine.generate([Request(ids, said.images, grids, sampling, seeds)])
+        (completion,) = self._engine.generate([Request(ids, observation.images, grids, sampling, seeds)])
         texts = [self._processor.decode(sample.ids) for sample in completion.samples]
         return texts[0] if n is None else texts
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Release the memory of the model."""
         self._engine.close()
 
 
@@ -93,43 +98,51 @@ def load_policy(
     dtype: str | None = None,
     trust_run_code: bool = False,
 ) -> Policy:
-    """Load a policy to ask it.
+    """Load a policy for inference.
 
     Args:
-        folder: a run or its folder (its newest checkpoint), one of its checkpoints/global_step_N, a model folder that `export` wrote
-            or transformers loads, a folder of peft's adapters, a model's name on the hub, or an embedded task's (`toy`).
+        folder: a run or its folder (its newest checkpoint), one of its checkpoints/global_step_N, a
+            model folder that `export` wrote or transformers loads, a folder of peft's adapters, a
+            model's name on the hub, or an embedded task's (`toy`).
         device: cpu or cuda; by default cuda where there is one.
         dtype: fp32, bf16 or fp16; by default bf16 on cuda and fp32 on the cpu.
-        trust_run_code: execute the Python that the config.yaml of a run's folder brings along or names: a model family
-            (`rollout.model.model_type`), and with `trust_remote_code` the files of its base model. A `Run` that `train` returned
-            in this process is trusted.
+        trust_run_code: execute the Python that the config.yaml of a run's folder brings along or
+            names: a model family (`rollout.model.model_type`), and with `trust_remote_code` the
+            files of its base model. A `Run` that `train` returned in this process is trusted.
 
     Raises:
-        ConfigError: nothing of that kind is there, or the folder brings Python along that is not trusted.
+        ConfigError: `folder` is none of these, or brings Python along that is not trusted.
     """
     path = Path(folder.folder if isinstance(folder, Run) else folder).expanduser()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = DTYPES[dtype or ("bf16" if device == "cuda" else "fp32")]
-    more: dict[str, Any] = {}
+    model_dtype = DTYPES[dtype or ("bf16" if device == "cuda" else "fp32")]
+    processor_options: dict[str, Any] = {}
     thinking = "auto"
     if (path / STATE_FILE).is_file() or checkpoints(path):
         trusted = trust_run_code or (isinstance(folder, Run) and folder.trust_run_code)
         model, family, base, config = restore(path, trusted)
         merge_adapters(model)
-        more = {"min_pixels": config.data.image_min_pixels, "max_pixels": config.data.image_max_pixels}
-        more["trust_remote_code"] = config.rollout.model.trust_remote_code
+        # Prompts must look as in training: images of the same size, the same thinking mode.
+        processor_options = {
+            "min_pixels": config.data.image_min_pixels,
+            "max_pixels": config.data.image_max_pixels,
+            "trust_remote_code": config.rollout.model.trust_remote_code,
+        }
         thinking = config.rollout.thinking.mode
     else:
         base = _base(str(folder), path)
         family = family_of("auto", base)
+        # Adapters are merged in float32, and only then rounded.
         model: Any = load_model(base, family, DTYPES["fp32"])
         if base != str(path) and (path / ADAPTERS).is_file():
             model = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
-    return Policy(model.to(wanted), family, Processor(base, family, **more), device=device, thinking=thinking)
+    processor = Processor(base, family, **processor_options)
+    return Policy(model.to(model_dtype), family, processor, device=device, thinking=thinking)
 
 
 def _base(name: str, path: Path) -> str:
-    """What transformers loads for a name: a folder, or a name on the hub; of adapters, that of the model below them."""
+    """Return the folder, or the name on the hub, that transformers loads for a name; for adapters,
+    that of the model they belong to."""
     if name in TOYS:
         return str(toy_checkpoint_path(name))
     if (path / "config.json").is_file():
@@ -139,19 +152,21 @@ def _base(name: str, path: Path) -> str:
     if not path.exists() and HUB_NAME.fullmatch(name):
         return name
     raise ConfigError(
-        f"load_policy: {name!r} is no run's folder with a checkpoint (runner.save_interval writes them), no "
-        f"checkpoints/global_step_N, no model folder (config.json), no adapters ({ADAPTERS}) and no name on the hub"
+        f"load_policy: {name!r} is no run's folder with a checkpoint (runner.save_interval writes "
+        "them), no checkpoints/global_step_N, no model folder (config.json), no adapters "
+        f"({ADAPTERS}) and no name on the hub"
     )
 
 
 def _with_files(message: Message) -> Message:
-    """The same message with the bytes of the files that its images name."""
+    """Return the message with the bytes of the files that its images name."""
     if isinstance(message["content"], str):
         return message
     parts = []
     for part in message["content"]:
         value: Any = part.get("image_url", part.get("image"))
         value = value.get("url") if isinstance(value, Mapping) else value
+        # Linux has no longer paths; data URIs of images usually are.
         is_path = isinstance(value, Path) or isinstance(value, str) and len(value) < 4096 and Path(value).is_file()
         parts.append({"type": "image", "image": Path(value).read_bytes()} if is_path else part)
     return message | {"content": parts}

@@ -1,4 +1,5 @@
-"""One training run or one evaluation, from a config that is known to be sound to the end: what the command line and Python share.
+"""One training run or one evaluation, from a validated config to the end. The command line and the
+Python interface share it.
 
 torch and Ray are imported when the config, the folder and the machine have been checked.
 """
@@ -32,28 +33,33 @@ log = logging.getLogger("rlinf_vl")
 
 
 def train(config: Config, stop_request: StopRequest, keep_ray: bool = False) -> int | None:
-    """Train in the config's folder, in which `runner.resume_dir` says where to go on; returns the signal that stopped the run.
+    """Train in the config's folder, from the checkpoint that `runner.resume_dir` names there;
+    returns the signal that stopped the run, or None.
 
     Args:
-        keep_ray: as in `ray_cluster`.
+        keep_ray: see `ray_cluster`.
 
     Raises:
-        ConfigError, RunError: it can't begin, or can't go on.
-        KeyboardInterrupt: a signal ended it at once.
+        ConfigError, RunError: the run can't begin, or can't go on.
+        KeyboardInterrupt: a signal ended the run at once.
     """
     run_dir = folders.run_folder(config)
-    config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
+    # Absolute, as actors have other working folders.
+    config.runner.output_dir = str(run_dir.parent)
     with folders.locked(run_dir):
         home = checkpoint_home(config, run_dir)
         recover_checkpoints(home)
         checkpoint = find_checkpoint(home, config.runner.resume_dir)
-        if checkpoint and 0 <= config.runner.max_steps <= (step := load_state(checkpoint)["step"]):
-            log.info("nothing left: step %d of %d; raise runner.max_steps", step, config.runner.max_steps)
-            return None
-        from rlinf_vl.preflight import doctor  # which takes seconds to import
+        if checkpoint and config.runner.max_steps >= 0:
+            step = load_state(checkpoint)["step"]
+            if step >= config.runner.max_steps:
+                log.info("nothing left: step %d of %d; raise runner.max_steps", step, config.runner.max_steps)
+                return None
+        from rlinf_vl.preflight import doctor  # takes seconds to import
 
         doctor.refuse(config)
-        log.info(rehearse(config))  # before the folder is opened: a start that fails here takes no run's name
+        # Before the folder is opened: a start that fails here takes no run's name.
+        log.info(rehearse(config))
         events = EventLog(run_dir)
         checkpoint = folders.open_folder(config, run_dir, checkpoint, partial(events.add, level=logging.INFO))
         with _explained(run_dir):
@@ -61,16 +67,17 @@ def train(config: Config, stop_request: StopRequest, keep_ray: bool = False) -> 
 
 
 def rehearse(config: Config) -> str:
-    """Try rows, reward and environment in this process; return the line that says the run is ready.
+    """Try rows, reward and environment in this process; returns the line that says the run is
+    ready.
 
     Raises:
-        ConfigError: what the run would have failed at.
+        ConfigError: the run would have failed, for the same reason.
     """
-    from rlinf_vl.rollout.rehearsal import rehearse  # with torch and transformers, which take seconds
+    from rlinf_vl.rollout.rehearsal import rehearse  # imports torch and transformers: seconds
 
-    begun = time.perf_counter()
+    start = time.perf_counter()
     rehearsal = rehearse(config, prepare_toys(config))
-    return f"{rehearsal.line} ({time.perf_counter() - begun:.0f} s)"
+    return f"{rehearsal.line} ({time.perf_counter() - start:.0f} s)"
 
 
 def evaluate(
@@ -82,21 +89,24 @@ def evaluate(
     samples: int,
     by: Sequence[str],
 ) -> Path:
-    """Answer the validation rows with the config's model, or with a checkpoint of it; returns the folder of the figures.
+    """Answer the validation rows with the config's model, or with a checkpoint of it; returns the
+    folder of the figures.
 
     Args:
-        config: of `rlinf_vl.runtime.evaluation.evaluation_config`.
-        subject: what is evaluated, as `eval.json` says it.
+        config: a result of `rlinf_vl.runtime.evaluation.evaluation_config`.
+        subject: config, model and checkpoint that are evaluated, for `eval.json`.
         samples: answers to each problem.
         by: columns that get tables of their own; none: the usual ones.
 
     Raises:
-        ConfigError, RunError, KeyboardInterrupt: as `train`.
+        ConfigError, RunError, KeyboardInterrupt: see `train`.
     """
     run_dir = folders.run_folder(config)
-    config.runner.output_dir = str(run_dir.parent)  # absolute: actors stand elsewhere
+    # Absolute, as actors have other working folders.
+    config.runner.output_dir = str(run_dir.parent)
     with folders.locked(run_dir):
-        # After the config is known to be sound: these imports and the toy's warm start take seconds.
+        # After the config is known to be valid: these imports and the toy's warm start take
+        # seconds.
         from rlinf_vl.controller import evaluate
         from rlinf_vl.observe.evaluation import render
         from rlinf_vl.preflight import doctor
@@ -110,15 +120,25 @@ def evaluate(
                 precision = config.rollout.model.precision
                 model_path = stack.enter_context(evaluate.exported(checkpoint, run_dir, precision))
             progress, reservation = stack.enter_context(_machines(config, run_dir, stop_request, learns=False))
-            asked = {"samples": samples, "columns": columns, "subject": subject}
-            made = evaluate.evaluate(config, model_path, reservation, run_dir, progress, stop_request.check, **asked)
-    print(render(made))
+            figures = evaluate.evaluate(
+                config,
+                model_path,
+                reservation,
+                run_dir,
+                progress,
+                stop_request.check,
+                samples=samples,
+                columns=columns,
+                subject=subject,
+            )
+    print(render(figures))
     return run_dir
 
 
 @contextmanager
 def _explained(run_dir: Path) -> Iterator[None]:
-    """Write the traceback of what nobody expected into the run's folder, and raise a RunError with the reason."""
+    """Write the traceback of an unexpected error into the run's folder, and raise a RunError with
+    its reason."""
     try:
         yield
     except (ConfigError, RunError):
@@ -128,6 +148,7 @@ def _explained(run_dir: Path) -> Iterator[None]:
         try:
             path.write_text(without_colors("".join(traceback.format_exception(error))), encoding="utf-8")
         except OSError:
+            # Without the file the traceback must go to the terminal.
             raise error from None
         raise RunError(f"{reason_of(error)}\nThe whole of it is in {path}") from error
 
@@ -136,14 +157,17 @@ def _run(
     config: Config, run_dir: Path, checkpoint: Folder | None, stop_request: StopRequest, keep_ray: bool
 ) -> int | None:
     """Train in a folder that is ready, from a checkpoint or from the start."""
-    # After the config is known to be sound: these imports and the toy's warm start take seconds.
+    # After the config is known to be valid: these imports and the toy's warm start take seconds.
     from rlinf_vl.controller.run import run
     from rlinf_vl.preflight.gpu_share import settle_gpu_share
     from rlinf_vl.runtime.ray_process import freeze_loaded
 
     model_path = prepare_toys(config)
+    # In a thread, as reading large data takes minutes; a daemon, as the run's end need not wait for
+    # it.
     threading.Thread(target=write_digests, args=(run_dir, _data_files(config)), name="digests", daemon=True).start()
-    start, stopped_by = time.monotonic(), None
+    start = time.monotonic()
+    stopped_by: int | None = None
     metrics: dict[str, float] = {}
     with (
         _report_at_end(run_dir),
@@ -156,7 +180,8 @@ def _run(
         except Interrupted as stop:
             stopped_by, progress.end, progress.reason = stop.number, "stopped", str(stop)
         finally:
-            gc.unfreeze()  # a notebook goes on
+            # A notebook goes on after the run.
+            gc.unfreeze()
     log.info("%.0f s from the start of Ray to its end", time.monotonic() - start)
     log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
     log.info("the run is in %s", run_dir)
@@ -167,7 +192,8 @@ def _run(
 def _machines(
     config: Config, run_dir: Path, stop_request: StopRequest, learns: bool = True, keep_ray: bool = False
 ) -> Iterator[tuple[RunProgress, Any]]:
-    """What shows how a run gets on, and its `Reservation`; in `run_dir` is then where it runs, and what each process does."""
+    """Start Ray and reserve the machines; yields the progress display and the `Reservation`. From
+    then on `run_dir` has the description of the environment and the spans of all processes."""
     from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     (run_dir / SPANS).mkdir(exist_ok=True)
@@ -176,13 +202,15 @@ def _machines(
         record_spans(run_dir, "controller")
         progress.phase("starting Ray")
         with ray_cluster(config, keep_ray) as options, reserve(config, learns, options) as reservation:
-            stop_request.install()  # Ray has put a handler of its own
+            # Ray has installed a handler of its own.
+            stop_request.install()
             yield progress, reservation
 
 
 @contextmanager
 def _report_at_end(run_dir: Path) -> Iterator[None]:
-    """Make the run's report when it has ended, well or not; a person in a hurry (Ctrl-C twice) gets none."""
+    """Make the run's report when it has ended or failed; not if the user ends it at once (Ctrl-C
+    twice)."""
     try:
         yield
     finally:
@@ -191,24 +219,27 @@ def _report_at_end(run_dir: Path) -> Iterator[None]:
 
             try:
                 log.info("the report: %s", build_report([run_dir]))
-            except Exception as error:  # what was trained is worth more than its report
+            # A run whose report fails has been trained all the same.
+            except Exception as error:
                 log.warning("no report could be made of %s: %r", run_dir, error)
 
 
 def _data_files(config: Config) -> dict[str, dict[str, Path]]:
-    """By split and entry of its paths, where the data are."""
+    """Return the files of the data, by split and entry of its paths."""
     from rlinf_vl.toy.task import toy_dataset_path
 
-    def at(entry: str, split: Literal["train", "val"]) -> Path:
+    def path_of(entry: str, split: Literal["train", "val"]) -> Path:
         return toy_dataset_path(split, entry) if entry in TOYS else Path(entry)
 
     data = config.data
-    train = {entry: at(entry, "train") for entry in data.train_data_paths}
-    return {"train": train, "val": {entry: at(entry, "val") for entry in data.val_data_paths}}
+    train = {entry: path_of(entry, "train") for entry in data.train_data_paths}
+    val = {entry: path_of(entry, "val") for entry in data.val_data_paths}
+    return {"train": train, "val": val}
 
 
 def prepare_toys(config: Config) -> str:
-    """Make the data and checkpoint of the embedded tasks that the config names; returns the model's path."""
+    """Make the data and checkpoint of the embedded tasks that the config names; returns the model's
+    path."""
     from rlinf_vl.toy.checkpoint import toy_checkpoint_path
     from rlinf_vl.toy.task import toy_dataset_path
 
