@@ -59,7 +59,7 @@ class Dispatcher(Generic[W]):
     def begin(self, submission: Submission, order: Sequence[Task]) -> None:
         """Open a submission and dispatch its tasks in this order."""
         self._open.append(submission)
-        self.share_out([(submission, self._quarantine.judged(task)) for task in order])
+        self.share_out([(submission, self._quarantine.with_fault(task)) for task in order])
         self._close_if_done(submission)
 
     def close(self, submission: Submission, error: BaseException | None = None) -> None:
@@ -148,15 +148,15 @@ class Dispatcher(Generic[W]):
         again.
         """
         n_lost = sum(map(len, slot.sent_tasks.values()))
-        self._quarantine.accuse(slot.answering.values())
+        self._quarantine.count_death(slot.answering.values())
         for submission, tasks in slot.sent_tasks.items():
             resent = submission.arrived & tasks.keys()
             if resent:
                 submission.events.put(GroupsResent(frozenset(resent)))
             submission.arrived -= resent
             # `extendleft` reverses, so the tasks come first in the queue and in their old order.
-            judged = ((submission, self._quarantine.judged(task)) for task in reversed(tasks.values()))
-            slot.queue.extendleft(judged)
+            queue_entries = ((submission, self._quarantine.with_fault(task)) for task in reversed(tasks.values()))
+            slot.queue.extendleft(queue_entries)
         self._queues_empty = False
         self._holders = {name: holder for name, holder in self._holders.items() if holder is not slot}
         slot.forget_all()

@@ -35,7 +35,7 @@ class FaultLog:
         self._logged.add((type(cause), origin))
         lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
         trace = "".join([*lines, *traceback.format_exception_only(cause)]).rstrip() if frames else ""
-        log.warning("%s: %s (told once)%s", problem_id, described(error), f"\n{trace}" if trace else "")
+        log.warning("%s: %s (logged once)%s", problem_id, described(error), f"\n{trace}" if trace else "")
 
 
 def _is_users(filename: str) -> bool:

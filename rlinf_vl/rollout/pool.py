@@ -250,7 +250,8 @@ class RolloutPool:
             if self._elastic is not None:
                 return {number: Place.GONE for number in numbers if self._elastic.lost(self._seats[number])}
             ordered = list(numbers)
-            lost = [ordered[k] for k in lost_seats([self._seats[number].options for number in ordered])]
+            options = [self._seats[number].options for number in ordered]
+            lost = [ordered[k] for k in lost_seats(options)]
         except RayError:  # the cluster's head does not answer: the next call tries again
             return {}
         if self._shrinks and len(self._supervisor.slots) > 1:

@@ -18,7 +18,7 @@ class Quarantine:
         self._max_deaths = max_deaths
         self._deaths: Counter[tuple[str, int]] = Counter()
 
-    def accuse(self, tasks: Iterable[Task]) -> None:
+    def count_death(self, tasks: Iterable[Task]) -> None:
         """Count a worker's death for the rows of the tasks that it had not answered."""
         self._deaths.update({(task.split, task.row) for task in tasks})
 
@@ -27,7 +27,7 @@ class Quarantine:
         if not task.fault:  # a quarantined row stays so: its group has no answers
             self._deaths.pop((task.split, task.row), None)
 
-    def alone(self, task: Task) -> bool:
+    def must_be_alone(self, task: Task) -> bool:
         """Return whether the task must be its worker's only one."""
         return self._deaths[task.split, task.row] == self._max_deaths - 1
 
@@ -50,14 +50,14 @@ class Quarantine:
             # One task of the batch stands for all: if that one must be alone, it is the only one.
             task, worker_tasks = queue[0][1], batch[:1] or unanswered
             n_samples += len(task.seeds)
-            if worker_tasks and self._deaths and any(map(self.alone, [*worker_tasks, task])):
+            if worker_tasks and self._deaths and any(map(self.must_be_alone, [*worker_tasks, task])):
                 break
             if max_samples is not None and n_samples > max(max_samples, len(task.seeds)):
                 break
             batch.append(queue.popleft()[1])
         return submission, batch
 
-    def judged(self, task: Task) -> Task:
+    def with_fault(self, task: Task) -> Task:
         """Return the task; if its row is quarantined, with the fault that prevents answers."""
         if task.fault or self._deaths[task.split, task.row] < self._max_deaths:
             return task
