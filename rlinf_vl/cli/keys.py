@@ -26,6 +26,7 @@ def describe(query: str | None) -> str:
         )
     if query in keys:
         return _description(query, keys[query])
+    # A section comes first: its name may also be a part of keys in other sections.
     matching_names = sections.get(query) or tuple(name for name in keys if query in name)
     if not matching_names:
         raise ConfigError(f"{query}: unknown key;{suggestion(query)}")

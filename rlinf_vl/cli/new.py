@@ -16,6 +16,8 @@ class Kind(NamedTuple):
     next_steps: str
 
 
+#: Kind → its template and next steps. Literal braces are doubled, as `str.format` fills the steps
+#: in.
 KINDS = {
     "experiment": Kind(
         "experiment.yaml.jinja",

@@ -66,6 +66,7 @@ class _Version(argparse.Action):
         for package in ("torch", "transformers", "ray", "sglang"):
             try:
                 versions[package] = metadata.version(package)
+            # SGLang is optional, and configs can be checked without the others.
             except metadata.PackageNotFoundError:
                 versions[package] = "not installed"
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
@@ -88,14 +89,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     def verb(name: str, summary: str, epilog_text: Callable[[], str] | None = None) -> Any:
         """Return the method that adds an argument to a new verb; `epilog_text` makes the end of its
         help."""
+        # In the list of verbs the summary is a phrase, in the help of its verb a sentence.
         verb_parser = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         verb_parser.epilog_text = epilog_text
         return verb_parser.add_argument
 
+    # Train and evaluate.
     argument = verb("train", "run one experiment", epilog_text=configs_and_keys)
     _config_and_overrides(argument)
     argument("--check", action="store_true", help="don't train, only check config, data, model and folders")
 
+    # Python that comes with a checkpoint is executed with consent only.
     trust_help = "run the Python that the checkpoint's run brings along in its config.yaml"
     argument = verb("eval", "measure a model: pass@k with standard errors, tables, trajectories")
     _config_and_overrides(
@@ -111,6 +115,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     argument(OPTION, action="store_true", help=f"{trust_help}, beyond what this config says itself")
 
+    # Make and export models.
     argument = verb("toy", "make an embedded task's data and its warm-started checkpoint (cached)")
     argument("name", nargs="?", choices=TOYS, default="toy", help="the task; toy unless named")
     argument("--seed", type=int, default=None, help="seed of the checkpoint (default: that of the configs)")
@@ -128,6 +133,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     argument(OPTION, action="store_true", help=trust_help)
 
+    # Look at runs.
     argument = verb("watch", "follow a run on this terminal")
     argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
     argument("--once", action="store_true", help="print one page and end")
@@ -146,6 +152,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     argument("--output", type=Path, default=None, help="the file; the default is report.html in the first run's folder")
 
+    # Check code, data and machines before a run.
     argument = verb("check-env", "play an environment with random and hostile answers; say what breaks its contract")
     argument("env_class", metavar="NAME", help="as rollout.env_class: a name, module:Class or path/to/file.py:Class")
     argument("overrides", nargs="*", metavar="key=value", help="keywords of its constructor; data.* for --data")
@@ -175,6 +182,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("--gpu-memory", type=float, default=80, metavar="GB", help="as printed on the card (default 80)")
     argument("--nodes", type=int, default=1, help="machines (default 1)")
 
+    # Write configs and code.
     argument = verb("config", "show configuration keys: all of them with their defaults, or what one means and may be")
     argument("key", nargs="?", metavar="KEY", help="a key, a section or a part of a key's name").completer = (
         lambda **_: [*config_sections(), *config_keys()]

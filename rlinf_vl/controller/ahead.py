@@ -64,8 +64,8 @@ class Ahead:
     # --- for the loop -----------------------------------------------------------------------------
 
     def begin(self, version: int, open: Sequence[Sequence[int]]) -> None:
-        """Engines have the weights of step `version`; request the checkpoint's `open` groups
-        again."""
+        """Request the `open` groups of a checkpoint again; engines have the weights of step
+        `version`."""
         self.buffer.engine_version = version
         self.buffer.request_again(open, self._capacity(version + 1, 0))
 
@@ -131,8 +131,8 @@ class Ahead:
         )
 
     def trained(self) -> list[list[int]]:
-        """Return what a checkpoint needs to request the groups again that are left when a step is
-        trained: (step and number of its id, row, epoch) of each."""
+        """Return the groups that are left when a step is trained: (step and number of its id, row,
+        epoch) of each. A checkpoint keeps them, to request them again."""
         pending = [[*group.label, group.task.row, group.epoch] for group in self.buffer.groups.values()]
         return pending + [list(fields) for fields in self.buffer.backlog]
 

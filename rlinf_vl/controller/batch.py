@@ -73,6 +73,7 @@ def rollout(
             pool.cancel([tasks[k].group_id for k in lost])
             for k, result in zip(lost, pool.submit([tasks[k] for k in lost]).results(), strict=True):
                 results[k] = result
+    # The ranks have fetched these groups: if a worker dies now, they are not to be sampled again.
     pool.acknowledge([summary.id for summary in summaries])
     pool.release(dropped + scored[n_trained:])
     # Where generation runs ahead, the time waited for it is not the time that it took.

@@ -46,8 +46,8 @@ def make_tasks(
 
 
 def store_only(tasks: Sequence[Task], stored: Collection[int]) -> list[Task]:
-    """Return the tasks such that only those with these numbers store their groups; the others
-    return their summaries alone."""
+    """Return the tasks such that only those with the numbers in `stored` store their groups; the
+    others return their summaries alone."""
     stored_numbers = set(stored)
     return [task if k in stored_numbers else replace(task, summary_only=True) for k, task in enumerate(tasks)]
 

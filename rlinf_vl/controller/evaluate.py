@@ -110,6 +110,7 @@ def evaluate(
     Raises:
         ConfigError, RunError: no row can be used; too many are bad; every trajectory failed.
     """
+    # Without ranks the engines need not leave memory to them.
     if config.rollout.gpu_memory_utilization == "auto":
         config.rollout.gpu_memory_utilization = GPU_SHARE[reservation.device]
     with closing(RunLog(config, run_dir, model_path, progress)) as log:

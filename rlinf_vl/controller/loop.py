@@ -98,6 +98,7 @@ def train(
     """
     runner = config.runner
     total = data.total_steps
+    # `timed` is a context manager of contextlib, and so a decorator, too.
     ahead = Ahead(config, pool, data, log, log.timed("sync")(sync))
     saver = Saver(runner, home, learner, log, start)
     state = resume(config, saver.newest, pool, learner, data, gpu, ahead, log)
@@ -119,6 +120,7 @@ def train(
                 metrics |= batch.metrics | data.counts
                 metrics |= {"rollout/workers": len(pool.workers), "rollout/worker_restarts": pool.restarts}
                 metrics["actor/restarts"] = log.count("actors_restarted")
+                # The guard scores on the ranks, which need the GPU for it.
                 gpu.to_ranks(learner)
                 metrics |= guard.check(step, batch.scored, batch.to_score)
                 # Engines get the weights that a validation is about, whatever the interval says.
@@ -128,6 +130,7 @@ def train(
                 sync_early = synced and not gpu.shared and not validator.running and runner.schedule != "one_step_off"
                 on_start = partial(sync.begin, step) if sync_early else lambda: None
                 metrics |= update(step, batch, config, pool, learner, log, on_start)
+                # From here on the step is trained: a stop is to save the state behind it.
                 state.step = step
                 state.open = ahead.trained()
                 state.sampler = data.sampler.state_dict()

@@ -126,6 +126,7 @@ class Recorder:
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
             return
         self._pause = PAUSE_S
+        # No retry is due then: the limit holds for the rest of the run.
         if full:
             self._writer = None
             limit = f"runner.trajectories.max_gb: {self._settings.max_gb} GB of trajectories are recorded"

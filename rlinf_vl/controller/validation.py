@@ -56,6 +56,7 @@ class Validator:
         tasks = make_tasks("val", self._data.val_rows, 1, runner.seed, step)
         self._recorded = self._log.recorder.choose("val", step, len(tasks))
         self._submission = self._pool.submit(store_only(tasks, self._recorded))
+        # After the last step there is no training beside which the validation could run.
         waits = runner.schedule == "sync" or step == self._data.total_steps
         return self._end(self._submission) if waits else {}
 
